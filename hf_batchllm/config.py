@@ -1,0 +1,123 @@
+"""BatchConfig: every knob of the engine, validated early, each with a word on when to change it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How the engine runs. The defaults are right for nearly everybody.
+
+    page_size: tokens in a page of the KV cache. Smaller wastes less memory on ragged ends, larger means
+        fewer pages to handle. Leave it at 64, the tile of the GPU kernels, unless memory is very tight.
+    max_batch_tokens: most tokens in one step of the model. Lower it when a step's activations do not fit.
+        None chooses for the device.
+    kv_memory: memory for the KV cache: bytes, a string such as "20GiB", or a fraction (0 to 1) of the memory
+        that is free. Lower it to leave room for others. None: half of the free memory on a CPU, nine tenths on a GPU;
+        never more than the list of prompts can use.
+    share_prefixes: compute what prompts have in common once. Turn off only to measure what it brings.
+    min_shared_tokens: a shared prefix must save at least this many tokens to be kept apart. Raise it when
+        there are many tiny groups.
+    scheduler: "groups" (fills memory, sharers together), "fifo" (in the order given, never preempts), or an
+        object with the methods of ``hf_batchllm.scheduler.Scheduler``.
+    steps_per_sync: decode steps for each wait of the host on the device. None chooses. On a CPU every step is
+        finished before the next begins, whatever is set here.
+    cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same; no effect on a CPU.
+    fuse: use fused kernels where the model's structure allows. Turn off to debug. No effect on a CPU.
+    keep_prefixes: how many shared prefixes stay in the cache for the next call, least recently used ones going
+        first. Set it when several calls in a row use the same documents. They are dropped when weights change.
+    backend: "torch" or "triton" attention; "auto" takes the best there is for the device.
+    """
+
+    page_size: int = 64
+    max_batch_tokens: int | None = None
+    kv_memory: int | float | str | None = None
+    share_prefixes: bool = True
+    min_shared_tokens: int = 32
+    scheduler: Any = "groups"
+    steps_per_sync: int | None = None
+    cuda_graphs: bool = True
+    fuse: bool = True
+    keep_prefixes: int = 0
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _whole(self, "page_size", 1)
+        _whole(self, "max_batch_tokens", 1, optional=True)
+        _whole(self, "min_shared_tokens", 0)
+        _whole(self, "steps_per_sync", 1, optional=True)
+        _whole(self, "keep_prefixes", 0)
+        for name in ("share_prefixes", "cuda_graphs", "fuse"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"`{name}` must be True or False, not {getattr(self, name)!r}")
+        self.kv_bytes(free=1 << 40)  # says what is wrong with it before any work
+        if isinstance(self.scheduler, str):
+            _choice(self, "scheduler", ("groups", "fifo"))
+        elif not all(callable(getattr(self.scheduler, name, None)) for name in ("start", "next", "finish")):
+            raise ConfigError(
+                f'`scheduler` must be "groups", "fifo" or an object with start(), next() and finish() '
+                f"(see hf_batchllm.scheduler.Scheduler), not {self.scheduler!r}"
+            )
+        _choice(self, "backend", ("auto", "torch", "triton"))
+
+    @classmethod
+    def of(cls, config: BatchConfig | None, fields: dict[str, Any]) -> BatchConfig:
+        """The config given, with ``fields`` (keyword arguments of a caller) on top."""
+        if config is not None and not isinstance(config, cls):
+            raise ConfigError(f"`config` must be a BatchConfig, not {type(config).__name__}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f" Did you mean `{near[0]}`?" if near else f" The fields are: {', '.join(names)}."
+                raise ConfigError(f"`{name}` is not a field of BatchConfig.{hint}")
+        return dataclasses.replace(config or cls(), **fields)
+
+    def kv_bytes(self, free: int) -> int | None:
+        """``kv_memory`` in bytes when ``free`` bytes are to be had; None if it was left open."""
+        size = self.kv_memory
+        if size is None:
+            return None
+        if isinstance(size, str):
+            found = _SIZE.fullmatch(size)
+            unit = _UNITS.get(found.group(2).upper()) if found else None
+            if found is None or unit is None:
+                raise ConfigError(f'`kv_memory` must be a size such as "20GiB" or "500MB", not {size!r}')
+            size = int(float(found.group(1)) * unit)
+        elif isinstance(size, bool) or not isinstance(size, int | float):
+            raise ConfigError(f"`kv_memory` must be bytes, a string such as '20GiB' or a fraction, not {size!r}")
+        elif isinstance(size, float):
+            if not 0.0 < size <= 1.0:
+                raise ConfigError(f"`kv_memory` as a fraction of the free memory must lie in (0, 1], not {size!r}")
+            size = int(size * free)
+        if size <= 0:
+            raise ConfigError(f"`kv_memory` must be more than nothing, not {self.kv_memory!r}")
+        return size
+
+
+def _whole(config: BatchConfig, name: str, least: int, optional: bool = False) -> None:
+    value = getattr(config, name)
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        none = " or None" if optional else ""
+        raise ConfigError(f"`{name}` must be a whole number of at least {least}{none}, not {value!r}")
+
+
+def _choice(config: BatchConfig, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f' Did you mean "{near[0]}"?' if near else ""
+        raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, choices))}, not {value!r}.{hint}")
