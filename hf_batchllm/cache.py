@@ -1,0 +1,212 @@
+"""PagedCache: who owns which page of the KV cache, and for how long. Bookkeeping only; the tensors are KVStorage's.
+
+Pages are ragged: each unit starts on a fresh page wherever its base ends, so nothing is hashed, aligned or copied.
+Only pages that are *new* are ever asked for: what a unit stands on is there already, or is counted once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+
+from .request import Prefix, Request, Unit
+
+
+class OutOfPages(RuntimeError):
+    """More pages were asked for than are free. Schedulers look first, so this is a mistake of theirs."""
+
+
+class PagedCache:
+    def __init__(self, num_pages: int, page_size: int, keep_prefixes: int = 0) -> None:
+        assert num_pages > 0 and page_size > 0
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.keep_prefixes = keep_prefixes
+        # A heap gives the lowest page first: neighbours in a unit are mostly neighbours in memory.
+        self._free = list(range(num_pages))
+        self._holders: dict[Unit, None] = {}  # every unit that has pages
+        self._kept: OrderedDict[Prefix, None] = OrderedDict()  # least recently used first
+        self.peak_pages = 0
+        self.lost_tokens = 0  # computed, then given up for want of memory: they have to be computed again
+
+    # -- counting ----------------------------------------------------------------------------------------------
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def kept_prefixes(self) -> int:
+        return len(self._kept)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def missing(self, unit: Unit, upto: int) -> int:
+        """Pages to add so that ``unit`` has room for its tokens before position ``upto``."""
+        return max(0, self.pages_for(upto - unit.start) - len(unit.pages))
+
+    def missing_with_ancestors(self, unit: Unit, upto: int) -> int:
+        """The same, with what is missing of the prefixes that it stands on."""
+        return self.missing(unit, upto) + sum(self.missing(prefix, cut) for prefix, cut in unit.ancestors())
+
+    def fits_alone(self, request: Request) -> bool:
+        """Whether the request can run to its end when everything else has left the cache."""
+        pages = self.pages_for(request.max_length - request.start)
+        pages += sum(self.pages_for(prefix.wanted - prefix.start) for prefix, _ in request.ancestors())
+        return pages <= self.num_pages
+
+    def grow(self, num_pages: int) -> None:
+        """More pages; those that there are stay as they are."""
+        assert num_pages >= self.num_pages
+        for page in range(self.num_pages, num_pages):
+            heapq.heappush(self._free, page)
+        self.num_pages = num_pages
+
+    # -- pages -------------------------------------------------------------------------------------------------
+
+    def reserve(self, unit: Unit, upto: int) -> None:
+        """Give ``unit`` the pages that it lacks for its tokens before position ``upto``."""
+        count = self.missing(unit, upto)
+        if count == 0:
+            return
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
+        unit.pages.extend(heapq.heappop(self._free) for _ in range(count))
+        self._holders[unit] = None
+        self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
+
+    def release(self, unit: Unit) -> None:
+        """Take a unit's pages back. What it held would have to be computed again."""
+        for page in unit.pages:
+            heapq.heappush(self._free, page)
+        unit.pages.clear()
+        unit.computed = unit.start
+        self._holders.pop(unit, None)
+
+    def give_up(self, unit: Unit) -> None:
+        """Release a unit that is still needed: memory is short."""
+        self.lost_tokens += unit.computed - unit.start
+        self.release(unit)
+
+    # -- lifetimes ---------------------------------------------------------------------------------------------
+
+    def attach(self, unit: Unit, base: Prefix | None) -> None:
+        """``unit`` stands on ``base`` from now on and keeps it alive."""
+        assert unit.base is None and not unit.pages
+        if base is not None:
+            assert base.start <= unit.start <= base.end
+            unit.base = base
+            base.refs += 1
+            base.wanted = max(base.wanted, unit.start)
+
+    def retire(self, unit: Unit, keep: bool = True) -> None:
+        """``unit`` has ended: its pages go, and so does every prefix that nobody else stands on (unless kept)."""
+        ending: Unit | None = unit
+        while ending is not None:
+            if isinstance(ending, Prefix):
+                if ending.refs > 0 or ending.kept:
+                    break
+                if keep and self._keep(ending):
+                    break
+            self.release(ending)
+            base, ending.base = ending.base, None
+            if base is not None:
+                base.refs -= 1
+            ending = base
+        self._trim()
+
+    def evict(self, pages: int) -> bool:
+        """Drop kept prefixes that nothing stands on until ``pages`` are free; least recently used first."""
+        while len(self._free) < pages:
+            idle = next((prefix for prefix in self._kept if prefix.refs == 0), None)
+            if idle is None:
+                return False
+            self._drop(idle)
+        return True
+
+    def evict_idle(self, pages: int) -> bool:
+        """As ``evict``, then prefixes without a *running* request: their members compute them again when they come."""
+        if self.evict(pages):
+            return True
+        for prefix in [unit for unit in self._holders if isinstance(unit, Prefix)]:
+            if prefix.running == 0:
+                if prefix.kept:
+                    del self._kept[prefix]
+                    prefix.kept = False
+                self.give_up(prefix)
+                prefix.end = max(prefix.wanted, prefix.start)  # no more of it than somebody reads
+            if len(self._free) >= pages:
+                return True
+        return False
+
+    # -- prefixes kept from one call to the next ---------------------------------------------------------------
+
+    def match(self, ids: np.ndarray, limit: int, key: Hashable) -> tuple[Prefix | None, int]:
+        """The kept prefix that agrees longest with ``ids[:limit]``, and for how many tokens."""
+        best, longest = None, 0
+        for prefix in self._kept:
+            reach = min(prefix.computed, limit)
+            if prefix.key != key or reach <= longest:
+                continue
+            differ = np.flatnonzero(prefix.ids[:reach] != ids[:reach])
+            agree = int(differ[0]) if len(differ) else reach
+            if agree > longest:
+                best, longest = prefix, agree
+        if best is None:
+            return None, 0
+        self._kept.move_to_end(best)
+        while longest <= best.start:  # the agreement ends inside an outer prefix
+            assert best.base is not None
+            best = best.base
+        return best, longest
+
+    def forget_kept(self) -> None:
+        """Drop every kept prefix: the weights have changed, or a call broke off."""
+        while idle := [prefix for prefix in self._kept if prefix.refs == 0]:
+            for prefix in idle:
+                self._drop(prefix)
+        assert not self._kept, "a kept prefix is still in use"
+
+    def _keep(self, prefix: Prefix) -> bool:
+        if self.keep_prefixes == 0 or prefix.computed < prefix.end or prefix.end == prefix.start:
+            return False
+        prefix.kept = True
+        prefix.ids = np.array(prefix.ids[: prefix.end])  # lets the prompt itself go
+        self._kept[prefix] = None
+        return True
+
+    def _trim(self) -> None:
+        while len(self._kept) > self.keep_prefixes:
+            idle = next((prefix for prefix in self._kept if prefix.refs == 0), None)
+            if idle is None:
+                return
+            self._drop(idle)
+
+    def _drop(self, prefix: Prefix) -> None:
+        del self._kept[prefix]
+        prefix.kept = False
+        self.retire(prefix, keep=False)
+
+    # -- proof -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, alive: Iterable[Unit] = ()) -> None:
+        """Every page is free or has one holder, every unit has exactly the pages that its tokens need at least."""
+        held = [page for unit in self._holders for page in unit.pages]
+        assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
+        for unit in self._holders:
+            assert unit.pages, f"{unit} is listed as a holder without pages"
+            assert unit.start <= unit.computed <= unit.start + len(unit.pages) * self.page_size, f"{unit} overflows"
+        standing: dict[Prefix, int] = {}
+        for unit in {*self._holders, *self._kept, *alive}:
+            if unit.base is not None:
+                assert unit.start <= unit.base.end, f"{unit} reads beyond {unit.base}"
+                standing[unit.base] = standing.get(unit.base, 0) + 1
+            if isinstance(unit, Request) and unit.computed > unit.start:
+                for prefix, cut in unit.ancestors():
+                    assert prefix.computed >= cut, f"{unit} was computed before {prefix}"
+        for prefix, count in standing.items():
+            assert prefix.refs >= count, f"{prefix} counts fewer units than stand on it"

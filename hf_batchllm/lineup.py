@@ -1,0 +1,105 @@
+"""From a plan to what runs: prefixes and requests, standing on each other and on what an earlier call kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .cache import PagedCache
+from .prompts import Prompt
+from .request import Prefix, Request, Unit
+from .sharing import SharingPlan
+
+
+@dataclass
+class Lineup:
+    """The requests of a call in the order of the list, attached to their prefixes."""
+
+    requests: list[Request]
+    prefixes: list[Prefix]
+    cached_tokens: int = 0  # of the prompts, found in kept prefixes
+    too_long: dict[int, int] = field(default_factory=dict)  # request -> pages that it would need, more than there are
+    apart: int = 0  # requests that fit only without their prefixes
+
+
+def pages_at_once(prompts: Sequence[Prompt], plan: SharingPlan, max_new_tokens: Sequence[int], page_size: int) -> int:
+    """Pages that the whole list would take if all of it were in the cache at the same time, with some to spare."""
+    ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
+    own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
+    own -= ends[plan.parents]
+    shared = np.array([len(segment) for segment in plan.segments], dtype=np.int64)
+    # A request too large for its share of a deep tree is run apart from it: the largest must fit whole.
+    largest = int((own + ends[plan.parents]).max(initial=0))
+    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum()) + -(-largest // page_size)
+
+
+def line_up(
+    prompts: Sequence[Prompt],
+    plan: SharingPlan,
+    max_new_tokens: Sequence[int],
+    cache: PagedCache,
+    samples: int = 1,
+) -> Lineup:
+    """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers."""
+    prefixes: list[Prefix] = []
+    lineup = Lineup([], prefixes)
+    for segment in plan.segments:
+        prompt = prompts[segment.prompt]
+        below = prefixes[segment.parent] if segment.parent >= 0 else None
+        prefix = Prefix(prompt.ids, segment.start, segment.end, key=prompt.key)
+        _attach(prefix, below, segment.end, cache, lineup)
+        prefixes.append(prefix)
+    rank = np.empty(len(prompts), dtype=np.int64)
+    rank[plan.order] = np.arange(len(prompts))
+    for place, prompt in enumerate(prompts):
+        parent = int(plan.parents[place])
+        below = prefixes[parent] if parent >= 0 else None
+        request = Request(
+            place // samples,
+            prompt.ids,
+            int(max_new_tokens[place]),
+            sample=place % samples,
+            rank=int(rank[place]),
+            start=below.end if below is not None else 0,
+            key=prompt.key,
+        )
+        _attach(request, below, len(prompt.ids) - 1, cache, lineup)
+        lineup.requests.append(request)
+    # A prefix that only an empty one stood on (a kept prefix took its place) has lost its readers: it goes.
+    for prefix in reversed(prefixes):
+        if prefix.refs == 0:
+            cache.retire(prefix, keep=False)
+    for place, request in enumerate(lineup.requests):
+        if not cache.fits_alone(request):
+            _set_apart(request, cache, lineup, place)
+    return lineup
+
+
+def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache, lineup: Lineup) -> None:
+    """Put ``unit`` on the prefix below it in the plan, or on a kept one that reaches further into its tokens."""
+    inside = below is None or _is_cached(below)
+    if cache.kept_prefixes and inside and limit > unit.start:
+        ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids  # type: ignore[attr-defined]
+        kept, reach = cache.match(ids, limit, unit.key)
+        if kept is not None and reach > unit.start:
+            lineup.cached_tokens += reach - unit.start
+            unit.start = unit.computed = reach
+            below = kept
+    cache.attach(unit, below)
+
+
+def _is_cached(prefix: Prefix) -> bool:
+    """Whether all of a planned prefix was found in kept ones, so that more may be found beyond it."""
+    return prefix.start == prefix.end
+
+
+def _set_apart(request: Request, cache: PagedCache, lineup: Lineup, place: int) -> None:
+    """Pages are ragged: a deep tree may take a few more than the request alone. Then it goes without the tree."""
+    cache.retire(request, keep=False)
+    request.start = request.computed = 0
+    if cache.fits_alone(request):
+        lineup.apart += 1
+    else:
+        lineup.too_long[place] = cache.pages_for(request.max_length)

@@ -1,0 +1,190 @@
+"""What is on its way through the engine: shared prefixes, requests, and the step that they make up.
+
+A *unit* is a run of tokens with pages of its own. A shared prefix is one; a request is one. A unit stands on a
+``base``: the prefix that holds everything before its ``start``, which may reach further than the unit reads of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+
+class Unit:
+    """Tokens ``[start, ...)`` of one sequence, the pages that hold their K and V, and what comes before them."""
+
+    __slots__ = ("base", "computed", "key", "pages", "start")
+
+    def __init__(self, start: int, base: Prefix | None, key: Hashable) -> None:
+        self.start = start
+        self.base = base  # set by the cache, which counts who stands on whom
+        self.key = key
+        self.computed = start  # set by the scheduler: K and V before this position are there, or in the step just made
+        self.pages: list[int] = []  # set by the cache
+
+    def ancestors(self) -> list[tuple[Prefix, int]]:
+        """The prefixes below this unit, outermost first, each with the position up to which it is read."""
+        chain: list[tuple[Prefix, int]] = []
+        child: Unit = self
+        while child.base is not None:
+            chain.append((child.base, child.start))
+            child = child.base
+        chain.reverse()
+        return chain
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        raise NotImplementedError
+
+
+class Prefix(Unit):
+    """Tokens that several units stand on, computed once."""
+
+    __slots__ = ("end", "ids", "kept", "refs", "running", "wanted")
+
+    def __init__(self, ids: np.ndarray, start: int, end: int, base: Prefix | None = None, key: Hashable = None) -> None:
+        assert 0 <= start <= end <= len(ids)
+        super().__init__(start, base, key)
+        self.ids = ids  # the whole sequence from position 0; ids[start:end] is what this unit holds
+        self.end = end
+        self.refs = 0  # set by the cache: units that stand directly on this one
+        self.running = 0  # set by the scheduler: running requests anywhere above
+        self.wanted = start  # set by the cache: how far the units that stand on it read
+        self.kept = False  # set by the cache: stays for the next call
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        assert self.start <= begin <= end <= self.end
+        return self.ids[begin:end]
+
+    def __repr__(self) -> str:
+        return f"Prefix([{self.start}:{self.end}], computed={self.computed}, refs={self.refs}, pages={len(self.pages)})"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    TIME = "time"
+    ERROR = "error"
+
+
+class Request(Unit):
+    """One sequence to generate: a prompt, what it has produced, and how long it may become."""
+
+    __slots__ = ("finish_reason", "generated", "index", "max_new_tokens", "prompt_ids", "rank", "sample")
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: np.ndarray,
+        max_new_tokens: int,
+        *,
+        sample: int = 0,
+        rank: int = 0,
+        start: int = 0,
+        key: Hashable = None,
+    ) -> None:
+        assert 0 <= start < len(prompt_ids), "a request owns at least its last prompt token"
+        assert max_new_tokens > 0
+        super().__init__(start, None, key)
+        self.index = index  # the prompt's place in the list
+        self.sample = sample  # which of its num_return_sequences
+        self.rank = rank  # place in the order of the plan; the lowest unfinished rank is never preempted
+        self.prompt_ids = prompt_ids
+        self.max_new_tokens = max_new_tokens
+        self.generated: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.generated)
+
+    @property
+    def max_length(self) -> int:
+        """Positions that ever need K and V: the last token is sampled and never run."""
+        return len(self.prompt_ids) + self.max_new_tokens - 1
+
+    @property
+    def todo(self) -> int:
+        """Own tokens to run before the next one can be sampled."""
+        return self.length - self.computed
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token: int, is_stop: bool) -> None:
+        """Take a sampled token and notice the end."""
+        assert not self.done and self.computed == self.length, "a token was sampled before its prompt was computed"
+        self.generated.append(token)
+        if is_stop:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.generated) >= self.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        """Tokens at positions ``[begin, end)``: of the prompt, then of what was generated."""
+        assert 0 <= begin <= end <= self.length
+        prompt = len(self.prompt_ids)
+        if end <= prompt:
+            return self.prompt_ids[begin:end]
+        new = np.asarray(self.generated[max(begin - prompt, 0) : end - prompt], dtype=np.int32)
+        return new if begin >= prompt else np.concatenate([self.prompt_ids[begin:], new])
+
+    def __repr__(self) -> str:
+        state = self.finish_reason.value if self.finish_reason else f"computed={self.computed}/{self.length}"
+        return f"Request({self.index}.{self.sample}, start={self.start}, {state}, pages={len(self.pages)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[begin, end)`` of a unit, to run in this step."""
+
+    unit: Unit
+    begin: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the model's output for the last token of the chunk is a request's next token."""
+        return isinstance(self.unit, Request) and self.end == self.unit.length
+
+
+@dataclass(slots=True)
+class Step:
+    """What one run of the model works on: decode rows of a token each, then chunks of prompts.
+
+    Both are in the order of the plan, so that all rows below a prefix are neighbours.
+    """
+
+    rows: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
+
+    def sampling(self) -> list[Request]:
+        """The requests that get a token, in the order of their rows in the batch."""
+        return self.rows + [chunk.unit for chunk in self.chunks if chunk.samples]  # type: ignore[misc]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Rows and chunks alike, as chunks."""
+        for request in self.rows:
+            yield Chunk(request, request.length - 1, request.length)
+        yield from self.chunks
+
+
+def units_below(units: Sequence[Unit]) -> list[Unit]:
+    """``units`` and every prefix that they stand on, each once, a base before what stands on it."""
+    seen: dict[Unit, None] = {}
+    for unit in units:
+        path: list[Unit] = []
+        walk: Unit | None = unit
+        while walk is not None and walk not in seen:
+            path.append(walk)
+            walk = walk.base
+        for found in reversed(path):
+            seen[found] = None
+    return list(seen)

@@ -1,0 +1,255 @@
+"""What goes into the next step.
+
+The default scheduler fills memory and keeps sharers together; a plain one shows the seam.
+
+A scheduler plans; it neither knows what a token is nor waits for one. It counts only what is new: the tokens that a
+step must run, the pages that a request adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from .cache import PagedCache
+from .request import Chunk, Request, Step
+
+
+class Scheduler(Protocol):
+    """Implement these four, hand the object to ``BatchConfig(scheduler=...)``, and it decides.
+
+    After ``next()`` the engine runs the step as it stands: every chunk in it counts as computed from then on, and the
+    pages for it are reserved. A unit may be run beside the prefix that it stands on if that comes before it.
+    """
+
+    preemptions: int
+
+    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
+        """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready."""
+
+    def next(self) -> Step | None:
+        """The next step, or None when every request has finished."""
+
+    def finish(self, request: Request) -> None:
+        """``request`` has ended: give back what it holds."""
+
+
+def make_scheduler(choice: str | Scheduler) -> Scheduler:
+    if isinstance(choice, str):
+        return {"groups": GroupScheduler, "fifo": FifoScheduler}[choice]()
+    return choice
+
+
+class ExpectedLength:
+    """How long answers become, learned from those that have ended."""
+
+    _SURE = 8  # answers seen before their spread is trusted
+
+    def __init__(self) -> None:
+        self.count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def learn(self, new_tokens: int) -> None:
+        self.count += 1
+        delta = new_tokens - self._mean
+        self._mean += delta / self.count
+        self._squares += delta * (new_tokens - self._mean)
+
+    def of(self, request: Request) -> int:
+        """New tokens to expect of a request that has not ended, those that it has already among them."""
+        if self.count < self._SURE:
+            guess = request.max_new_tokens / 2  # nothing is known: neither all stop at once nor all run to the limit
+        else:
+            # The first to end are the short ones, so the mean alone would be too low.
+            guess = self._mean + math.sqrt(self._squares / self.count)
+        return min(request.max_new_tokens, max(math.ceil(guess), len(request.generated) + 1))
+
+
+class _Base:
+    """What both schedulers do: keep the queues, cut prompts into chunks, give pages back."""
+
+    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
+        self.cache = cache
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting = deque(self._ordered(requests))
+        self.running: dict[Request, None] = {}  # oldest first; a dict, so that one can leave from the middle
+        self.preemptions = 0
+
+    def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
+        raise NotImplementedError
+
+    def finish(self, request: Request) -> None:
+        self._leave(request)
+        self.cache.retire(request)
+
+    def _enter(self, request: Request) -> None:
+        """Into the running set, with pages for its whole prompt and for whatever of its prefixes is not there."""
+        for prefix, cut in request.ancestors():
+            self.cache.reserve(prefix, cut)
+            prefix.running += 1
+        self.cache.reserve(request, request.length)
+        self.running[request] = None
+
+    def _leave(self, request: Request) -> None:
+        del self.running[request]
+        for prefix, _ in request.ancestors():
+            prefix.running -= 1
+
+    def _fill(self, request: Request, step: Step, budget: int) -> int:
+        """Put what is left of the request's prompt into the step, outermost prefix first. Returns the tokens used."""
+        used = 0
+        parts = [*request.ancestors(), (request, request.length)]
+        for unit, end in parts:
+            count = min(end - unit.computed, budget - used)
+            if count > 0:
+                step.chunks.append(Chunk(unit, unit.computed, unit.computed + count))
+                unit.computed += count
+                used += count
+            if unit.computed < end:
+                break
+        return used
+
+    def _row(self, request: Request, step: Step) -> None:
+        step.rows.append(request)
+        request.computed += 1
+
+    def _checked(self, step: Step) -> Step | None:
+        if step.tokens == 0 and (self.running or self.waiting):
+            raise RuntimeError(
+                f"the scheduler is stuck: {len(self.running)} requests running, {len(self.waiting)} waiting, "
+                f"{self.cache.free_pages} of {self.cache.num_pages} pages free"
+            )
+        return step if step.tokens else None
+
+
+class GroupScheduler(_Base):
+    """Decode rows first, then prompts as far as the token budget goes, then newcomers as far as memory goes.
+
+    Newcomers are let in by memory alone: a request enters when the pages that it adds fit beside the growth that is
+    expected of those running. When the expectation was too low the youngest gives its pages back and is computed
+    again later; the oldest never does, so something always moves.
+    """
+
+    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
+        super().start(requests, cache, max_batch_tokens)
+        self.expected = ExpectedLength()
+
+    def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
+        return sorted(requests, key=lambda request: request.rank)
+
+    def next(self) -> Step | None:
+        step = Step()
+        budget = self.max_batch_tokens
+        prefilling = []
+        for request in list(self.running):
+            if request not in self.running:
+                continue  # it gave its pages to an older one just now
+            if request.todo > 1 or not request.generated:
+                prefilling.append(request)
+            elif budget > 0 and self._room_to_grow(request):
+                self._row(request, step)
+                budget -= 1
+        for request in prefilling:
+            if budget > 0 and request in self.running:
+                budget -= self._fill(request, step, budget)
+        if budget > 0 and self.waiting:
+            promised = sum(map(self._growth, self.running))
+            while budget > 0 and self.waiting and self._fits(self.waiting[0], promised):
+                request = self.waiting.popleft()
+                self._enter(request)
+                promised += self._growth(request)
+                budget -= self._fill(request, step, budget)
+        return self._checked(step)
+
+    def finish(self, request: Request) -> None:
+        self.expected.learn(len(request.generated))
+        super().finish(request)
+
+    def _room_to_grow(self, request: Request) -> bool:
+        """A page for the next token, if it needs one; the youngest pay for it. False if that was the request itself."""
+        while (missing := self.cache.missing(request, request.length)) > self.cache.free_pages:
+            if self.cache.evict(missing):
+                continue
+            youngest = next(reversed(self.running))
+            if youngest is not request:
+                self._preempt(youngest)
+            elif len(self.running) > 1:
+                self._preempt(request)
+                return False
+            elif not self.cache.evict_idle(missing):
+                # Alone, it fits: unless a prefix kept from another call holds more than is read of it. Entering
+                # anew cuts that prefix down.
+                if not any(prefix.wanted < prefix.end for prefix, _ in request.ancestors()):
+                    raise RuntimeError(f"no page left for the only running request, {request}")
+                self._preempt(request)
+                return False
+        self.cache.reserve(request, request.length)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        self.cache.give_up(request)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _fits(self, request: Request, promised: int) -> bool:
+        """Whether a newcomer may enter: what it adds fits beside the pages promised to the growth of those running."""
+        if not self.running:
+            # Alone it always fits (that was checked before the call began), whatever has to go for it.
+            return self._make_room_alone(request)
+        needed = self.cache.missing_with_ancestors(request, self._expected_length(request)) + promised
+        return needed <= self.cache.free_pages or self.cache.evict(needed)
+
+    def _make_room_alone(self, request: Request) -> bool:
+        # Held while room is made, or what the request stands on would go first and be computed again.
+        chain = [prefix for prefix, _ in request.ancestors()]
+        for prefix in chain:
+            prefix.running += 1
+        try:
+            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, request.length)):
+                return True
+        finally:
+            for prefix in chain:
+                prefix.running -= 1
+        # A prefix kept from another call may hold more than is read of it: then everything goes, and comes back cut.
+        return self.cache.evict_idle(self.cache.num_pages)
+
+    def _expected_length(self, request: Request) -> int:
+        expected = len(request.prompt_ids) + self.expected.of(request) - 1
+        return max(expected, request.length)
+
+    def _growth(self, request: Request) -> int:
+        return self.cache.missing(request, self._expected_length(request))
+
+
+class FifoScheduler(_Base):
+    """The plain one: in the order of the list, a step is either prompts or decode rows, and nothing is ever preempted,
+    because a request enters only when its longest possible answer fits."""
+
+    def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
+        return sorted(requests, key=lambda request: (request.index, request.sample))
+
+    def next(self) -> Step | None:
+        step = Step()
+        budget = self.max_batch_tokens
+        for request in self.running:
+            if request.todo > 1 or not request.generated:
+                budget -= self._fill(request, step, budget)
+                if budget <= 0:
+                    break
+        while budget > 0 and self.waiting and self._fits(self.waiting[0]):
+            request = self.waiting.popleft()
+            self._enter(request)
+            self.cache.reserve(request, request.max_length)
+            budget -= self._fill(request, step, budget)
+        if not step.tokens:
+            for request in list(self.running)[:budget]:
+                self._row(request, step)
+        return self._checked(step)
+
+    def _fits(self, request: Request) -> bool:
+        needed = self.cache.missing_with_ancestors(request, request.max_length)
+        if self.running:
+            return self.cache.evict(needed)
+        return self.cache.evict_idle(needed) or self.cache.evict_idle(self.cache.num_pages)
