@@ -1,0 +1,126 @@
+"""The attention that transformers calls: registered once by name, told what to do by the step that runs.
+
+Layers reach it through transformers' ``AttentionInterface``. What the step is about comes through a context variable
+rather than through the model's keyword arguments, because some architectures drop those on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from .cascade import CascadePlan
+from .errors import UnsupportedModelError
+from .kernels.attention_torch import write_kv
+from .storage import KVStorage
+
+# Names that contain "flash", "sdpa" or "flex_attention" mean something to transformers; this one must not. As it is
+# not known to the mask interface either, transformers builds no attention mask at all.
+ATTENTION_NAME = "hf_batchllm"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's call, in packed form."""
+
+    layer: nn.Module
+    q: torch.Tensor  # [tokens, heads, qk_dim]
+    k: torch.Tensor  # [tokens, kv_heads, qk_dim]
+    v: torch.Tensor  # [tokens, kv_heads, v_dim]
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [heads]
+
+
+class AttentionContext(Protocol):
+    def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
+        """Write the call's K and V, and attend."""
+
+
+class CascadeAttention:
+    """Runs a step's plan over the paged cache, layer by layer."""
+
+    def __init__(self, plan: CascadePlan, storage: KVStorage) -> None:
+        self.plan = plan
+        self.storage = storage
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        k_cache, v_cache = self.storage.of(call.layer, call.k, call.v)
+        # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
+        write_kv(call.k, call.v, k_cache, v_cache, self.plan.batch.slots)
+        return self.plan.run(
+            call.q,
+            k_cache,
+            v_cache,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+
+_context: ContextVar[AttentionContext] = ContextVar("hf_batchllm_attention")
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, tokens, qk_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, qk_dim]
+    value: torch.Tensor,  # [1, kv_heads, tokens, v_dim]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' contract: packed states in, ``[1, tokens, heads, v_dim]`` out. RoPE has been applied."""
+    context = _context.get(None)
+    if context is None:
+        raise RuntimeError(
+            f'attention "{ATTENTION_NAME}" only runs inside BatchGenerator.generate; '
+            "call the model with one of transformers' own implementations"
+        )
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name} passes an attention mask of its own making; such masks are not supported")
+    if position_bias is not None:
+        raise UnsupportedModelError(f"{name} adds a position bias to its scores; that is not supported")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
+    out = context.attend(
+        AttentionCall(
+            layer=module,
+            q=query[0].transpose(0, 1),
+            k=key[0].transpose(0, 1),
+            v=value[0].transpose(0, 1),
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_forward)

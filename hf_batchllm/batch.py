@@ -1,0 +1,120 @@
+"""BatchBuilder: a Step in, one ModelBatch out. Tokens for the model and metadata for attention stay apart.
+
+Everything is packed: the tokens of all units stand in one row, decode rows first. Work is done for each unit, never
+for each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .request import Step, units_below
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the model is called with."""
+
+    input_ids: torch.Tensor  # [tokens]
+    position_ids: torch.Tensor  # [tokens]
+    logits_rows: torch.Tensor  # [samples]  the tokens whose output is sampled
+
+    def to(self, device: torch.device) -> TokenBatch:
+        move = {name: _move(getattr(self, name), device) for name in ("input_ids", "position_ids", "logits_rows")}
+        return replace(self, **move)
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """The units that a step reads or writes; a base stands before what stands on it."""
+
+    base: list[int]  # [units]  index of the unit below, -1 for none
+    start: list[int]  # [units]  position of a unit's first token, which is also how far it reads of its base
+    pages: list[np.ndarray]  # [units] of [pages]  page i holds the positions from start + i * page_size
+
+    def slots(self, unit: int, begin: int, end: int, page_size: int) -> np.ndarray:
+        """Where the tokens at positions ``[begin, end)`` of a unit lie in the cache, seen as one row of slots."""
+        offsets = np.arange(begin - self.start[unit], end - self.start[unit])
+        return self.pages[unit][offsets // page_size] * page_size + offsets % page_size
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens of one unit in the batch: a decode row, or a chunk of a prompt."""
+
+    unit: int
+    begin: int  # its tokens in the batch are [begin, end)
+    end: int
+    position: int  # of its first token
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """What attention needs to know of a step. Lists are small (one entry for each unit) and stay on the host."""
+
+    slots: torch.Tensor  # [tokens]  where each token's K and V are written
+    positions: np.ndarray  # [tokens]
+    units: UnitTable
+    spans: list[Span]  # the decode rows, then the chunks; neighbours in the plan are neighbours here
+    rows: int  # how many of the spans, and of the tokens, are decode rows
+    page_size: int
+
+    def to(self, device: torch.device) -> AttentionBatch:
+        return replace(self, slots=_move(self.slots, device))
+
+
+@dataclass(frozen=True)
+class ModelBatch:
+    tokens: TokenBatch
+    attention: AttentionBatch
+
+    def to(self, device: torch.device) -> ModelBatch:
+        return ModelBatch(self.tokens.to(device), self.attention.to(device))
+
+
+class BatchBuilder:
+    def __init__(self, page_size: int, pin_memory: bool = False) -> None:
+        self.page_size = page_size
+        self.pin_memory = pin_memory
+
+    def build(self, step: Step) -> ModelBatch:
+        chunks = list(step)
+        units = units_below([chunk.unit for chunk in chunks])
+        place = {unit: index for index, unit in enumerate(units)}
+        table = UnitTable(
+            base=[place[unit.base] if unit.base is not None else -1 for unit in units],
+            start=[unit.start for unit in units],
+            pages=[np.array(unit.pages, dtype=np.int64) for unit in units],
+        )
+        spans: list[Span] = []
+        logits_rows: list[int] = []
+        token = 0
+        for chunk in chunks:
+            size = chunk.end - chunk.begin
+            spans.append(Span(place[chunk.unit], token, token + size, chunk.begin))
+            token += size
+            if chunk.samples:
+                logits_rows.append(token - 1)
+        positions = np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in chunks])
+        ids = np.concatenate([chunk.unit.tokens(chunk.begin, chunk.end) for chunk in chunks])
+        slots = np.concatenate(
+            [
+                table.slots(span.unit, chunk.begin, chunk.end, self.page_size)
+                for span, chunk in zip(spans, chunks, strict=True)
+            ]
+        )
+        return ModelBatch(
+            TokenBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(logits_rows))),
+            AttentionBatch(self._tensor(slots), positions, table, spans, len(step.rows), self.page_size),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array.astype(np.int64))
+        return tensor.pin_memory() if self.pin_memory else tensor
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)

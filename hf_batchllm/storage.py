@@ -1,0 +1,40 @@
+"""KVStorage: the tensors behind the page table, one pair for each attention layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class KVStorage:
+    """Pages of all layers, seen as one row of slots: page ``p`` holds the slots from ``p * page_size`` on."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K and V of one layer, [slots, kv_heads, dim]; made when the layer first runs, as its k and v are."""
+        if layer not in self._layers:
+            slots = self.num_pages * self.page_size
+            self._layers[layer] = (
+                torch.empty(slots, *k.shape[1:], dtype=k.dtype, device=k.device),
+                torch.empty(slots, *v.shape[1:], dtype=v.dtype, device=v.device),
+            )
+        return self._layers[layer]
+
+    def grow(self, num_pages: int) -> None:
+        """Room for more pages; what the present ones hold stays."""
+        for layer, pair in self._layers.items():
+            bigger = []
+            for tensor in pair:
+                grown = tensor.new_empty(num_pages * self.page_size, *tensor.shape[1:])
+                grown[: len(tensor)] = tensor
+                bigger.append(grown)
+            self._layers[layer] = (bigger[0], bigger[1])
+        self.num_pages = num_pages
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)

@@ -1,0 +1,137 @@
+"""Attention in parts, in plain PyTorch: the CPU backend, and what the Triton kernels are held against.
+
+A query row may meet its keys in several parts (each shared prefix, then what it owns). A part gives the attention
+output over its keys alone and the log of the sum that the softmax divided by (LSE, natural log); ``merge_part`` joins
+two parts into what one pass over all keys would give.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_DENSE_SCORES = 1 << 25  # most scores that are held at once where they must be spelled out
+
+
+def write_kv(
+    k: torch.Tensor,  # [tokens, kv_heads, qk_dim]
+    v: torch.Tensor,  # [tokens, kv_heads, v_dim]
+    k_cache: torch.Tensor,  # [slots, kv_heads, qk_dim]
+    v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
+    slots: torch.Tensor,  # [tokens]
+) -> None:
+    """Put new K and V where the page table says."""
+    k_cache.index_copy_(0, slots, k)
+    v_cache.index_copy_(0, slots, v)
+
+
+def attend(
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k: torch.Tensor,  # [keys, kv_heads, qk_dim]
+    v: torch.Tensor,  # [keys, kv_heads, v_dim]
+    scale: float,
+    *,
+    causal: bool = False,  # row i sees keys [0, i]; rows == keys
+    mask: torch.Tensor | None = None,  # [rows, keys]  True where a row sees a key
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows against the same keys. Returns the output [rows, heads, v_dim] and the LSE [rows, heads].
+
+    A row that sees no key gets output 0 and LSE -inf.
+    """
+    if softcap is None and mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        return _attend_flash(q, k, v, scale, causal)
+    rows, keys = q.shape[0], k.shape[0]
+    block = max(1, _DENSE_SCORES // (q.shape[1] * keys))
+    if rows <= block and not causal:
+        return _attend_dense(q[None], k[None], v[None], scale, mask, softcap)
+    outs, lses = [], []
+    for begin in range(0, rows, block):
+        end = min(begin + block, rows)
+        seen = end if causal else keys  # later keys are hidden from the whole block
+        part = mask[begin:end, :seen] if mask is not None else None
+        if causal:
+            below = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).tril(begin)
+            part = below if part is None else part & below
+        out, lse = _attend_dense(q[None, begin:end], k[None, :seen], v[None, :seen], scale, part, softcap)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def attend_each(
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k: torch.Tensor,  # [rows, keys, kv_heads, qk_dim]
+    v: torch.Tensor,  # [rows, keys, kv_heads, v_dim]
+    scale: float,
+    *,
+    mask: torch.Tensor | None = None,  # [rows, keys]
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row against keys of its own."""
+    if mask is not None:
+        mask = mask[:, None]  # [rows, 1 query, keys]
+    return _attend_dense(q[:, None], k, v, scale, mask, softcap)
+
+
+def merge_part(
+    out: torch.Tensor,  # [rows, heads, v_dim]  in place
+    lse: torch.Tensor,  # [rows, heads]  in place; finite
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,  # may be -inf: that row saw nothing in this part
+) -> None:
+    """Join one more part into ``out`` and ``lse``."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - total).unsqueeze(-1).to(out.dtype))
+    lse.copy_(total)
+
+
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Let each head's sink (a logit without a value) take its share of the softmax, in place."""
+    out.mul_(torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1).to(out.dtype))
+
+
+def _attend_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, rows, dim]
+    k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [kv_heads, 1, keys, dim]
+    if causal:
+        k, v = k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1)
+    else:
+        # The heads that share K and V become rows of one product: K and V are read once for all of them.
+        grouped = grouped.reshape(kv_heads, 1, group * rows, dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, k, v, 0.0, causal, scale=scale)
+    out = out.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
+    return out, lse.reshape(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
+
+
+def _attend_dense(
+    q: torch.Tensor,  # [batch, rows, heads, qk_dim]
+    k: torch.Tensor,  # [batch, keys, kv_heads, qk_dim]
+    v: torch.Tensor,  # [batch, keys, kv_heads, v_dim]
+    scale: float,
+    mask: torch.Tensor | None,  # [rows, keys] or [batch, rows, keys]
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores spelled out. Returns [batch * rows, heads, v_dim] and [batch * rows, heads]."""
+    batch, rows, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    packed = q.reshape(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
+    scores = torch.matmul(packed, k.permute(0, 2, 3, 1)).float().mul_(scale)  # [batch, kv_heads, group * rows, keys]
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores.view(batch, kv_heads, group, rows, -1)
+        hidden = ~mask if mask.ndim == 2 else ~mask[:, None, None]
+        scores.masked_fill_(hidden, float("-inf"))
+        scores = scores.view(batch, kv_heads, group * rows, -1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1))  # all 0 where a row sees nothing
+    out = torch.matmul(weights.to(v.dtype), v.permute(0, 2, 1, 3))  # [batch, kv_heads, group * rows, v_dim]
+    out = out.view(batch, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4).reshape(batch * rows, heads, -1)
+    return out, lse.view(batch, kv_heads, group, rows).permute(0, 3, 1, 2).reshape(batch * rows, heads)
