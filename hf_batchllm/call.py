@@ -1,0 +1,157 @@
+"""One call of ``generate``, from checked prompts to finished requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from .architecture import Architecture
+from .batch import BatchBuilder
+from .config import BatchConfig
+from .engine import Engine
+from .errors import PromptError
+from .lineup import line_up, pages_at_once
+from .memory import CacheHome
+from .options import Options
+from .prompts import Prompt
+from .request import Request
+from .results import RunReport
+from .runner import ModelRunner
+from .sampling import Sampler
+from .scheduler import Scheduler, make_scheduler
+from .sharing import SharingPlan, plan_sharing
+
+_DEFAULT_BATCH_TOKENS = {"cpu": 2048}  # beyond this the products of a CPU step do not become more efficient
+_OTHER_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call is asked for, checked."""
+
+    prompts: list[Prompt]  # those that can be run
+    places: list[int]  # where each of them stands in the list that was passed in
+    problems: dict[int, str]  # why the others cannot
+    options: Options
+    max_new_tokens: list[int]
+    seed: int | None
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.options.num_return_sequences
+
+
+class Call:
+    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, home: CacheHome) -> None:
+        self.model = model
+        self.architecture = architecture
+        self.config = config
+        self.home = home
+        self.began = time.perf_counter()
+
+    def begin(self, work: Work, strict: bool) -> None:
+        """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
+        self.work = work
+        samples = work.options.num_return_sequences
+        # Several samples of a prompt are that prompt several times: they share all of it but the last token.
+        self.prompts = [prompt for prompt in work.prompts for _ in range(samples)]
+        limits = [limit for limit in work.max_new_tokens for _ in range(samples)]
+        self.plan = make_plan(self.prompts, self.config, limits)
+        self.planning_seconds = time.perf_counter() - self.began
+        wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
+        self.cache, self.storage = self.home.open(max(wanted, 1))
+        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples)
+        for request in self.lineup.requests:
+            request.index = work.places[request.index]
+        try:
+            self._refuse_what_does_not_fit(strict)
+        except BaseException:
+            self.abandon()
+            raise
+        self.scheduler: Scheduler = make_scheduler(self.config.scheduler)
+        device = self.architecture.device
+        self.engine = Engine(
+            self.scheduler,
+            BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda"),
+            ModelRunner(self.model, self.storage, device),
+            Sampler(self.model, work.options, work.seed),
+            work.options.eos_token_ids,
+        )
+        self.finished: list[Request] = []
+
+    def run(self) -> Iterator[Request]:
+        """Requests as they finish. However this ends, no page stays behind."""
+        budget = self.config.max_batch_tokens
+        if budget is None:
+            budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
+        complete = False
+        try:
+            self.scheduler.start([request for request in self.lineup.requests if not request.done], self.cache, budget)
+            for request in self.engine.run():
+                self.finished.append(request)
+                yield request
+            complete = True
+        finally:
+            if complete:
+                self.home.settle()
+            else:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """The call broke off: a step may have been left half done, so nothing in the cache can be relied upon."""
+        for request in self.lineup.requests:
+            if request.base is not None or request.pages:
+                self.cache.retire(request, keep=False)
+        self.cache.forget_kept()
+        self.home.clear()
+
+    def report(self) -> RunReport:
+        engine, cache = self.engine, self.cache
+        lengths = sum(len(prompt.ids) for prompt in self.prompts)
+        new_tokens = sum(len(request.generated) for request in self.lineup.requests)
+        seconds = time.perf_counter() - self.began
+        decoded = sum(max(len(request.generated) - 1, 0) for request in self.lineup.requests)
+        return RunReport(
+            sequences=len(self.lineup.requests),
+            prompt_tokens=lengths,
+            computed_tokens=engine.model_tokens - cache.lost_tokens - decoded,
+            recomputed_tokens=cache.lost_tokens,
+            cached_tokens=self.lineup.cached_tokens,
+            new_tokens=new_tokens,
+            model_tokens=engine.model_tokens,
+            steps=engine.steps,
+            preemptions=self.scheduler.preemptions,
+            seconds=seconds,
+            planning_seconds=self.planning_seconds,
+            peak_memory=cache.peak_pages * self.home.page_bytes,
+            kv_memory=cache.num_pages * self.home.page_bytes,
+            seed=self.work.seed,
+            plan=self.plan,
+        )
+
+    def _refuse_what_does_not_fit(self, strict: bool) -> None:
+        problems = {}
+        for place, pages in self.lineup.too_long.items():
+            request = self.lineup.requests[place]
+            have = self.cache.num_pages
+            problems[request.index] = (
+                f"needs {request.max_length:,} tokens of KV cache ({pages:,} pages) and there are {have:,} pages of "
+                f"{self.cache.page_size}: raise `kv_memory`, or lower `max_new_tokens`"
+            )
+        if problems and strict:
+            raise PromptError({**self.work.problems, **problems})
+        self.work.problems.update(problems)
+        if problems:
+            self.lineup.requests = [r for r in self.lineup.requests if r.index not in problems]
+
+
+def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:
+    return plan_sharing(
+        prompts,
+        min_shared_tokens=config.min_shared_tokens,
+        share=config.share_prefixes,
+        new_tokens=new_tokens,
+    )

@@ -1,0 +1,228 @@
+"""The front door: checks what comes in, runs one call at a time, hands the results out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from .architecture import base_model, inspect_model
+from .call import Call, Work, make_plan
+from .config import BatchConfig
+from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError
+from .memory import CacheHome
+from .options import Options, resolve_options
+from .progress import progress_bar
+from .prompts import Prompt, check_prompts
+from .request import FinishReason, Request
+from .results import BatchResult, Generation
+from .sharing import SharingPlan
+from .text import TokenizerLoader
+
+
+class BatchGenerator:
+    """Generates for a whole list of prompts at once, with the transformers model that you already hold.
+
+        gen = BatchGenerator(model, tokenizer)
+        out = gen.generate(prompts, max_new_tokens=100)
+        out[0].text
+
+    What prompts have in common is found beforehand and computed once. ``config`` is a BatchConfig, or its fields are
+    given as keyword arguments. The tokenizer is the one given, else the one saved beside the model; it is needed for
+    prompts that are text, and for ``text`` in the results.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
+    ) -> None:
+        self.config = BatchConfig.of(config, fields)
+        if self.config.backend == "triton":
+            raise ConfigError('`backend="triton"` is not there yet: use "auto" or "torch"')
+        self.model = model
+        self.architecture = inspect_model(model)
+        self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
+        self._home = CacheHome(model, self.architecture, self.config)
+        self._running = False
+        self._closed = False
+
+    # -- the public calls --------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        on_error: str = "raise",
+        progress: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> BatchResult:
+        """Generate for every prompt; results in the order of the prompts.
+
+        prompts: strings, lists of token ids, 1-D tensors or chats, mixed as you like; or a single one.
+        generation_config and further keyword arguments: as for ``model.generate``.
+        seed: of the sampling noise; by default one is drawn from torch's generator.
+        on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
+        progress: whether to show a bar; by default for long lists, if transformers' bars are on.
+        """
+        with self._busy():
+            call = Call(self.model, self.architecture, self.config, self._home)
+            work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+            call.begin(work, strict=on_error == "raise")
+            done: dict[tuple[int, int], Generation] = {}
+            try:
+                with progress_bar(work.sequences, progress) as advance:
+                    for request in call.run():
+                        done[request.index, request.sample] = self._generation(request)
+                        advance(len(request.generated))
+            except KeyboardInterrupt:
+                finished = BatchResult([done[key] for key in sorted(done)], call.report())
+                raise GenerationInterrupted(finished, len(done), work.sequences) from None
+            done |= {(failure.index, failure.sample): failure for failure in self._failures(work)}
+            return BatchResult([done[key] for key in sorted(done)], call.report())
+
+    def stream(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        on_error: str = "raise",
+        **generate_kwargs: Any,
+    ) -> Iterator[Generation]:
+        """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once."""
+        with self._busy():
+            work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+        return self._results(work, strict=on_error == "raise")
+
+    def plan(self, prompts: Any) -> SharingPlan:
+        """What sharing these prompts would save. Runs no model."""
+        checked, problems = self._checked_prompts(prompts)
+        if problems:
+            raise PromptError(problems)
+        return make_plan([prompt for prompt in checked if prompt is not None], self.config, 1)
+
+    def close(self) -> None:
+        """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
+        if self._running:
+            raise GeneratorBusyError("a call is running: close() has to wait until it has ended")
+        self._home.clear()
+        self._closed = True
+
+    def __enter__(self) -> BatchGenerator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.architecture.layers} layers on {self.architecture.device}"
+        return f"BatchGenerator({self.architecture.name}, {state})"
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if self._closed:
+            raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
+        if self._running:
+            raise GeneratorBusyError("a call is running already: one at a time, a long list is the way to many prompts")
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _check(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | None,
+        seed: int | None,
+        on_error: str,
+        generate_kwargs: dict[str, Any],
+    ) -> Work:
+        """Everything that can be said before any work."""
+        if on_error not in ("raise", "record"):
+            raise ValueError(f'`on_error` must be "raise" or "record", not {on_error!r}')
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ValueError(f"`seed` must be a whole number of at least 0, not {seed!r}")
+        options = resolve_options(self.model, generation_config, generate_kwargs)
+        checked, problems = self._checked_prompts(prompts)
+        good: list[Prompt] = []
+        places: list[int] = []
+        limits: list[int] = []
+        for index, prompt in enumerate(checked):
+            if prompt is None:
+                continue
+            limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
+            why = self._length_problem(len(prompt.ids), limit, options)
+            if why is not None:
+                problems[index] = why
+                continue
+            good.append(prompt)
+            places.append(index)
+            limits.append(limit)
+        if problems and on_error == "raise":
+            raise PromptError(problems)
+        if not options.do_sample:
+            seed = None
+        elif seed is None:
+            seed = int(torch.randint(2**63 - 1, ()).item())
+        return Work(good, places, problems, options, limits, seed)
+
+    def _checked_prompts(self, prompts: Any) -> tuple[list[Prompt | None], dict[int, str]]:
+        return check_prompts(prompts, tokenizer=self._tokenizer.required, vocab_size=self.architecture.vocab_size)
+
+    def _default_limit(self) -> int | None:
+        return getattr(base_model(self.model).config, "max_position_embeddings", None)
+
+    def _length_problem(self, tokens: int, new_tokens: int, options: Options) -> str | None:
+        if new_tokens <= 0:
+            return (
+                f"has {tokens:,} tokens already and `max_length` is {options.config.max_length:,}: "
+                "increase `max_length` or, better, set `max_new_tokens`"
+            )
+        positions = tokens + new_tokens - 1  # the last token is never run
+        limit = self.architecture.max_positions
+        if limit is not None and positions > limit:
+            return (
+                f"has {tokens:,} tokens and may grow by {new_tokens:,}, but {self.architecture.name} has learned "
+                f"{limit:,} positions: shorten it, or lower `max_new_tokens`"
+            )
+        limit = self.architecture.rope_limit
+        if limit is not None and positions > limit:
+            return (
+                f"has {tokens:,} tokens and may grow by {new_tokens:,}: beyond {limit:,} {self.architecture.name} "
+                "scales its rotary embedding by the length, which is not supported yet"
+            )
+        return None
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _results(self, work: Work, strict: bool) -> Iterator[Generation]:
+        with self._busy():
+            call = Call(self.model, self.architecture, self.config, self._home)
+            call.begin(work, strict)
+            yield from self._failures(work)
+            for request in call.run():
+                yield self._generation(request)
+
+    def _generation(self, request: Request) -> Generation:
+        assert request.finish_reason is not None
+        return Generation(
+            index=request.index,
+            sample=request.sample,
+            text=self._tokenizer.decode(request.generated),
+            token_ids=request.generated,
+            prompt_token_ids=request.prompt_ids.tolist(),
+            finish_reason=request.finish_reason.value,
+        )
+
+    def _failures(self, work: Work) -> Iterator[Generation]:
+        for index, why in sorted(work.problems.items()):
+            for sample in range(work.options.num_return_sequences):
+                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)

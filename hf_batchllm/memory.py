@@ -1,0 +1,88 @@
+"""How large the KV cache becomes, and what of it outlives a call."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import nn
+
+from .architecture import Architecture
+from .cache import PagedCache
+from .config import BatchConfig
+from .errors import CacheMemoryError
+from .storage import KVStorage
+
+_DEFAULT_SHARE = {"cpu": 0.5}  # of the free memory
+_OTHER_SHARE = 0.9
+
+
+class CacheHome:
+    """Owns the cache and its tensors: made for a call, dropped after it unless prefixes are kept in them."""
+
+    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig) -> None:
+        self._model = model
+        self._architecture = architecture
+        self._config = config
+        self._fingerprint: object = None
+        self.cache: PagedCache | None = None
+        self.storage: KVStorage | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        return self._architecture.kv_bytes_per_token * self._config.page_size
+
+    def open(self, pages_wanted: int) -> tuple[PagedCache, KVStorage]:
+        """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes."""
+        if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
+            self.cache.forget_kept()  # computed with other weights
+            self.clear()
+        if self.cache is None or self.storage is None:
+            pages = min(pages_wanted, self._affordable())
+            self.cache = PagedCache(pages, self._config.page_size, self._config.keep_prefixes)
+            self.storage = KVStorage(pages, self._config.page_size)
+        else:
+            kept = self.cache.num_pages - self.cache.free_pages
+            pages = min(pages_wanted + kept, self._affordable(self.storage.bytes))
+            if pages > self.cache.num_pages:
+                self.cache.grow(pages)
+                self.storage.grow(pages)
+        return self.cache, self.storage
+
+    def settle(self) -> None:
+        """A call has ended well: whatever holds no kept prefix goes."""
+        if self.cache is not None and self.cache.kept_prefixes:
+            self._fingerprint = weights_fingerprint(self._model)
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        self.cache = self.storage = None
+
+    def _affordable(self, held: int = 0) -> int:
+        """Pages that the memory allows, ``held`` bytes being ours already."""
+        device = self._architecture.device
+        free = held + free_memory(device)
+        size = self._config.kv_bytes(free)
+        if size is None:
+            size = int(free * _DEFAULT_SHARE.get(device.type, _OTHER_SHARE))
+        pages = size // self.page_bytes
+        if pages == 0:
+            raise CacheMemoryError(
+                f"`kv_memory` of {size:,} bytes does not hold a single page of {self._config.page_size} tokens "
+                f"({self.page_bytes:,} bytes): give it more, or set a smaller `page_size`"
+            )
+        return pages
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def weights_fingerprint(model: nn.Module) -> object:
+    """Changes when a weight is replaced, moved or written to, or when another adapter becomes active."""
+    tensors = [*model.parameters(), *model.buffers()]
+    adapters = getattr(model, "active_adapters", None)
+    active = str(adapters() if callable(adapters) else adapters) if hasattr(model, "peft_config") else None
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors], active

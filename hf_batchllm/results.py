@@ -1,0 +1,132 @@
+"""What a call gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from .sharing import SharingPlan
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generated sequence.
+
+    index: the prompt's place in the list that was passed in.
+    sample: which of the prompt's ``num_return_sequences`` this is, from 0.
+    text: the new tokens decoded without special tokens; None without a tokenizer.
+    token_ids: the new tokens, the EOS that ended them included.
+    prompt_token_ids: the prompt as the model saw it.
+    finish_reason: "stop" (EOS), "length" (as long as it was allowed to become), "time", "error".
+    logprobs, prompt_logprobs: None; asking for them is not supported yet.
+    error: why there is no result, if ``finish_reason`` is "error".
+    """
+
+    index: int
+    sample: int
+    text: str | None
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """How a call went.
+
+    prompt_tokens: tokens of all prompts (each counted once for every sample).
+    computed_tokens: prompt tokens that the model ran over, what preemption made it run over again left out.
+    recomputed_tokens: tokens run over again after a preemption.
+    cached_tokens: prompt tokens found in prefixes kept from an earlier call.
+    new_tokens: tokens generated.
+    model_tokens: all tokens that went through the model.
+    peak_memory: bytes of KV cache that held tokens at the same time, at most.
+    seed: of the sampling noise; None for greedy decoding.
+    """
+
+    sequences: int
+    prompt_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    model_tokens: int
+    steps: int
+    preemptions: int
+    seconds: float
+    planning_seconds: float
+    peak_memory: int
+    kv_memory: int
+    seed: int | None
+    plan: SharingPlan = field(repr=False)
+
+    @property
+    def saving(self) -> float:
+        """The share of the prompts' tokens that did not have to be computed."""
+        return 1.0 - self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
+        lines = [
+            f"{self.sequences:,} sequences, {self.new_tokens:,} new tokens in {seconds}"
+            f" ({self.tokens_per_second:,.0f} tokens/s)",
+            f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
+            f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
+            f"KV cache   {_size(self.peak_memory)} used at most, of {_size(self.kv_memory)}",
+        ]
+        if self.cached_tokens:
+            lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
+        if self.preemptions:
+            lines.append(f"preempted  {self.preemptions:,} times, {self.recomputed_tokens:,} tokens computed again")
+        if self.seed is not None:
+            lines.append(f"seed       {self.seed}")
+        return "\n".join(lines)
+
+
+class BatchResult(Sequence[Generation]):
+    """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``."""
+
+    def __init__(self, generations: Sequence[Generation], report: RunReport | None) -> None:
+        self._generations = list(generations)
+        self.report = report
+
+    @overload
+    def __getitem__(self, index: int) -> Generation: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Generation]: ...
+    def __getitem__(self, index: int | slice) -> Generation | list[Generation]:
+        return self._generations[index]
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self._generations)
+
+    @property
+    def texts(self) -> list[str | None]:
+        return [generation.text for generation in self._generations]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [generation.token_ids for generation in self._generations]
+
+    def __repr__(self) -> str:
+        return f"BatchResult({len(self)} generations)"
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    raise AssertionError
