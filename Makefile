@@ -1,0 +1,53 @@
+# Every target makes the virtual environment it needs by itself, once, and brings it up to date when pyproject.toml,
+# setup.py or its constraints change.
+#
+#   make demo          run the demonstration (CPU, no network at run time)
+#   make test          the linter and all tests
+#   make lint          the linter alone
+#   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
+#   make clean         remove the environments and everything built or cached
+#
+# PYTHON=python3.12 picks the interpreter, JOBS=0 turns parallel tests off, and
+# ARGS='tests/test_packaging.py -k wheel' goes to pytest.
+
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+INSTALLED := $(VENV)/.installed
+INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
+
+# Nothing is asked of the model hub, and each test worker keeps to one core.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint test-oldest clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	@$(VENV)/bin/python examples/quickstart.py
+
+test: lint
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+
+lint: $(INSTALLED)
+	@$(VENV)/bin/python -m ruff check .
+
+test-oldest: $(INSTALLED_OLDEST)
+	@OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+
+$(INSTALLED): constraints.txt
+$(INSTALLED_OLDEST): constraints-oldest.txt
+$(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
+	@echo "installing hf-batchllm and what it needs into $(@D) (a minute or more the first time)"
+	@$(@D)/bin/python -m pip install --quiet -e '.[test,demo]' -c $(filter constraints%,$^)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find hf_batchllm kernels patches tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,83 @@
+"""Fast offline generation over a long list of prompts with the transformers model you already hold.
+
+The public names load on first use, so importing this package, or planning with ``plan_prompts``, does not import torch.
+"""
+
+import os as _os
+
+_here = _os.path.dirname(_os.path.abspath(__file__))
+_root = _os.path.dirname(_here)
+if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and not _os.path.isdir(_os.path.join(_here, "kernels")):
+    __path__.append(_root)  # a source checkout: /kernels and /patches are hf_batchllm.kernels and hf_batchllm.patches
+
+import importlib as _importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .config import BatchConfig
+    from .errors import (
+        BatchLLMError,
+        CacheMemoryError,
+        ConfigError,
+        GenerationInterrupted,
+        GeneratorBusyError,
+        PromptError,
+        UnsupportedModelError,
+        UnsupportedOptionError,
+    )
+    from .generator import BatchGenerator, accelerated
+    from .results import BatchResult, Generation, RunReport
+    from .sharing import SharingPlan, plan_prompts
+
+_HOME = {  # public name -> the module that holds it
+    "BatchConfig": "config",
+    "BatchGenerator": "generator",
+    "BatchLLMError": "errors",
+    "BatchResult": "results",
+    "CacheMemoryError": "errors",
+    "ConfigError": "errors",
+    "Generation": "results",
+    "GenerationInterrupted": "errors",
+    "GeneratorBusyError": "errors",
+    "PromptError": "errors",
+    "RunReport": "results",
+    "SharingPlan": "sharing",
+    "UnsupportedModelError": "errors",
+    "UnsupportedOptionError": "errors",
+    "accelerated": "generator",
+    "plan_prompts": "sharing",
+}
+
+__all__ = [
+    "BatchConfig",
+    "BatchGenerator",
+    "BatchLLMError",
+    "BatchResult",
+    "CacheMemoryError",
+    "ConfigError",
+    "Generation",
+    "GenerationInterrupted",
+    "GeneratorBusyError",
+    "PromptError",
+    "RunReport",
+    "SharingPlan",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+    "__version__",
+    "accelerated",
+    "plan_prompts",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
