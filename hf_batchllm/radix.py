@@ -1,0 +1,181 @@
+"""The radix tree over a sorted list of prompts, and which of its nodes are worth a segment. Plain CPU, no recursion.
+
+The tree is that of the prompts *without their last token*, because every prompt must own at least that one: where its
+logits come from. So two equal prompts share all but one token, and a prompt that is a prefix of another shares all
+but its last.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def shared_lengths(rows: Sequence[np.ndarray]) -> list[int]:
+    """For sorted ``rows``: the tokens that each shares with the one before it (0 for the first)."""
+    shared = [0] * len(rows)
+    for place in range(1, len(rows)):
+        above, below = rows[place - 1], rows[place]
+        limit = min(len(above), len(below)) - 1
+        if limit > 0 and above[0] == below[0]:
+            differs = above[:limit] != below[:limit]
+            first = int(differs.argmax())
+            shared[place] = first if differs[first] else limit
+    return shared
+
+
+@dataclass(slots=True)
+class RadixTree:
+    """A node is a prefix at which at least two branches part. Members are places in the sorted list."""
+
+    depth: list[int]  # [nodes] tokens of the prefix, from the first one
+    parent: list[int]  # [nodes] -1 at the top
+    first: list[int]  # [nodes] first member
+    last: list[int]  # [nodes] last member
+    leaf_parent: list[int]  # [rows] the node that a row hangs on, -1 for none
+    bottom_up: list[int]  # the nodes, each after all those below it
+
+
+def build_tree(shared: Sequence[int]) -> RadixTree:
+    """The tree whose neighbouring rows share ``shared[place]`` tokens with the row before."""
+    tree = RadixTree([], [], [], [], [], [])
+    depth = tree.depth
+    path: list[int] = []  # nodes open at this row, top first
+
+    def open_node(at: int, first: int) -> None:
+        depth.append(at)
+        tree.parent.append(-1)
+        tree.first.append(first)
+        tree.last.append(-1)
+        path.append(len(depth) - 1)
+
+    for place in range(len(shared)):
+        ahead = shared[place + 1] if place + 1 < len(shared) else 0
+        if ahead > (depth[path[-1]] if path else 0):
+            open_node(ahead, place)
+        tree.leaf_parent.append(path[-1] if path else -1)
+        while path and depth[path[-1]] > ahead:
+            node = path.pop()
+            tree.last[node] = place
+            tree.bottom_up.append(node)
+            if ahead > (depth[path[-1]] if path else 0):
+                open_node(ahead, tree.first[node])  # the next row parts from this node's edge half-way
+            tree.parent[node] = path[-1] if path else -1
+    return tree
+
+
+def nearest_kept(tree: RadixTree, lengths: Sequence[int] | np.ndarray, fee: int) -> list[int]:
+    """For each node the nearest kept node, itself or above (-1 for none), in the cheapest choice of nodes to keep.
+
+    A kept node costs the tokens from its nearest kept ancestor's end to its own depth, once, and ``fee``. A row costs
+    its tokens after its nearest kept ancestor's end. The total is the least there is; on a tie the node is kept.
+
+    A node's own choice depends on one thing above it: where the nearest kept ancestor ends. So one pass upwards finds
+    for each node the end from which on it is better dissolved, and one pass downwards applies it.
+    """
+    row_tokens = np.zeros(len(tree.depth), np.int64)
+    row_count = np.zeros(len(tree.depth), np.int64)
+    leaf_parent = np.asarray(tree.leaf_parent, np.int64)
+    hanging = leaf_parent >= 0
+    np.add.at(row_tokens, leaf_parent[hanging], np.asarray(lengths, np.int64)[hanging])
+    np.add.at(row_count, leaf_parent[hanging], 1)
+
+    curves: list[_CostCurve | None] = [
+        _CostCurve(tokens, -count) for tokens, count in zip(row_tokens.tolist(), row_count.tolist(), strict=True)
+    ]
+    dissolve_from = [0] * len(tree.depth)
+    for node in tree.bottom_up:
+        curve, depth, parent = curves[node], tree.depth[node], tree.parent[node]
+        curves[node] = None
+        assert curve is not None, "a node comes once, after those below it"
+        dissolve_from[node] = curve.offer_to_keep(depth + fee + curve.at_end(depth))
+        if parent >= 0:
+            curve.shorten(tree.depth[parent])
+            above = curves[parent]
+            assert above is not None, "a node comes before its parent"
+            above.add(curve)
+
+    nearest = [-1] * len(tree.depth)
+    for node in reversed(tree.bottom_up):
+        parent = tree.parent[node]
+        above_kept = nearest[parent] if parent >= 0 else -1
+        end = tree.depth[above_kept] if above_kept >= 0 else 0
+        nearest[node] = node if end < dissolve_from[node] else above_kept
+    return nearest
+
+
+class _CostCurve:
+    """The least cost of what is below a place in the tree, by ``end``: where the nearest kept ancestor ends.
+
+    Over whole numbers, from 0 to the depth of the place, it is a chain of lines. The first is ``intercept + slope *
+    end``; ``changes`` holds what is added to intercept and slope from each of the sorted ``turns`` on; the last line
+    is kept as well, as the sum of everything. A slope is minus the number of units (rows, kept nodes) that would pay
+    for one token more, so every line falls by at least 1.
+
+    What lies beyond the parent's depth is cut off, so there are never more turns than a row below has tokens: to
+    insert into a plain sorted list costs no more than to read that row. Curves merge smaller into larger.
+    """
+
+    __slots__ = ("changes", "intercept", "last_intercept", "last_slope", "slope", "turns")
+
+    def __init__(self, intercept: int, slope: int) -> None:
+        self.intercept = self.last_intercept = intercept
+        self.slope = self.last_slope = slope
+        self.turns: list[int] = []
+        self.changes: dict[int, tuple[int, int]] = {}
+
+    def at_end(self, end: int) -> int:
+        """The value at the right end of the curve, which is ``end``."""
+        return self.last_intercept + self.last_slope * end
+
+    def shorten(self, end: int) -> None:
+        """Forget what lies beyond ``end``."""
+        keep = bisect_right(self.turns, end)
+        for turn in self.turns[keep:]:
+            intercept, slope = self.changes.pop(turn)
+            self.last_intercept -= intercept
+            self.last_slope -= slope
+        del self.turns[keep:]
+
+    def add(self, other: _CostCurve) -> None:
+        """Become the sum of both, which shares ``other``'s storage or empties it."""
+        self.intercept += other.intercept
+        self.slope += other.slope
+        self.last_intercept += other.last_intercept
+        self.last_slope += other.last_slope
+        if len(other.turns) > len(self.turns):
+            self.turns, other.turns = other.turns, self.turns
+            self.changes, other.changes = other.changes, self.changes
+        for turn, (intercept, slope) in other.changes.items():
+            if turn in self.changes:
+                old_intercept, old_slope = self.changes[turn]
+                self.changes[turn] = (old_intercept + intercept, old_slope + slope)
+            else:
+                self.changes[turn] = (intercept, slope)
+                insort(self.turns, turn)
+
+    def offer_to_keep(self, cost: int) -> int:
+        """Become the lesser of itself and the line ``cost - end``; returns the first ``end`` where it is itself.
+
+        At least two units are below a node, so each line here falls by 2 or more and crosses the new one once: the new
+        line is the curve up to there, and the turns that it covers are gone.
+        """
+        intercept, slope = self.intercept, self.slope
+        crossing, covered = 0, 0
+        while True:
+            crossing = max(crossing, (intercept - cost) // (-slope - 1) + 1)
+            if covered == len(self.turns) or crossing < self.turns[covered]:
+                break
+            crossing = self.turns[covered]
+            more_intercept, more_slope = self.changes.pop(crossing)
+            intercept += more_intercept
+            slope += more_slope
+            covered += 1
+        if crossing > 0:
+            self.turns[:covered] = [crossing]
+            self.changes[crossing] = (intercept - cost, slope + 1)
+            self.intercept, self.slope = cost, -1
+        return crossing
