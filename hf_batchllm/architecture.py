@@ -17,8 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import ATTENTION_NAME, AttentionCall, attention_context
 from .errors import UnsupportedModelError
+from .mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from .patches.attention_swap import attention_configs, swapped_attention
 
+_BYPASSES = (
+    "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
+)
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -53,7 +57,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     name = type(inner).__name__
     device = _single_device(inner, name)
     _refuse_by_config(inner, name)
-    calls = _attention_calls(inner)
+    calls = _attention_calls(inner, name)
     _refuse_by_calls(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
     embeddings = inner.get_input_embeddings()
@@ -102,38 +106,23 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
 
 
 def _refuse_by_calls(model: PreTrainedModel, name: str, calls: list[AttentionCall]) -> None:
-    config = model.config.get_text_config(decoder=True)
-    expected = getattr(config, "num_hidden_layers", None)
+    expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     if not calls:
-        raise UnsupportedModelError(
-            f"{name} does not call transformers' AttentionInterface: it brings an attention of its own, "
-            "and that cannot be served"
-        )
+        raise UnsupportedModelError(_BYPASSES.format(name))
     if expected is not None and len(calls) != expected:
         raise UnsupportedModelError(
-            f"{name} has {expected} layers of which {len(calls)} attend through transformers' AttentionInterface; "
+            f"{name} has {expected} layers, and attends {len(calls)} times through transformers' AttentionInterface; "
             "hybrids and layers with an attention of their own are not supported"
         )
     if len({call.layer for call in calls}) != len(calls):
         raise UnsupportedModelError(f"{name} runs an attention layer several times in a pass; that is not supported")
-    kinds = getattr(config, "layer_types", None) or [None] * len(calls)
-    for kind, call in zip(kinds, calls, strict=True):
-        if kind == "sliding_attention" and call.window is None:
-            raise UnsupportedModelError(
-                f"{name} keeps its sliding window in the attention mask alone; that is not supported"
-            )
-    window = getattr(config, "sliding_window", None)
-    unused = getattr(config, "use_sliding_window", True) is False or any(kind == "full_attention" for kind in kinds)
-    if window and not unused and all(call.window is None for call in calls):
-        raise UnsupportedModelError(
-            f"{name} has a sliding window that never reaches its attention; that is not supported"
-        )
 
 
 class _NoteTaker:
     """Notes each call and answers with a tensor of the right shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_masks: bool) -> None:
+        self.takes_masks = takes_masks
         self.calls: list[AttentionCall] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -141,35 +130,63 @@ class _NoteTaker:
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
 
-def _attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
+def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
     try:
         # The copy's weights are never filled in, yet making them may draw random numbers: the caller's stay unmoved.
+        # bfloat16, because that is what the grouped products of experts are defined for without data.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
-        return _noted_pass(skeleton, torch.device("meta"))
+            skeleton = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16).eval()
+        return _noted_passes(skeleton, torch.device("meta"), name)
     except UnsupportedModelError:
         raise
     except Exception:
         # Some architectures read a value on the way (which expert, how long); those run for real, over two tokens.
         try:
-            return _noted_pass(model, next(model.parameters()).device)
+            return _noted_passes(model, next(model.parameters()).device, name)
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be run with an attention function from outside: {error}"
-            ) from error
+            why = f"{{}} cannot be run with an attention function from outside: {error}"
+            bypasses = not model._can_set_attn_implementation()
+            raise UnsupportedModelError((_BYPASSES if bypasses else why).format(name)) from error
+
+
+def _noted_passes(model: PreTrainedModel, device: torch.device, name: str) -> list[AttentionCall]:
+    """The calls of a pass as the engine makes it, held against the masks that the model would ask for."""
+    calls = _noted_pass(model, device, ATTENTION_NAME)
+    with attention_masks_noted() as masks:
+        for call in _noted_pass(model, device, MASK_PROBE_NAME):
+            _refuse_by_mask(call, masks.get(id(call.mask)), name)
+    return calls
 
 
 @torch.no_grad()
-def _noted_pass(model: PreTrainedModel, device: torch.device) -> list[AttentionCall]:
-    notes = _NoteTaker()
+def _noted_pass(model: PreTrainedModel, device: torch.device, attention: str) -> list[AttentionCall]:
+    notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
-    with swapped_attention(attention_configs(model), ATTENTION_NAME), attention_context(notes):
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+    with swapped_attention(attention_configs(model), attention), attention_context(notes):
+        # Without a cache transformers looks into the positions for packed sequences before it describes a mask;
+        # where there is no data, there is nothing to look at.
+        model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
     return notes.calls
+
+
+def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> None:
+    """What the mask of a layer says must be what causality and the layer's ``sliding_window`` say without it."""
+    if call.mask is None:
+        return  # the model asks for no mask: its attention is told everything by other means
+    if mask is None:
+        raise UnsupportedModelError(f"{name} changes its attention masks on the way; that is not supported")
+    at = 1_000_000  # a query, far enough from the start for any window or chunk to show
+    window = call.window or at + 1
+    for key in (0, at // 2, at - window, at - window + 1, at - 1, at, at + 1):
+        if key >= 0 and mask.sees(at, key) != (at - window < key <= at):
+            raise UnsupportedModelError(
+                f"{name} keeps in its attention mask alone which tokens see which (a window, chunks, both directions); "
+                "that is not supported"
+            )
 
 
 def _learned_positions(model: PreTrainedModel, config: PreTrainedConfig) -> int | None:

@@ -24,6 +24,8 @@ from .storage import KVStorage
 # Names that contain "flash", "sdpa" or "flex_attention" mean something to transformers; this one must not. As it is
 # not known to the mask interface either, transformers builds no attention mask at all.
 ATTENTION_NAME = "hf_batchllm"
+# Tensors that reach the function beside the states and change nothing about who attends to whom.
+_HARMLESS = frozenset(["position_ids", "cache_position"])
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,20 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
+    mask: torch.Tensor | None = None  # only where the context takes masks
 
 
 class AttentionContext(Protocol):
+    takes_masks: bool
+
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
         """Write the call's K and V, and attend."""
 
 
 class CascadeAttention:
     """Runs a step's plan over the paged cache, layer by layer."""
+
+    takes_masks = False
 
     def __init__(self, plan: CascadePlan, storage: KVStorage) -> None:
         self.plan = plan
@@ -79,7 +86,7 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
         _context.reset(token)
 
 
-def _attention_forward(
+def attention_forward(
     module: nn.Module,
     query: torch.Tensor,  # [1, heads, tokens, qk_dim]
     key: torch.Tensor,  # [1, kv_heads, tokens, qk_dim]
@@ -91,7 +98,6 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' contract: packed states in, ``[1, tokens, heads, v_dim]`` out. RoPE has been applied."""
@@ -102,10 +108,11 @@ def _attention_forward(
             "call the model with one of transformers' own implementations"
         )
     name = type(module).__name__
-    if attention_mask is not None:
+    if attention_mask is not None and not context.takes_masks:
         raise UnsupportedModelError(f"{name} passes an attention mask of its own making; such masks are not supported")
-    if position_bias is not None:
-        raise UnsupportedModelError(f"{name} adds a position bias to its scores; that is not supported")
+    for given, tensor in kwargs.items():
+        if isinstance(tensor, torch.Tensor) and given not in _HARMLESS:
+            raise UnsupportedModelError(f"{name} hands `{given}` to its attention; that is not supported")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
     out = context.attend(
@@ -118,9 +125,10 @@ def _attention_forward(
             window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
+            mask=attention_mask,
         )
     )
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from .request import Prefix, Request, Unit
+from .request import Prefix, Request, Unit, units_below
 
 
 class OutOfPages(RuntimeError):
@@ -116,6 +116,8 @@ class PagedCache:
             base, ending.base = ending.base, None
             if base is not None:
                 base.refs -= 1
+                if base.refs == 0:
+                    base.wanted = base.start  # if it is kept, those who come may read less of it
             ending = base
         self._trim()
 
@@ -137,8 +139,10 @@ class PagedCache:
                 if prefix.kept:
                     del self._kept[prefix]
                     prefix.kept = False
+                # No more of it than somebody reads comes back, and only that is lost.
+                prefix.end = prefix.wanted
+                prefix.computed = min(prefix.computed, prefix.end)
                 self.give_up(prefix)
-                prefix.end = max(prefix.wanted, prefix.start)  # no more of it than somebody reads
             if len(self._free) >= pages:
                 return True
         return False
@@ -174,6 +178,8 @@ class PagedCache:
     def _keep(self, prefix: Prefix) -> bool:
         if self.keep_prefixes == 0 or prefix.computed < prefix.end or prefix.end == prefix.start:
             return False
+        if any(below.computed < cut for below, cut in prefix.ancestors()):
+            return False  # what it stands on was evicted and has not come back: nobody could read it
         prefix.kept = True
         prefix.ids = np.array(prefix.ids[: prefix.end])  # lets the prompt itself go
         self._kept[prefix] = None
@@ -193,20 +199,32 @@ class PagedCache:
 
     # -- proof -------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, alive: Iterable[Unit] = ()) -> None:
-        """Every page is free or has one holder, every unit has exactly the pages that its tokens need at least."""
+    def check_integrity(self, alive: Iterable[Unit] | None = None) -> None:
+        """Every page is free or has one holder, and what units say of themselves and of each other agrees.
+
+        ``alive``: every request that has not ended. With it, a prefix that outlives its readers shows as well.
+        """
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
-        for unit in self._holders:
-            assert unit.pages, f"{unit} is listed as a holder without pages"
-            assert unit.start <= unit.computed <= unit.start + len(unit.pages) * self.page_size, f"{unit} overflows"
-        standing: dict[Prefix, int] = {}
-        for unit in {*self._holders, *self._kept, *alive}:
+        units = units_below([*self._holders, *self._kept, *(alive or ())])
+        standing = dict.fromkeys(units, 0)
+        for unit in units:
+            assert (unit in self._holders) == bool(unit.pages), f"{unit} is listed wrongly among the holders"
+            room = unit.start + len(unit.pages) * self.page_size
+            assert unit.start <= unit.computed <= room, f"{unit} overflows"
+            if isinstance(unit, Prefix):
+                assert unit.computed <= unit.end, f"{unit} is computed beyond its end"
+                assert unit.kept == (unit in self._kept), f"{unit} is listed wrongly among the kept prefixes"
+                assert not unit.kept or unit.computed == unit.end, f"{unit} is kept and not complete"
             if unit.base is not None:
-                assert unit.start <= unit.base.end, f"{unit} reads beyond {unit.base}"
-                standing[unit.base] = standing.get(unit.base, 0) + 1
+                standing[unit.base] += 1
+                assert unit.base.start <= unit.start <= unit.base.end, f"{unit} reads beyond {unit.base}"
+                assert unit.start <= unit.base.wanted, f"{unit} reads more of {unit.base} than that knows"
             if isinstance(unit, Request) and unit.computed > unit.start:
                 for prefix, cut in unit.ancestors():
                     assert prefix.computed >= cut, f"{unit} was computed before {prefix}"
         for prefix, count in standing.items():
-            assert prefix.refs >= count, f"{prefix} counts fewer units than stand on it"
+            if isinstance(prefix, Prefix):
+                assert prefix.refs >= count, f"{prefix} counts fewer units than the {count} that stand on it"
+                assert alive is None or prefix.refs == count, f"{prefix} counts more units than the {count} on it"
+                assert alive is None or count or prefix.kept, f"{prefix} has outlived its readers"

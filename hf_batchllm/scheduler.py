@@ -91,6 +91,21 @@ class _Base:
         self.cache.reserve(request, request.length)
         self.running[request] = None
 
+    def _make_room_alone(self, request: Request, upto: int) -> bool:
+        """Room for a newcomer while nothing runs, whatever has to go for it."""
+        # Held while room is made, or what the request stands on would go first and be computed again.
+        chain = [prefix for prefix, _ in request.ancestors()]
+        for prefix in chain:
+            prefix.running += 1
+        try:
+            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto)):
+                return True
+        finally:
+            for prefix in chain:
+                prefix.running -= 1
+        # A prefix kept from another call may hold more than is read of it: then everything goes, and comes back cut.
+        return self.cache.evict_idle(self.cache.num_pages)
+
     def _leave(self, request: Request) -> None:
         del self.running[request]
         for prefix, _ in request.ancestors():
@@ -197,23 +212,9 @@ class GroupScheduler(_Base):
         """Whether a newcomer may enter: what it adds fits beside the pages promised to the growth of those running."""
         if not self.running:
             # Alone it always fits (that was checked before the call began), whatever has to go for it.
-            return self._make_room_alone(request)
+            return self._make_room_alone(request, request.length)
         needed = self.cache.missing_with_ancestors(request, self._expected_length(request)) + promised
         return needed <= self.cache.free_pages or self.cache.evict(needed)
-
-    def _make_room_alone(self, request: Request) -> bool:
-        # Held while room is made, or what the request stands on would go first and be computed again.
-        chain = [prefix for prefix, _ in request.ancestors()]
-        for prefix in chain:
-            prefix.running += 1
-        try:
-            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, request.length)):
-                return True
-        finally:
-            for prefix in chain:
-                prefix.running -= 1
-        # A prefix kept from another call may hold more than is read of it: then everything goes, and comes back cut.
-        return self.cache.evict_idle(self.cache.num_pages)
 
     def _expected_length(self, request: Request) -> int:
         expected = len(request.prompt_ids) + self.expected.of(request) - 1
@@ -249,7 +250,6 @@ class FifoScheduler(_Base):
         return self._checked(step)
 
     def _fits(self, request: Request) -> bool:
-        needed = self.cache.missing_with_ancestors(request, request.max_length)
-        if self.running:
-            return self.cache.evict(needed)
-        return self.cache.evict_idle(needed) or self.cache.evict_idle(self.cache.num_pages)
+        if not self.running:
+            return self._make_room_alone(request, request.max_length)
+        return self.cache.evict(self.cache.missing_with_ancestors(request, request.max_length))

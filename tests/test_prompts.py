@@ -188,7 +188,7 @@ def test_real_tokenizer_adds_what_it_adds_by_default():
         ("text", "is a string, and there is no tokenizer; pass `tokenizer=`"),
         (CHAT, "is a chat, and there is no tokenizer; pass `tokenizer=`"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_bad_prompt_is_named_with_the_reason(prompt, why):
     assert why in reason(prompt)
@@ -252,7 +252,7 @@ def test_number_among_prompts_is_a_bad_prompt():
         ({"a", "b"}, "prompts is a set"),
         (b"abc", "prompts is a bytes"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_list_of_prompts_is_a_type_error(prompts, why):
     with pytest.raises(TypeError, match=why):

@@ -1,0 +1,372 @@
+"""What ``generate`` promises beyond greedy parity: options, sampling, text, and errors before any work."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from families import build, random_prompts
+from harness import watched as watched  # a fixture
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
+
+from hf_batchllm import (
+    BatchConfig,
+    BatchGenerator,
+    ConfigError,
+    PromptError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    sampling,
+)
+
+FAMILY = "llama"
+
+
+def prompts(kind: str = "mixed", count: int = 14) -> list[list[int]]:
+    return random_prompts(random.Random(3), 97, kind, count)
+
+
+@pytest.fixture(scope="module")
+def generator() -> BatchGenerator:
+    return BatchGenerator(build(FAMILY), min_shared_tokens=4, page_size=8)
+
+
+def stock(prompt: list[int], **options: Any) -> list[int]:
+    """The new tokens of ``model.generate`` for one prompt."""
+    ids = torch.tensor([prompt])
+    model: Any = build(FAMILY)
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about lengths that cannot be had; ours is held against what comes out
+        return model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def most_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides draw the most likely token, so that sampled calls can be compared token by token."""
+    monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmax(dim=-1, keepdim=True))
+    monkeypatch.setattr(sampling, "_draw", lambda scores, uniform: scores.argmax(dim=-1))
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 6},
+        {"max_new_tokens": 6, "min_new_tokens": 6, "eos_token_id": list(range(40))},
+        {"max_new_tokens": 9, "min_new_tokens": 3, "eos_token_id": list(range(40))},
+        {"max_new_tokens": 9, "min_length": 30, "eos_token_id": list(range(40))},
+        {"max_length": 75},
+        {"max_length": 75, "min_new_tokens": 2, "eos_token_id": [5, 6, 7, 8, 9, 10, 11]},
+        {"max_new_tokens": 9, "repetition_penalty": 1.7},
+        {"max_new_tokens": 9, "repetition_penalty": 0.6},
+        {"max_new_tokens": 6, "use_cache": False},
+        {"max_new_tokens": 6, "eos_token_id": 4, "pad_token_id": 4},
+    ],
+    ids=str,
+)
+def test_greedy_options_mean_what_they_mean_to_generate(generator: BatchGenerator, options: dict[str, Any]) -> None:
+    given = prompts()
+    result = generator.generate(given, **options)
+    for prompt, generation in zip(given, result, strict=True):
+        assert generation.token_ids == stock(prompt, **{"use_cache": True, **options})
+
+
+@pytest.mark.usefixtures("most_likely")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.4},
+        {"top_k": 3, "repetition_penalty": 1.5},
+        {"top_p": 0.7, "temperature": 1.8},
+        {"min_p": 0.2, "top_k": 0},
+        {"repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": list(range(50))},
+    ],
+    ids=str,
+)
+def test_sampling_options_go_through_transformers_processors(
+    generator: BatchGenerator, options: dict[str, Any]
+) -> None:
+    given = prompts()
+    result = generator.generate(given, do_sample=True, max_new_tokens=6, seed=1, **options)
+    for prompt, generation in zip(given, result, strict=True):
+        assert generation.token_ids == stock(prompt, do_sample=True, max_new_tokens=6, **options)
+
+
+def test_what_a_warper_hides_is_never_drawn(generator: BatchGenerator) -> None:
+    given = prompts("prefix", 6)
+    result = generator.generate(given, do_sample=True, top_k=2, max_new_tokens=1, num_return_sequences=40, seed=5)
+    model: Any = build(FAMILY)
+    for index, prompt in enumerate(given):
+        allowed = model(torch.tensor([prompt])).logits[0, -1].topk(2).indices.tolist()
+        drawn = {generation.token_ids[0] for generation in result if generation.index == index}
+        assert drawn <= set(allowed)
+
+
+def test_defaults_come_from_the_models_generation_config(generator: BatchGenerator) -> None:
+    config = build(FAMILY).generation_config
+    before = config.to_dict()
+    config.max_new_tokens, config.eos_token_id = 5, list(range(15))
+    try:
+        result = generator.generate(prompts())
+        assert [g.token_ids for g in result] == [stock(prompt) for prompt in prompts()]
+        assert {g.finish_reason for g in result} == {"stop", "length"}
+        longer = generator.generate(prompts(), GenerationConfig(max_new_tokens=7))
+        assert [g.token_ids for g in longer] == [
+            stock(prompt, generation_config=GenerationConfig(max_new_tokens=7)) for prompt in prompts()
+        ]
+    finally:
+        config.max_new_tokens, config.eos_token_id = None, before["eos_token_id"]
+    assert config.to_dict() == before
+
+
+def test_without_a_length_twenty_tokens_and_one_warning(generator: BatchGenerator) -> None:
+    with pytest.warns(UserWarning, match="20 new tokens") as caught:
+        result = generator.generate(prompts(), eos_token_id=None)
+    assert {len(generation.token_ids) for generation in result} == {20}
+    assert len([warning for warning in caught if "max_new_tokens" in str(warning.message)]) == 1
+
+
+def test_finish_reasons_and_the_eos_in_the_tokens(generator: BatchGenerator) -> None:
+    eos = list(range(30))
+    for generation in generator.generate(prompts(), max_new_tokens=12, eos_token_id=eos):
+        stopped = [token in eos for token in generation.token_ids]
+        assert not any(stopped[:-1])
+        assert generation.finish_reason == ("stop" if stopped[-1] else "length")
+        assert stopped[-1] or len(generation.token_ids) == 12
+
+
+# -- sampling --------------------------------------------------------------------------------------------------
+
+
+def test_noise_depends_on_seed_prompt_sample_and_position_alone(watched: list[Any]) -> None:
+    given = prompts()
+    options = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 3, "seed": 11, "top_k": 0}
+    configs: list[dict[str, Any]] = [
+        {},
+        {"share_prefixes": False},
+        {"max_batch_tokens": 3, "page_size": 2, "min_shared_tokens": 1},
+        {"scheduler": "fifo"},
+    ]
+    results = [BatchGenerator(build(FAMILY), **config).generate(given, **options).token_ids for config in configs]
+    assert all(result == results[0] for result in results)
+    alone = BatchGenerator(build(FAMILY)).generate(given[:1], **options).token_ids
+    assert alone == results[0][:3]
+
+
+def test_samples_and_seeds_differ_and_rows_are_flat(generator: BatchGenerator) -> None:
+    given = prompts(count=14)[:4]
+    options = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3, "temperature": 3.0, "top_k": 0}
+    first = generator.generate(given, seed=1, **options)
+    assert [(g.index, g.sample) for g in first] == [(i, j) for i in range(4) for j in range(3)]
+    assert len({tuple(tokens) for tokens in first.token_ids}) == 12
+    assert generator.generate(given, seed=1, **options).token_ids == first.token_ids
+    assert generator.generate(given, seed=2, **options).token_ids != first.token_ids
+    assert first.report.seed == 1
+    assert generator.generate(given, max_new_tokens=2).report.seed is None
+
+
+def test_torchs_generator_is_read_only_when_it_must(generator: BatchGenerator) -> None:
+    options = {"do_sample": True, "max_new_tokens": 6, "temperature": 3.0, "top_k": 0}
+    set_seed(42)
+    first = generator.generate(prompts(), **options)
+    set_seed(42)
+    assert generator.generate(prompts(), **options).token_ids == first.token_ids
+    set_seed(42)
+    assert generator.generate(prompts(), seed=first.report.seed, **options).token_ids == first.token_ids
+    before = torch.get_rng_state()
+    BatchGenerator(build(FAMILY)).generate(prompts(), seed=3, **options)
+    generator.generate(prompts(), max_new_tokens=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_draw_inverts_the_exact_distribution() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(1, 50) * 4
+    scores[0, [0, 7, 49]] = float("-inf")
+    probabilities = scores.double().softmax(-1)[0]
+    uniform = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    drawn = sampling._draw(scores.expand(len(uniform), -1), uniform)
+    share = torch.bincount(drawn, minlength=50) / len(uniform)
+    assert (share - probabilities).abs().max() < 2e-5
+    edges = sampling._draw(scores.expand(2, -1), torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert edges.tolist() == [1, 48]  # never a token without probability
+
+
+# -- text ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{index}": index for index in range(97)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w2", pad_token="w0")
+
+
+def test_strings_and_ids_mix_and_text_is_decoded(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "w5 w6 w7 w8"
+    given = [text, [5, 6, 7, 8], torch.tensor([5, 6])]
+    result = BatchGenerator(build(FAMILY), tokenizer).generate(given, max_new_tokens=4)
+    assert result[0].prompt_token_ids == [5, 6, 7, 8] == result[1].prompt_token_ids
+    assert result[0].token_ids == result[1].token_ids
+    for generation in result:
+        assert generation.text == tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    (single,) = BatchGenerator(build(FAMILY), tokenizer).generate(text, max_new_tokens=4)
+    assert single.token_ids == result[0].token_ids
+
+
+def test_the_tokenizer_saved_beside_the_model_is_found(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(build(FAMILY).config, "_name_or_path", str(tmp_path))
+    generator = BatchGenerator(build(FAMILY))
+    ids_only = generator.generate([[5, 6, 7]], max_new_tokens=3)
+    assert ids_only[0].text == tokenizer.decode(ids_only[0].token_ids, skip_special_tokens=True)
+    assert generator.generate("w5 w6 w7", max_new_tokens=3).token_ids == ids_only.token_ids
+
+
+def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
+    generator = BatchGenerator(build(FAMILY))
+    assert generator.generate([[5, 6]], max_new_tokens=2)[0].text is None
+    with pytest.raises(ValueError, match=r"pass BatchGenerator\(model, tokenizer\)"):
+        generator.generate("hello", max_new_tokens=2)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"max_new_token": 5}, UnsupportedOptionError, "did you mean `max_new_tokens`"),
+        ({"temprature": 0.5}, UnsupportedOptionError, "did you mean `temperature`"),
+        ({"num_beams": 4}, UnsupportedOptionError, "`num_beams`"),
+        ({"no_repeat_ngram_size": 2}, UnsupportedOptionError, "`no_repeat_ngram_size`"),
+        ({"stop_strings": ["x"]}, UnsupportedOptionError, "`stop_strings`"),
+        ({"max_time": 1.0}, UnsupportedOptionError, "`max_time`"),
+        ({"output_scores": True}, UnsupportedOptionError, "`output_scores`"),
+        ({"output_attentions": True}, UnsupportedOptionError, "`output_attentions`"),
+        ({"guidance_scale": 1.5}, UnsupportedOptionError, "`guidance_scale`"),
+        ({"typical_p": 0.5}, UnsupportedOptionError, "`typical_p`"),
+        ({"prompt_lookup_num_tokens": 3}, UnsupportedOptionError, "`prompt_lookup_num_tokens`"),
+        ({"logits_processor": [lambda ids, scores: scores]}, UnsupportedOptionError, "`logits_processor`"),
+        ({"stopping_criteria": [lambda ids, scores: True]}, UnsupportedOptionError, "`stopping_criteria`"),
+        ({"streamer": object()}, UnsupportedOptionError, "`streamer`"),
+        ({"assistant_model": object()}, UnsupportedOptionError, "`assistant_model`"),
+        ({"inputs_embeds": torch.zeros(1, 2, 4)}, UnsupportedOptionError, "`inputs_embeds`"),
+        ({"num_return_sequences": 2}, ValueError, "num_return_sequences"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
+        ({"max_length": 3}, PromptError, "`max_length`"),
+        ({"generation_config": {"max_new_tokens": 3}}, UnsupportedOptionError, "GenerationConfig"),
+        ({"seed": -1}, ValueError, "`seed`"),
+        ({"on_error": "ignore"}, ValueError, "`on_error`"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    generator: BatchGenerator, options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        generator.generate([[5, 6, 7, 8]], **({"max_new_tokens": 4} if "max_length" not in options else {}) | options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"page_sise": 16}, "Did you mean `page_size`"),
+        ({"page_size": 0}, "`page_size` must be a whole number of at least 1"),
+        ({"page_size": 2.5}, "`page_size`"),
+        ({"max_batch_tokens": -1}, "`max_batch_tokens`"),
+        ({"kv_memory": "20 giraffes"}, "`kv_memory` must be a size such as"),
+        ({"kv_memory": 1.5}, "fraction"),
+        ({"kv_memory": 0}, "more than nothing"),
+        ({"share_prefixes": 1}, "True or False"),
+        ({"scheduler": "group"}, 'Did you mean "groups"'),
+        ({"scheduler": 3}, "start"),
+        ({"backend": "cuda"}, "`backend`"),
+        ({"backend": "triton"}, "not there yet"),
+        ({"keep_prefixes": -2}, "`keep_prefixes`"),
+        ({"config": {"page_size": 4}}, "must be a BatchConfig"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_configs_say_what_is_wrong(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        BatchGenerator(build(FAMILY), **fields)
+
+
+def test_a_config_and_fields_on_top_of_it() -> None:
+    generator = BatchGenerator(build(FAMILY), config=BatchConfig(page_size=16, kv_memory="1MiB"), page_size=4)
+    assert (generator.config.page_size, generator.config.kv_memory) == (4, "1MiB")
+    assert BatchConfig(kv_memory="1.5 KiB").kv_bytes(10) == 1536
+    assert BatchConfig(kv_memory=0.25).kv_bytes(1000) == 250
+
+
+def test_all_prompts_are_checked_before_any_work(generator: BatchGenerator) -> None:
+    bad: list[Any] = [[5, 6], [], [7, 200], [1.5, 2], None, [8]]
+    with pytest.raises(PromptError) as caught:
+        generator.generate(bad, max_new_tokens=3)
+    assert set(caught.value.problems) == {1, 2, 3, 4}
+    assert "vocabulary of 101" in caught.value.problems[2]
+    recorded = generator.generate(bad, max_new_tokens=3, on_error="record")
+    assert [g.finish_reason for g in recorded] == ["length", "error", "error", "error", "error", "length"]
+    assert recorded[2].error == caught.value.problems[2]
+    assert recorded[5].token_ids == stock([8], max_new_tokens=3)
+    assert [g.index for g in recorded] == list(range(6))
+    assert len(generator.generate([], max_new_tokens=3)) == 0
+
+
+def test_a_prompt_beyond_the_learned_positions_is_named() -> None:
+    generator = BatchGenerator(build("gpt2"))
+    limit = generator.architecture.max_positions
+    assert limit is not None
+    with pytest.raises(PromptError, match="learned"):
+        generator.generate([[5] * (limit - 2)], max_new_tokens=4)
+    assert len(generator.generate([[5] * (limit - 3)], max_new_tokens=4)[0].token_ids) == 4
+
+
+def test_a_cache_too_small_for_a_prompt_names_it() -> None:
+    generator = BatchGenerator(build(FAMILY), kv_memory=1 << 14, page_size=4)
+    pages = (1 << 14) // generator._home.page_bytes
+    longest = pages * 4
+    with pytest.raises(PromptError, match="`kv_memory`") as caught:
+        generator.generate([[5] * longest, [6, 7]], max_new_tokens=8)
+    assert list(caught.value.problems) == [0]
+    recorded = generator.generate([[5] * longest, [6, 7]], max_new_tokens=8, on_error="record")
+    assert recorded[0].finish_reason == "error"
+    assert recorded[1].token_ids == stock([6, 7], max_new_tokens=8)
+
+
+def test_a_model_that_cannot_be_right_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear"):
+        BatchGenerator(torch.nn.Linear(2, 2))
+    with torch.device("meta"):
+        hollow = type(build(FAMILY))(build(FAMILY).config)
+    with pytest.raises(UnsupportedModelError, match="not in memory"):
+        BatchGenerator(hollow)
+    headless: Any = build(FAMILY).model
+    with pytest.raises(UnsupportedModelError, match="language-model head"):
+        BatchGenerator(headless)
+
+
+# -- reports ---------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_how_it_went(generator: BatchGenerator) -> None:
+    report = generator.generate(prompts("prefix", 6), max_new_tokens=5).report
+    assert report.new_tokens == 30
+    assert 0 < report.saving < 1
+    assert report.tokens_per_second > 0
+    assert 0 < report.peak_memory <= report.kv_memory
+    text = str(report)
+    assert "30 new tokens" in text
+    assert f"{report.saving:.1%} saved" in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -1,0 +1,234 @@
+"""However a call ends, the model is its owner's again, every page is free, and the next call is right."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, build, random_prompts
+from harness import assert_parity, counted_tokens
+from harness import watched as watched  # a fixture
+from torch import nn
+
+from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError
+from hf_batchllm.runner import ModelRunner
+
+FAMILY = "gemma2"  # windows, caps, two kinds of layers
+NEW_TOKENS = 8
+
+
+def prompts(kind: str = "mixed", count: int = 14, seed: int = 4) -> list[list[int]]:
+    return random_prompts(random.Random(seed), 97, kind, count)
+
+
+def fingerprint(model: Any) -> Any:
+    """Everything about a model that a call might have changed."""
+    modules = {}
+    for name, module in model.named_modules():
+        plain = {key: repr(value) for key, value in vars(module).items() if not isinstance(value, dict | nn.Module)}
+        hooks = {key: list(value) for key, value in vars(module).items() if key.endswith("_hooks")}
+        modules[name] = (type(module), plain, hooks, sorted(vars(module)), id(getattr(module, "config", None)))
+    tensors = {
+        name: (id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad, tensor.is_inference())
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    configs = {key: repr(value) for key, value in vars(model.config).items()}
+    return modules, tensors, configs, repr(vars(model.generation_config)), sorted(vars(model.config))
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, inside: bool = True) -> None:
+    """Let the model fail in its ``after``-th step: in the middle of its layers, or as the step begins."""
+    step, count = ModelRunner.step, 0
+
+    def failing(self: ModelRunner, batch: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count != after:
+            return step(self, batch)
+        if not inside:
+            raise error
+
+        def raise_it(*args: Any) -> None:
+            raise error
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(raise_it)
+        try:
+            return step(self, batch)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(ModelRunner, "step", failing)
+
+
+def assert_untouched(generator: BatchGenerator, before: Any, caches: list[Any]) -> None:
+    assert fingerprint(build(FAMILY)) == before
+    for cache in caches:
+        cache.check_integrity()
+        assert cache.free_pages == cache.num_pages
+    assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+
+
+def test_after_a_call_the_model_is_as_it_was(watched: list[Any]) -> None:
+    before = fingerprint(build(FAMILY))
+    generator = BatchGenerator(build(FAMILY))
+    assert fingerprint(build(FAMILY)) == before
+    generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    assert_untouched(generator, before, watched)
+    generator.close()
+    assert fingerprint(build(FAMILY)) == before
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("keep", [0, 4])
+def test_after_an_exception(after: int, keep: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(build(FAMILY))
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=keep, min_shared_tokens=4)
+    if keep:
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    break_off(monkeypatch, after, Boom())
+    with pytest.raises(Boom):
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    assert_untouched(generator, before, watched if not keep else [])
+
+
+@pytest.mark.parametrize("after", random.Random(5).sample(range(1, 19), 12))
+def test_after_an_interrupt_what_had_finished_is_kept(
+    after: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(build(FAMILY))
+    # A small budget spreads the prompts over many steps, so that some have finished when others begin.
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8)
+    break_off(monkeypatch, after, KeyboardInterrupt(), inside=bool(after % 2))
+    with pytest.raises(GenerationInterrupted) as caught:
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    assert isinstance(caught.value, KeyboardInterrupt)
+    for generation in caught.value.result:
+        assert generation.prompt_token_ids == prompts()[generation.index]
+        assert len(generation.token_ids) == NEW_TOKENS
+    if after > 14:
+        assert 0 < len(caught.value.result) < len(prompts())
+    assert_untouched(generator, before, watched)
+
+
+def test_an_abandoned_stream_gives_everything_back(watched: list[Any]) -> None:
+    before = fingerprint(build(FAMILY))
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    stream = generator.stream(prompts(), max_new_tokens=NEW_TOKENS)
+    next(stream)
+    assert fingerprint(build(FAMILY)) == before  # between two steps the model is its owner's, too
+    with pytest.raises(GeneratorBusyError, match="running"):
+        generator.generate(prompts(), max_new_tokens=1)
+    del stream
+    assert_untouched(generator, before, watched)
+
+
+def test_a_stream_gives_what_generate_gives() -> None:
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    streamed = list(generator.stream(prompts(), max_new_tokens=NEW_TOKENS))
+    assert sorted(streamed, key=lambda generation: generation.index) == list(
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    )
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        generator.stream(prompts(), max_new_tokens=0)  # at once, not when the first result is asked for
+
+
+def test_a_closed_generator_says_so() -> None:
+    with BatchGenerator(build(FAMILY)) as generator:
+        pass
+    with pytest.raises(GeneratorBusyError, match="closed"):
+        generator.generate(prompts(), max_new_tokens=2)
+
+
+# -- prefixes kept from one call to the next -------------------------------------------------------------------
+
+
+def document(seed: int, length: int = 60) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 97) for _ in range(length)]
+
+
+def questions(text: list[int], count: int = 3, seed: int = 9) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[*text, *(rng.randrange(3, 97) for _ in range(3 + index))] for index in range(count)]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any]) -> None:
+    text = document(1)
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2, page_size=page_size)
+    first = generator.generate(questions(text), max_new_tokens=NEW_TOKENS)
+    assert first.report.cached_tokens == 0
+    for again in (questions(text, seed=10), questions(text, 1, seed=11), questions(text[:37], seed=12)):
+        shared = 37 if len(again[0]) < 50 else 60
+        with counted_tokens(build(FAMILY)) as sizes:
+            result = generator.generate(again, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, again, result, NEW_TOKENS)
+        own = sum(len(prompt) - shared for prompt in again)
+        assert sizes[0] == own  # the first step holds all prompts, and no token of the document
+        assert result.report.cached_tokens == shared
+        assert result.report.computed_tokens == own
+    held = watched[0].num_pages - watched[0].free_pages
+    assert held == -(-60 // page_size)
+    generator.close()
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    texts = [document(seed) for seed in range(3)]
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
+
+    def cached(text: list[int]) -> int:
+        result = generator.generate(questions(text, 2), max_new_tokens=2)
+        assert_parity(FAMILY, questions(text, 2), result, 2)
+        return result.report.cached_tokens
+
+    assert [cached(text) for text in texts] == [0, 0, 0]
+    assert cached(texts[1]) == 60
+    assert cached(texts[0]) == 0  # and so texts[2] goes
+    assert cached(texts[1]) == 60
+    assert cached(texts[2]) == 0
+
+
+def test_nested_prefixes_are_kept_and_the_inner_one_is_found() -> None:
+    text = document(1)
+    branches = [text + document(seed, 40) for seed in (5, 6)]
+    given = [prompt for branch in branches for prompt in questions(branch)]
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=8)
+    generator.generate(given, max_new_tokens=2)
+    result = generator.generate(questions(branches[1], 1, seed=3), max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 100
+    assert_parity(FAMILY, questions(branches[1], 1, seed=3), result, NEW_TOKENS)
+    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 60 + 2 * 40
+    assert_parity(FAMILY, given, result, NEW_TOKENS)
+
+
+def test_prefixes_of_other_weights_are_dropped() -> None:
+    model = FAMILIES[FAMILY]()  # one of its own: its weights are written to
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(0.5)
+    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 0
+    assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
+
+
+def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None:
+    model = build(FAMILY)
+    page_bytes = BatchGenerator(model).architecture.kv_bytes_per_token * 4
+    generator = BatchGenerator(model, keep_prefixes=8, page_size=4, kv_memory=30 * page_bytes)
+    for seed in range(4):
+        given = questions(document(seed, 80), 2)
+        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, given, result, NEW_TOKENS)
+    short = questions(document(3, 80)[:20], 2)  # stands on a kept prefix that is far longer than what is read of it
+    result = generator.generate([*short, *questions(document(7, 90), 1)], max_new_tokens=NEW_TOKENS)
+    assert_parity(FAMILY, [*short, *questions(document(7, 90), 1)], result, NEW_TOKENS)
