@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from .architecture import base_model, inspect_model
 from .call import Call, Work, make_plan
 from .config import BatchConfig
-from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError
+from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError, UnsupportedOptionError
 from .memory import CacheHome
 from .options import Options, resolve_options
 from .progress import progress_bar
@@ -226,3 +226,8 @@ class BatchGenerator:
         for index, why in sorted(work.problems.items()):
             for sample in range(work.options.num_return_sequences):
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+
+
+def accelerated(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """Will let code that calls ``model.generate`` gain without a change. Refused until it does so exactly."""
+    raise UnsupportedOptionError("accelerated", "is not supported yet: call BatchGenerator(model).generate(prompts)")

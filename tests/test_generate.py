@@ -20,6 +20,7 @@ from hf_batchllm import (
     PromptError,
     UnsupportedModelError,
     UnsupportedOptionError,
+    accelerated,
     sampling,
 )
 
@@ -370,3 +371,8 @@ def test_the_report_says_how_it_went(generator: BatchGenerator) -> None:
     assert "30 new tokens" in text
     assert f"{report.saving:.1%} saved" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_drop_in_for_model_generate_is_refused_by_name_until_it_is_there() -> None:
+    with pytest.raises(UnsupportedOptionError, match="BatchGenerator"):
+        accelerated(build(FAMILY))
