@@ -63,13 +63,13 @@ class Call:
         self.planning_seconds = time.perf_counter() - self.began
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
         self.cache, self.storage = self.home.open(max(wanted, 1))
-        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples)
-        for request in self.lineup.requests:
-            request.index = work.places[request.index]
         try:
+            self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples)
+            for request in self.lineup.requests:
+                request.index = work.places[request.index]
             self._refuse_what_does_not_fit(strict)
         except BaseException:
-            self.abandon()
+            self.home.clear()
             raise
         self.scheduler: Scheduler = make_scheduler(self.config.scheduler)
         device = self.architecture.device
@@ -80,7 +80,6 @@ class Call:
             Sampler(self.model, work.options, work.seed),
             work.options.eos_token_ids,
         )
-        self.finished: list[Request] = []
 
     def run(self) -> Iterator[Request]:
         """Requests as they finish. However this ends, no page stays behind."""
@@ -90,9 +89,9 @@ class Call:
         complete = False
         try:
             self.scheduler.start([request for request in self.lineup.requests if not request.done], self.cache, budget)
-            for request in self.engine.run():
-                self.finished.append(request)
-                yield request
+            yield from self.engine.run()
+            if any(not request.done for request in self.lineup.requests):
+                raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
             complete = True
         finally:
             if complete:
@@ -102,11 +101,13 @@ class Call:
 
     def abandon(self) -> None:
         """The call broke off: a step may have been left half done, so nothing in the cache can be relied upon."""
-        for request in self.lineup.requests:
-            if request.base is not None or request.pages:
-                self.cache.retire(request, keep=False)
-        self.cache.forget_kept()
-        self.home.clear()
+        try:
+            for request in self.lineup.requests:
+                if request.base is not None or request.pages:
+                    self.cache.retire(request, keep=False)
+            self.cache.forget_kept()
+        finally:
+            self.home.clear()
 
     def report(self) -> RunReport:
         engine, cache = self.engine, self.cache
@@ -123,7 +124,7 @@ class Call:
             new_tokens=new_tokens,
             model_tokens=engine.model_tokens,
             steps=engine.steps,
-            preemptions=self.scheduler.preemptions,
+            preemptions=getattr(self.scheduler, "preemptions", 0),
             seconds=seconds,
             planning_seconds=self.planning_seconds,
             peak_memory=cache.peak_pages * self.home.page_bytes,

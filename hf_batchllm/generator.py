@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -44,6 +45,13 @@ class BatchGenerator:
             raise ConfigError('`backend="triton"` is not there yet: use "auto" or "torch"')
         self.model = model
         self.architecture = inspect_model(model)
+        if self.architecture.device.type != "cpu":
+            warnings.warn(
+                f"attention on {self.architecture.device} runs in plain PyTorch, which is correct and slow: "
+                "the Triton kernels are not there yet",
+                UserWarning,
+                stacklevel=2,
+            )
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._home = CacheHome(model, self.architecture, self.config)
         self._running = False
@@ -151,6 +159,7 @@ class BatchGenerator:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
             raise ValueError(f"`seed` must be a whole number of at least 0, not {seed!r}")
         options = resolve_options(self.model, generation_config, generate_kwargs)
+        self._warn_of_dropout()
         checked, problems = self._checked_prompts(prompts)
         good: list[Prompt] = []
         places: list[int] = []
@@ -173,6 +182,17 @@ class BatchGenerator:
         elif seed is None:
             seed = int(torch.randint(2**63 - 1, ()).item())
         return Work(good, places, problems, options, limits, seed)
+
+    def _warn_of_dropout(self) -> None:
+        layers = (module for module in self.model.modules() if isinstance(module, nn.Dropout))
+        config = base_model(self.model).config.get_text_config(decoder=True)
+        if self.model.training and (any(layer.p > 0 for layer in layers) or getattr(config, "attention_dropout", 0)):
+            warnings.warn(
+                "the model is in training mode and has dropout: results are random in a way that no seed governs "
+                "(and dropout inside attention is left out). Call model.eval() first",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _checked_prompts(self, prompts: Any) -> tuple[list[Prompt | None], dict[int, str]]:
         return check_prompts(prompts, tokenizer=self._tokenizer.required, vocab_size=self.architecture.vocab_size)

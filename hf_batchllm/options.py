@@ -111,7 +111,7 @@ def resolve_options(model: nn.Module, generation_config: GenerationConfig | None
             UserWarning,
             stacklevel=4,
         )
-    inner._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
+    inner._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=inner.device)
     eos = config._eos_token_tensor
     return Options(
         config=config,

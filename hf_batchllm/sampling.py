@@ -62,7 +62,7 @@ class Sampler:
             every = self._model._get_logits_processor(
                 generation_config=config_for_prompt(self._options, *key),
                 input_ids_seq_length=key[0],
-                device="cpu",
+                device=self._model.device,
                 model_kwargs={},
             )
             blind = 0

@@ -1,0 +1,76 @@
+"""The same promises on a GPU. What a CPU can prove is proved there; this looks at what only a device can get wrong."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from families import PROMPT_KINDS, build, family_params, random_prompts
+from harness import assert_parity, pages_of_memory
+from harness import watched as watched  # a fixture
+
+from hf_batchllm import BatchGenerator
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:attention on cuda")]
+NEW_TOKENS = 12
+
+
+def mixed_prompts(count: int = 5) -> list[list[int]]:
+    rng = random.Random(6)
+    return [prompt for kind in PROMPT_KINDS for prompt in random_prompts(rng, 97, kind, count)]
+
+
+def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    return copy.deepcopy(build(family)).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("family", family_params())
+def test_float32_tokens_are_those_of_generate_on_a_cpu(family: str, watched: list[Any]) -> None:
+    prompts = mixed_prompts()
+    generator = BatchGenerator(on_gpu(family), page_size=16, max_batch_tokens=200)
+    assert_parity(family, prompts, generator.generate(prompts, max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+    assert all(cache.free_pages == cache.num_pages for cache in watched)
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss", "deepseek_v3"]))
+def test_preemption_and_processors_on_the_device(family: str, watched: list[Any]) -> None:
+    prompts = mixed_prompts(3)
+    model = on_gpu(family)
+    generator = BatchGenerator(model, page_size=8, kv_memory=pages_of_memory(model, 24, 8), min_shared_tokens=1)
+    result = generator.generate(prompts, max_new_tokens=40)
+    assert result.report.preemptions > 0
+    assert_parity(family, prompts, result, 40)
+    options: dict[str, Any] = {"do_sample": True, "seed": 1, "max_new_tokens": 6, "eos_token_id": [3, 4, 5]}
+    options |= {"repetition_penalty": 1.2, "min_new_tokens": 3, "top_p": 0.9, "temperature": 1.3}
+    drawn = generator.generate(prompts, **options).token_ids
+    assert drawn == BatchGenerator(model, share_prefixes=False).generate(prompts, **options).token_ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "mistral", "gemma2", "gpt_oss"]))
+def test_bfloat16_differs_only_where_two_logits_nearly_tie(family: str) -> None:
+    model, exact = on_gpu(family, torch.bfloat16), on_gpu(family)
+    prompts = mixed_prompts()
+    result = BatchGenerator(model).generate(prompts, max_new_tokens=NEW_TOKENS)
+    for prompt, generation in zip(prompts, result, strict=True):
+        ids = torch.tensor([prompt + generation.token_ids], device="cuda")
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        behind = logits.max(dim=-1).values - chosen
+        error = (logits - exact(ids).logits[0, len(prompt) - 1 : -1]).abs().max()
+        first = behind.nonzero()
+        if len(first):
+            assert behind[first[0]] <= 2 * error
+
+
+def test_close_gives_the_memory_back() -> None:
+    model = on_gpu("llama")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with BatchGenerator(model, keep_prefixes=4) as generator:
+        generator.generate(mixed_prompts(), max_new_tokens=NEW_TOKENS)
+        assert torch.cuda.memory_allocated() > before
+    assert torch.cuda.memory_allocated() == before
