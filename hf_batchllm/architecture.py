@@ -55,6 +55,11 @@ def inspect_model(model: nn.Module) -> Architecture:
     """Look at ``model`` without running it. UnsupportedModelError names what is in the way, if anything is."""
     inner = base_model(model)
     name = type(inner).__name__
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} puts learned tokens in front of every prompt (prompt learning); "
+            "that is not supported. Adapters that change weights, such as LoRA, are"
+        )
     device = _single_device(inner, name)
     _refuse_by_config(inner, name)
     calls = _attention_calls(inner, name)

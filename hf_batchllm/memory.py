@@ -81,8 +81,14 @@ def free_memory(device: torch.device) -> int:
 
 
 def weights_fingerprint(model: nn.Module) -> object:
-    """Changes when a weight is replaced, moved or written to, or when another adapter becomes active."""
+    """Changes when a weight is replaced, moved or written to, or when adapters are switched, scaled or merged."""
     tensors = [*model.parameters(), *model.buffers()]
-    adapters = getattr(model, "active_adapters", None)
-    active = str(adapters() if callable(adapters) else adapters) if hasattr(model, "peft_config") else None
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors], active
+    adapters = [
+        [
+            str(getattr(module, name, None))
+            for name in ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+        ]
+        for module in model.modules()
+        if hasattr(module, "disable_adapters")  # PEFT's layers; merging writes to weights behind PyTorch's back
+    ]
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors], adapters

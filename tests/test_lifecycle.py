@@ -232,3 +232,20 @@ def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None
     short = questions(document(3, 80)[:20], 2)  # stands on a kept prefix that is far longer than what is read of it
     result = generator.generate([*short, *questions(document(7, 90), 1)], max_new_tokens=NEW_TOKENS)
     assert_parity(FAMILY, [*short, *questions(document(7, 90), 1)], result, NEW_TOKENS)
+
+
+def test_prefixes_of_another_adapter_are_dropped() -> None:
+    model = FAMILIES[FAMILY]()
+    layer: Any = model.model.layers[0].self_attn.q_proj
+    layer.disable_adapters, layer.active_adapters = False, ["one"]  # what PEFT puts on the layers that it adapts
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+
+    def cached() -> int:
+        return generator.generate(given, max_new_tokens=2).report.cached_tokens
+
+    assert [cached(), cached()] == [0, 60]
+    layer.active_adapters = ["two"]
+    assert [cached(), cached()] == [0, 60]
+    layer.disable_adapters = True
+    assert [cached(), cached()] == [0, 60]
