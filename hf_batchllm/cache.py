@@ -32,6 +32,11 @@ class PagedCache:
         self.peak_pages = 0
         self.lost_tokens = 0  # computed, then given up for want of memory: they have to be computed again
 
+    def start_counting(self) -> None:
+        """A call begins."""
+        self.peak_pages = self.num_pages - len(self._free)
+        self.lost_tokens = 0
+
     # -- counting ----------------------------------------------------------------------------------------------
 
     @property
@@ -121,8 +126,16 @@ class PagedCache:
             ending = base
         self._trim()
 
+    @property
+    def evictable_pages(self) -> int:
+        """At most so many pages would ``evict`` free."""
+        return sum(len(prefix.pages) for prefix in self._kept if prefix.running == 0)
+
     def evict(self, pages: int) -> bool:
-        """Drop kept prefixes that nothing stands on until ``pages`` are free; least recently used first."""
+        """Drop kept prefixes that nothing stands on until ``pages`` are free; least recently used first.
+
+        They are gone even if that was not enough: a newcomer that could wait asks for ``evictable_pages`` first.
+        """
         while len(self._free) < pages:
             idle = next((prefix for prefix in self._kept if prefix.refs == 0), None)
             if idle is None:
@@ -169,11 +182,10 @@ class PagedCache:
         return best, longest
 
     def forget_kept(self) -> None:
-        """Drop every kept prefix: the weights have changed, or a call broke off."""
+        """Drop every kept prefix that nothing stands on: the weights have changed, or a call broke off."""
         while idle := [prefix for prefix in self._kept if prefix.refs == 0]:
             for prefix in idle:
                 self._drop(prefix)
-        assert not self._kept, "a kept prefix is still in use"
 
     def _keep(self, prefix: Prefix) -> bool:
         if self.keep_prefixes == 0 or prefix.computed < prefix.end or prefix.end == prefix.start:

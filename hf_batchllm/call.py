@@ -13,7 +13,7 @@ from .batch import BatchBuilder
 from .config import BatchConfig
 from .engine import Engine
 from .errors import PromptError
-from .lineup import line_up, pages_at_once
+from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
 from .options import Options
 from .prompts import Prompt
@@ -45,12 +45,16 @@ class Work:
 
 
 class Call:
+    """Use it as a context: however the block ends, no page of the call stays behind."""
+
     def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, home: CacheHome) -> None:
         self.model = model
         self.architecture = architecture
         self.config = config
         self.home = home
         self.began = time.perf_counter()
+        self.lineup: Lineup | None = None
+        self._started = self._complete = False
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -63,14 +67,11 @@ class Call:
         self.planning_seconds = time.perf_counter() - self.began
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
         self.cache, self.storage = self.home.open(max(wanted, 1))
-        try:
-            self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples)
-            for request in self.lineup.requests:
-                request.index = work.places[request.index]
-            self._refuse_what_does_not_fit(strict)
-        except BaseException:
-            self.home.clear()
-            raise
+        stop_tokens = work.options.eos_token_ids
+        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=bool(stop_tokens))
+        for request in self.lineup.requests:
+            request.index = work.places[request.index]
+        self._refuse_what_does_not_fit(self.lineup, strict)
         self.scheduler: Scheduler = make_scheduler(self.config.scheduler)
         device = self.architecture.device
         self.engine = Engine(
@@ -78,45 +79,53 @@ class Call:
             BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda"),
             ModelRunner(self.model, self.storage, device),
             Sampler(self.model, work.options, work.seed),
-            work.options.eos_token_ids,
+            stop_tokens,
         )
 
     def run(self) -> Iterator[Request]:
-        """Requests as they finish. However this ends, no page stays behind."""
+        """Requests as they finish."""
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
-        complete = False
-        try:
-            self.scheduler.start([request for request in self.lineup.requests if not request.done], self.cache, budget)
-            yield from self.engine.run()
-            if any(not request.done for request in self.lineup.requests):
-                raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
-            complete = True
-        finally:
-            if complete:
-                self.home.settle()
-            else:
-                self.abandon()
+        assert self.lineup is not None, "begin() comes first"
+        self._started = True
+        self.scheduler.start(self.lineup.requests, self.cache, budget)
+        yield from self.engine.run()
+        if any(not request.done for request in self.lineup.requests):
+            raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
+        self._complete = True
 
-    def abandon(self) -> None:
-        """The call broke off: a step may have been left half done, so nothing in the cache can be relied upon."""
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._complete:
+            self.home.settle()
+        elif self.lineup is not None:
+            self._abandon(self.lineup)
+
+    def _abandon(self, lineup: Lineup) -> None:
         try:
-            for request in self.lineup.requests:
+            for request in lineup.requests:
                 if request.base is not None or request.pages:
                     self.cache.retire(request, keep=False)
-            self.cache.forget_kept()
+            if self._started:
+                self.cache.forget_kept()  # a step may have been left half done: nothing there can be relied upon
         finally:
-            self.home.clear()
+            if self._started:
+                self.home.clear()
+            else:
+                self.home.settle()
 
     def report(self) -> RunReport:
-        engine, cache = self.engine, self.cache
+        assert self.lineup is not None, "begin() comes first"
+        engine, cache, requests = self.engine, self.cache, self.lineup.requests
         lengths = sum(len(prompt.ids) for prompt in self.prompts)
-        new_tokens = sum(len(request.generated) for request in self.lineup.requests)
+        new_tokens = sum(len(request.generated) for request in requests)
         seconds = time.perf_counter() - self.began
-        decoded = sum(max(len(request.generated) - 1, 0) for request in self.lineup.requests)
+        decoded = sum(max(len(request.generated) - 1, 0) for request in requests)
         return RunReport(
-            sequences=len(self.lineup.requests),
+            sequences=len(requests),
             prompt_tokens=lengths,
             computed_tokens=engine.model_tokens - cache.lost_tokens - decoded,
             recomputed_tokens=cache.lost_tokens,
@@ -133,10 +142,10 @@ class Call:
             plan=self.plan,
         )
 
-    def _refuse_what_does_not_fit(self, strict: bool) -> None:
+    def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:
         problems = {}
-        for place, pages in self.lineup.too_long.items():
-            request = self.lineup.requests[place]
+        for place, pages in lineup.too_long.items():
+            request = lineup.requests[place]
             have = self.cache.num_pages
             problems[request.index] = (
                 f"needs {request.max_length:,} tokens of KV cache ({pages:,} pages) and there are {have:,} pages of "
@@ -146,7 +155,7 @@ class Call:
             raise PromptError({**self.work.problems, **problems})
         self.work.problems.update(problems)
         if problems:
-            self.lineup.requests = [r for r in self.lineup.requests if r.index not in problems]
+            lineup.requests = [request for request in lineup.requests if request.index not in problems]
 
 
 def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:

@@ -16,6 +16,7 @@ from .batch import AttentionBatch, Span
 from .kernels.attention_torch import apply_sinks, attend, attend_each, merge_part
 
 _PADDED = 0.6  # a row joins a batch of decode rows if it fills at least this share of it
+_GATHERED = 1 << 14  # most keys, about, that a batch of decode rows copies at once: K and V of all would fill memory
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class CascadePlan:
         if window not in self._parts:
             self._parts[window] = self._parts_for(window)
         rows_parts, chunk_parts, shared_parts = self._parts[window]
-        out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=torch.float32, device=q.device)
-        lse = torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=exact, device=q.device)
+        lse = torch.empty(*q.shape[:2], dtype=exact, device=q.device)
         # These two kinds cover every row exactly once, and a row always sees itself: from here on each LSE is finite.
         for rows in rows_parts:
             k, v = _gather(k_cache, rows.keys), _gather(v_cache, rows.keys)
@@ -201,7 +203,8 @@ class CascadePlan:
         parts, begin = [], 0
         while begin < len(order):
             longest = lengths[order[begin]]
-            end = begin + int(np.count_nonzero(lengths[order[begin:]] >= _PADDED * longest))
+            alike = int(np.count_nonzero(lengths[order[begin:]] >= _PADDED * longest))
+            end = begin + min(alike, max(1, _GATHERED // int(longest)))
             rows = order[begin:end]
             inside = np.arange(longest)[None] < lengths[rows][:, None]  # [rows, keys]
             padded = np.zeros(inside.shape, dtype=np.int64)

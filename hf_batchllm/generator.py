@@ -77,8 +77,7 @@ class BatchGenerator:
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
-        with self._busy():
-            call = Call(self.model, self.architecture, self.config, self._home)
+        with self._busy(), self._call() as call:
             work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
             call.begin(work, strict=on_error == "raise")
             done: dict[tuple[int, int], Generation] = {}
@@ -144,6 +143,9 @@ class BatchGenerator:
             yield
         finally:
             self._running = False
+
+    def _call(self) -> Call:
+        return Call(self.model, self.architecture, self.config, self._home)
 
     def _check(
         self,
@@ -224,8 +226,7 @@ class BatchGenerator:
     # -- results -----------------------------------------------------------------------------------------------
 
     def _results(self, work: Work, strict: bool) -> Iterator[Generation]:
-        with self._busy():
-            call = Call(self.model, self.architecture, self.config, self._home)
+        with self._busy(), self._call() as call:
             call.begin(work, strict)
             yield from self._failures(work)
             for request in call.run():

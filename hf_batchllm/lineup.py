@@ -25,14 +25,15 @@ class Lineup:
 
 
 def pages_at_once(prompts: Sequence[Prompt], plan: SharingPlan, max_new_tokens: Sequence[int], page_size: int) -> int:
-    """Pages that the whole list would take if all of it were in the cache at the same time, with some to spare."""
+    """Pages that the whole list takes when all of it is in the cache at the same time.
+
+    That is never less than any of its requests takes without its prefixes: fewer ends of pages are left empty then.
+    """
     ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
     own -= ends[plan.parents]
     shared = np.array([len(segment) for segment in plan.segments], dtype=np.int64)
-    # A request too large for its share of a deep tree is run apart from it: the largest must fit whole.
-    largest = int((own + ends[plan.parents]).max(initial=0))
-    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum()) + -(-largest // page_size)
+    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum())
 
 
 def line_up(
@@ -41,6 +42,7 @@ def line_up(
     max_new_tokens: Sequence[int],
     cache: PagedCache,
     samples: int = 1,
+    can_stop: bool = True,
 ) -> Lineup:
     """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers."""
     prefixes: list[Prefix] = []
@@ -49,8 +51,9 @@ def line_up(
         prompt = prompts[segment.prompt]
         below = prefixes[segment.parent] if segment.parent >= 0 else None
         prefix = Prefix(prompt.ids, segment.start, segment.end, key=prompt.key)
-        _attach(prefix, below, segment.end, cache, lineup)
+        lineup.cached_tokens += _attach(prefix, below, segment.end, cache)
         prefixes.append(prefix)
+    found: list[int] = []
     rank = np.empty(len(prompts), dtype=np.int64)
     rank[plan.order] = np.arange(len(prompts))
     for place, prompt in enumerate(prompts):
@@ -64,30 +67,38 @@ def line_up(
             rank=int(rank[place]),
             start=below.end if below is not None else 0,
             key=prompt.key,
+            can_stop=can_stop,
         )
-        _attach(request, below, len(prompt.ids) - 1, cache, lineup)
+        found.append(_attach(request, below, len(prompt.ids) - 1, cache))
         lineup.requests.append(request)
     # A prefix that only an empty one stood on (a kept prefix took its place) has lost its readers: it goes.
     for prefix in reversed(prefixes):
         if prefix.refs == 0:
             cache.retire(prefix, keep=False)
     for place, request in enumerate(lineup.requests):
-        if not cache.fits_alone(request):
+        if cache.fits_alone(request):
+            lineup.cached_tokens += found[place]
+        else:
             _set_apart(request, cache, lineup, place)
     return lineup
 
 
-def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache, lineup: Lineup) -> None:
-    """Put ``unit`` on the prefix below it in the plan, or on a kept one that reaches further into its tokens."""
+def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache) -> int:
+    """Put ``unit`` on the prefix below it in the plan, or on a kept one that reaches further into its tokens.
+
+    Returns how many of its tokens were found in the kept one.
+    """
+    found = 0
     inside = below is None or _is_cached(below)
     if cache.kept_prefixes and inside and limit > unit.start:
         ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids  # type: ignore[attr-defined]
         kept, reach = cache.match(ids, limit, unit.key)
         if kept is not None and reach > unit.start:
-            lineup.cached_tokens += reach - unit.start
+            found = reach - unit.start
             unit.start = unit.computed = reach
             below = kept
     cache.attach(unit, below)
+    return found
 
 
 def _is_cached(prefix: Prefix) -> bool:

@@ -46,6 +46,7 @@ class CacheHome:
             if pages > self.cache.num_pages:
                 self.cache.grow(pages)
                 self.storage.grow(pages)
+        self.cache.start_counting()
         return self.cache, self.storage
 
     def settle(self) -> None:

@@ -18,9 +18,9 @@ class Unit:
 
     __slots__ = ("base", "computed", "key", "pages", "start")
 
-    def __init__(self, start: int, base: Prefix | None, key: Hashable) -> None:
+    def __init__(self, start: int, key: Hashable) -> None:
         self.start = start
-        self.base = base  # set by the cache, which counts who stands on whom
+        self.base: Prefix | None = None  # set by the cache, which counts who stands on whom
         self.key = key
         self.computed = start  # set by the scheduler: K and V before this position are there, or in the step just made
         self.pages: list[int] = []  # set by the cache
@@ -44,9 +44,9 @@ class Prefix(Unit):
 
     __slots__ = ("end", "ids", "kept", "refs", "running", "wanted")
 
-    def __init__(self, ids: np.ndarray, start: int, end: int, base: Prefix | None = None, key: Hashable = None) -> None:
+    def __init__(self, ids: np.ndarray, start: int, end: int, key: Hashable = None) -> None:
         assert 0 <= start <= end <= len(ids)
-        super().__init__(start, base, key)
+        super().__init__(start, key)
         self.ids = ids  # the whole sequence from position 0; ids[start:end] is what this unit holds
         self.end = end
         self.refs = 0  # set by the cache: units that stand directly on this one
@@ -72,7 +72,7 @@ class FinishReason(StrEnum):
 class Request(Unit):
     """One sequence to generate: a prompt, what it has produced, and how long it may become."""
 
-    __slots__ = ("finish_reason", "generated", "index", "max_new_tokens", "prompt_ids", "rank", "sample")
+    __slots__ = ("can_stop", "finish_reason", "generated", "index", "max_new_tokens", "prompt_ids", "rank", "sample")
 
     def __init__(
         self,
@@ -84,15 +84,17 @@ class Request(Unit):
         rank: int = 0,
         start: int = 0,
         key: Hashable = None,
+        can_stop: bool = True,
     ) -> None:
         assert 0 <= start < len(prompt_ids), "a request owns at least its last prompt token"
         assert max_new_tokens > 0
-        super().__init__(start, None, key)
+        super().__init__(start, key)
         self.index = index  # the prompt's place in the list
         self.sample = sample  # which of its num_return_sequences
         self.rank = rank  # place in the order of the plan; the lowest unfinished rank is never preempted
         self.prompt_ids = prompt_ids
         self.max_new_tokens = max_new_tokens
+        self.can_stop = can_stop  # before it is as long as it may become
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
 
@@ -155,7 +157,7 @@ class Chunk:
 class Step:
     """What one run of the model works on: decode rows of a token each, then chunks of prompts.
 
-    Both are in the order of the plan, so that all rows below a prefix are neighbours.
+    Rows are in the order of the plan, so that all rows below a prefix are neighbours.
     """
 
     rows: list[Request] = field(default_factory=list)

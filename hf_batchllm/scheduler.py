@@ -58,6 +58,8 @@ class ExpectedLength:
 
     def of(self, request: Request) -> int:
         """New tokens to expect of a request that has not ended, those that it has already among them."""
+        if not request.can_stop:
+            return request.max_new_tokens
         if self.count < self._SURE:
             guess = request.max_new_tokens / 2  # nothing is known: neither all stop at once nor all run to the limit
         else:
@@ -105,6 +107,10 @@ class _Base:
                 prefix.running -= 1
         # A prefix kept from another call may hold more than is read of it: then everything goes, and comes back cut.
         return self.cache.evict_idle(self.cache.num_pages)
+
+    def _could_have(self, pages: int) -> bool:
+        """Whether so many pages may be had without taking any from the call's own requests."""
+        return pages <= self.cache.free_pages + self.cache.evictable_pages
 
     def _leave(self, request: Request) -> None:
         del self.running[request]
@@ -214,7 +220,7 @@ class GroupScheduler(_Base):
             # Alone it always fits (that was checked before the call began), whatever has to go for it.
             return self._make_room_alone(request, request.length)
         needed = self.cache.missing_with_ancestors(request, self._expected_length(request)) + promised
-        return needed <= self.cache.free_pages or self.cache.evict(needed)
+        return self._could_have(needed) and self.cache.evict(needed)
 
     def _expected_length(self, request: Request) -> int:
         expected = len(request.prompt_ids) + self.expected.of(request) - 1
@@ -245,11 +251,12 @@ class FifoScheduler(_Base):
             self.cache.reserve(request, request.max_length)
             budget -= self._fill(request, step, budget)
         if not step.tokens:
-            for request in list(self.running)[:budget]:
+            for request in sorted(list(self.running)[:budget], key=lambda request: request.rank):
                 self._row(request, step)
         return self._checked(step)
 
     def _fits(self, request: Request) -> bool:
         if not self.running:
             return self._make_room_alone(request, request.max_length)
-        return self.cache.evict(self.cache.missing_with_ancestors(request, request.max_length))
+        needed = self.cache.missing_with_ancestors(request, request.max_length)
+        return self._could_have(needed) and self.cache.evict(needed)

@@ -38,12 +38,11 @@ def attend(
 
     A row that sees no key gets output 0 and LSE -inf.
     """
-    if softcap is None and mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+    flash = _has_flash(q, v, softcap)
+    if flash and mask is None:
         return _attend_flash(q, k, v, scale, causal)
     rows, keys = q.shape[0], k.shape[0]
     block = max(1, _DENSE_SCORES // (q.shape[1] * keys))
-    if rows <= block and not causal:
-        return _attend_dense(q[None], k[None], v[None], scale, mask, softcap)
     outs, lses = [], []
     for begin in range(0, rows, block):
         end = min(begin + block, rows)
@@ -52,7 +51,10 @@ def attend(
         if causal:
             below = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).tril(begin)
             part = below if part is None else part & below
-        out, lse = _attend_dense(q[None, begin:end], k[None, :seen], v[None, :seen], scale, part, softcap)
+        if flash and part is not None:
+            out, lse = _attend_flash(q[begin:end], k[:seen], v[:seen], scale, False, part)
+        else:
+            out, lse = _attend_dense(q[None, begin:end], k[None, :seen], v[None, :seen], scale, part, softcap)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -68,6 +70,8 @@ def attend_each(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row against keys of its own."""
+    if _has_flash(q, v, softcap):
+        return _attend_each_flash(q, k, v, scale, mask)
     if mask is not None:
         mask = mask[:, None]  # [rows, 1 query, keys]
     return _attend_dense(q[:, None], k, v, scale, mask, softcap)
@@ -91,22 +95,61 @@ def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
     out.mul_(torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1).to(out.dtype))
 
 
+def _has_flash(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
+    """Whether torch's fused kernel does it: several times as fast as scores spelled out, and in bf16 more exact."""
+    return softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
 def _attend_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None = None,  # [rows, keys]; not with causal
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, rows, dim]
     k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [kv_heads, 1, keys, dim]
-    if causal:
+    if causal or mask is not None:
         k, v = k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1)
     else:
         # The heads that share K and V become rows of one product: K and V are read once for all of them.
         grouped = grouped.reshape(kv_heads, 1, group * rows, dim)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, k, v, 0.0, causal, scale=scale)
+    out, lse = _fused(grouped, k, v, scale, causal, mask)
     out = out.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
-    return out, lse.reshape(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
+    lse = lse.reshape(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
+    return out, lse if mask is None else lse.masked_fill_(~mask.any(-1, keepdim=True), float("-inf"))
+
+
+def _attend_each_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)  # the heads that share K and V are rows here too
+    part = mask[:, None, None] if mask is not None else None  # [rows, 1, 1, keys]
+    out, lse = _fused(grouped, k.transpose(1, 2), v.transpose(1, 2), scale, False, part)
+    out, lse = out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+    return out, lse if mask is None else lse.masked_fill_(~mask.any(-1, keepdim=True), float("-inf"))
+
+
+def _fused(
+    q: torch.Tensor,  # [batch, heads, rows, dim]
+    k: torch.Tensor,  # [batch, heads, keys, dim]
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE. A row that sees nothing gets output 0 and an LSE that means nothing."""
+    if mask is not None:
+        if mask.ndim == 2:
+            mask = mask[None, None]
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def _attend_dense(
@@ -122,7 +165,8 @@ def _attend_dense(
     kv_heads = k.shape[2]
     group = heads // kv_heads
     packed = q.reshape(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    scores = torch.matmul(packed, k.permute(0, 2, 3, 1)).float().mul_(scale)  # [batch, kv_heads, group * rows, keys]
+    # In float32 from the start: a score of 10 rounded to bf16 is off by up to 0.03, and so is the weight that it gives.
+    scores = torch.matmul(packed.float(), k.permute(0, 2, 3, 1).float()).mul_(scale)  # [batch, kv_heads, ..., keys]
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:

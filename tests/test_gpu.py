@@ -40,7 +40,7 @@ def test_preemption_and_processors_on_the_device(family: str, watched: list[Any]
     prompts = mixed_prompts(3)
     model = on_gpu(family)
     generator = BatchGenerator(model, page_size=8, kv_memory=pages_of_memory(model, 24, 8), min_shared_tokens=1)
-    result = generator.generate(prompts, max_new_tokens=40)
+    result = generator.generate(prompts, max_new_tokens=40, eos_token_id=1000)  # one that never comes
     assert result.report.preemptions > 0
     assert_parity(family, prompts, result, 40)
     options: dict[str, Any] = {"do_sample": True, "seed": 1, "max_new_tokens": 6, "eos_token_id": [3, 4, 5]}
@@ -50,8 +50,9 @@ def test_preemption_and_processors_on_the_device(family: str, watched: list[Any]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "mistral", "gemma2", "gpt_oss"]))
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "mistral", "gemma2", "granite_swa"]))
 def test_bfloat16_differs_only_where_two_logits_nearly_tie(family: str) -> None:
+    # No mixture of experts: there a near tie in a router sends a token elsewhere, and all of its logits jump.
     model, exact = on_gpu(family, torch.bfloat16), on_gpu(family)
     prompts = mixed_prompts()
     result = BatchGenerator(model).generate(prompts, max_new_tokens=NEW_TOKENS)

@@ -134,6 +134,8 @@ def test_a_stream_gives_what_generate_gives() -> None:
     assert sorted(streamed, key=lambda generation: generation.index) == list(
         generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
     )
+    recorded = list(generator.stream([[], [5, 6]], max_new_tokens=2, on_error="record"))
+    assert [generation.finish_reason for generation in recorded] == ["error", "length"]
     with pytest.raises(ValueError, match="max_new_tokens"):
         generator.stream(prompts(), max_new_tokens=0)  # at once, not when the first result is asked for
 
@@ -249,3 +251,41 @@ def test_prefixes_of_another_adapter_are_dropped() -> None:
     assert [cached(), cached()] == [0, 60]
     layer.disable_adapters = True
     assert [cached(), cached()] == [0, 60]
+
+
+def test_a_stream_abandoned_among_its_errors_gives_everything_back(watched: list[Any]) -> None:
+    model = FAMILIES[FAMILY]()
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+    stream = generator.stream([given[0], [], given[1]], max_new_tokens=2, on_error="record")
+    assert next(stream).finish_reason == "error"
+    del stream
+    watched[0].check_integrity(alive=[])
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60  # nothing ran, nothing is in doubt
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(0.5)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 0
+
+
+def test_a_refused_call_leaves_kept_prefixes_alone() -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2, kv_memory="4MiB")
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+    for refused in ({"max_new_token": 2}, {"max_new_tokens": 1 << 20}):
+        with pytest.raises(ValueError, match="max_new_token"):
+            generator.generate(given, **refused)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+
+
+def test_each_report_counts_its_own_call() -> None:
+    model = build(FAMILY)
+    page_bytes = BatchGenerator(model).architecture.kv_bytes_per_token * 4
+    generator = BatchGenerator(model, keep_prefixes=2, page_size=4, kv_memory=34 * page_bytes)
+    given = questions(document(1), 4)
+    first = generator.generate(given, max_new_tokens=40, eos_token_id=1000).report
+    second = generator.generate(given, max_new_tokens=2).report
+    assert first.preemptions > 0 < first.recomputed_tokens
+    assert (second.preemptions, second.recomputed_tokens) == (0, 0)
+    assert second.computed_tokens == sum(map(len, given)) - 4 * 60
+    assert 0 < second.peak_memory < first.peak_memory
