@@ -5,7 +5,7 @@
 #   make test          the linter and all tests
 #   make lint          the linter alone
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
-#   make clean         remove the environments and everything built or cached
+#   make clean         remove the environments, the unpacked model and everything built or cached
 #
 # PYTHON=python3.12 picks the interpreter, JOBS=0 turns parallel tests off, and
 # ARGS='tests/test_packaging.py -k wheel' goes to pytest.
@@ -45,9 +45,9 @@ $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "installing hf-batchllm and what it needs into $(@D) (a minute or more the first time)"
-	@$(@D)/bin/python -m pip install --quiet -e '.[test,demo]' -c $(filter constraints%,$^)
+	@PYTHONWARNINGS=ignore $(@D)/bin/python -m pip install --quiet -e '.[test,demo]' -c $(filter constraints%,$^)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) .models build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find hf_batchllm kernels patches tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,8 +45,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
+        hint = "; load it first, with AutoModelForCausalLM.from_pretrained" if isinstance(model, str) else ""
         raise UnsupportedModelError(
-            f"a transformers model with a language-model head is needed, not {type(model).__name__}"
+            f"BatchGenerator(model, tokenizer) takes a transformers model with a language-model head, "
+            f"not {type(model).__name__}{hint}"
         )
     return inner
 

@@ -124,10 +124,15 @@ class Call:
         new_tokens = sum(len(request.generated) for request in requests)
         seconds = time.perf_counter() - self.began
         decoded = sum(max(len(request.generated) - 1, 0) for request in requests)
+        computed = engine.model_tokens - cache.lost_tokens - decoded
+        # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
+        needed = max(computed, self.plan.computed_tokens - self.lineup.cached_tokens)
         return RunReport(
             sequences=len(requests),
+            finished=sum(request.done for request in requests),
             prompt_tokens=lengths,
-            computed_tokens=engine.model_tokens - cache.lost_tokens - decoded,
+            computed_tokens=computed,
+            saving=1 - needed / lengths if lengths else 0.0,
             recomputed_tokens=cache.lost_tokens,
             cached_tokens=self.lineup.cached_tokens,
             new_tokens=new_tokens,
@@ -146,10 +151,10 @@ class Call:
         problems = {}
         for place, pages in lineup.too_long.items():
             request = lineup.requests[place]
-            have = self.cache.num_pages
+            have, size = self.cache.num_pages * self.cache.page_size, pages * self.home.page_bytes
             problems[request.index] = (
-                f"needs {request.max_length:,} tokens of KV cache ({pages:,} pages) and there are {have:,} pages of "
-                f"{self.cache.page_size}: raise `kv_memory`, or lower `max_new_tokens`"
+                f"has {len(request.prompt_ids):,} tokens and may grow by {request.max_new_tokens:,}; the KV cache has "
+                f"room for {have:,}: raise `kv_memory` to {size:,} bytes at least, or lower `max_new_tokens`"
             )
         if problems and strict:
             raise PromptError({**self.work.problems, **problems})

@@ -61,7 +61,7 @@ class BatchGenerator:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: Any = None,
         generation_config: GenerationConfig | None = None,
         *,
         seed: int | None = None,
@@ -94,7 +94,7 @@ class BatchGenerator:
 
     def stream(
         self,
-        prompts: Any,
+        prompts: Any = None,
         generation_config: GenerationConfig | None = None,
         *,
         seed: int | None = None,
@@ -108,6 +108,7 @@ class BatchGenerator:
 
     def plan(self, prompts: Any) -> SharingPlan:
         """What sharing these prompts would save. Runs no model."""
+        self._refuse_if_closed()
         checked, problems = self._checked_prompts(prompts)
         if problems:
             raise PromptError(problems)
@@ -132,12 +133,17 @@ class BatchGenerator:
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def _refuse_if_closed(self) -> None:
         if self._closed:
             raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._refuse_if_closed()
         if self._running:
-            raise GeneratorBusyError("a call is running already: one at a time, a long list is the way to many prompts")
+            raise GeneratorBusyError(
+                "a call is running already, or a stream is still open (exhaust it, or call its close()): one at a time"
+            )
         self._running = True
         try:
             yield

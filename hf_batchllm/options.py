@@ -7,6 +7,7 @@ this module looks at the outcome and at nothing else.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import warnings
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from .architecture import base_model
+from .config import BatchConfig
 from .errors import UnsupportedOptionError
 
 HONOURED = frozenset(
@@ -150,6 +152,8 @@ def _refuse_fields(config: GenerationConfig) -> None:
 
 
 def _unknown(name: str, config: GenerationConfig) -> UnsupportedOptionError:
+    if name in (field.name for field in dataclasses.fields(BatchConfig)):
+        return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
     known = [field for field in vars(config) if not field.startswith("_")]
     known += ["seed", "on_error", "progress", *REFUSED_ARGUMENTS]
     near = difflib.get_close_matches(name, known, n=1)

@@ -19,7 +19,7 @@ import numpy as np
 from .errors import PromptError
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
-_PADDED_TENSOR = "a padded tensor goes in as input_ids, with its attention_mask: generate(input_ids=..., ...)"
+_PADDED_TENSOR = "padded tensors are not supported yet: pass a list with the token ids of each prompt, without padding"
 _ID_LIMIT = 2**31  # ids are kept as int32
 _TOKENIZER_BATCH = 1024  # a fast tokenizer holds ~100 bytes a token until its call returns: bound that
 
@@ -138,7 +138,9 @@ def _as_list(prompts: Any) -> Sequence[Any]:
         return [prompts]
     if isinstance(prompts, Mapping):
         if "input_ids" in prompts:
-            raise TypeError(f"prompts is a {_kind(prompts)}; pass what it holds by name: generate(**batch)")
+            raise TypeError(
+                f"prompts is a {_kind(prompts)}; pass the texts themselves, or a list of token ids for each prompt"
+            )
         hint = "; a chat is a list of such messages" if "role" in prompts else ""
         raise TypeError(f"prompts is a {_kind(prompts)}{hint}; {A_PROMPT_IS}")
     if isinstance(prompts, (Set, bytes, bytearray)) or not isinstance(prompts, Iterable):

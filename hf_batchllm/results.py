@@ -8,6 +8,8 @@ from typing import Any, overload
 
 from .sharing import SharingPlan
 
+_SHOWN = 3  # generations spelled out in a BatchResult's repr
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -38,9 +40,11 @@ class Generation:
 class RunReport:
     """How a call went.
 
+    sequences, finished: how many there were, and how many had ended (fewer only after an interrupt).
     prompt_tokens: tokens of all prompts (each counted once for every sample).
     computed_tokens: prompt tokens that the model ran over, what preemption made it run over again left out.
     recomputed_tokens: tokens run over again after a preemption.
+    saving: the share of the prompts' tokens that sharing spares, from 0 to 1.
     cached_tokens: prompt tokens found in prefixes kept from an earlier call.
     new_tokens: tokens generated.
     model_tokens: all tokens that went through the model.
@@ -49,8 +53,10 @@ class RunReport:
     """
 
     sequences: int
+    finished: int
     prompt_tokens: int
     computed_tokens: int
+    saving: float
     recomputed_tokens: int
     cached_tokens: int
     new_tokens: int
@@ -65,19 +71,16 @@ class RunReport:
     plan: SharingPlan = field(repr=False)
 
     @property
-    def saving(self) -> float:
-        """The share of the prompts' tokens that did not have to be computed."""
-        return 1.0 - self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-    @property
     def tokens_per_second(self) -> float:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
+        count = f"{self.sequences:,} sequences"
+        if self.finished < self.sequences:
+            count = f"interrupted: {self.finished:,} of {count}"
         lines = [
-            f"{self.sequences:,} sequences, {self.new_tokens:,} new tokens in {seconds}"
-            f" ({self.tokens_per_second:,.0f} tokens/s)",
+            f"{count}, {self.new_tokens:,} new tokens in {seconds} ({self.tokens_per_second:,.0f} new tokens/s)",
             f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
             f"KV cache   {_size(self.peak_memory)} used at most, of {_size(self.kv_memory)}",
@@ -120,7 +123,18 @@ class BatchResult(Sequence[Generation]):
         return [generation.token_ids for generation in self._generations]
 
     def __repr__(self) -> str:
-        return f"BatchResult({len(self)} generations)"
+        shown = [f"  [{place}] {_short(generation)}" for place, generation in enumerate(self._generations[:_SHOWN])]
+        hidden = len(self) - len(shown)
+        if hidden:
+            shown.append(f"  ... and {hidden:,} more")
+        return "\n".join([f"BatchResult of {len(self):,} generations", *shown])
+
+
+def _short(generation: Generation) -> str:
+    """One line for a terminal."""
+    what = generation.error or (repr(generation.text) if generation.text is not None else str(generation.token_ids))
+    line = f"{generation.finish_reason}: {what}"
+    return line if len(line) <= 70 else line[:67] + "..."
 
 
 def _size(count: int) -> str:

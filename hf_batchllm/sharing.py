@@ -19,6 +19,7 @@ from .errors import ConfigError
 from .prompts import Prompt, garbage_collection_paused, prepare_prompts
 from .radix import build_tree, nearest_kept, shared_lengths
 
+_LEVELS_SHOWN = 4  # in the summary's table; deeper ones are gathered in one
 MIN_SHARED_TOKENS: int = BatchConfig.min_shared_tokens
 
 
@@ -74,12 +75,17 @@ class SharingPlan:
         return self.saved_tokens / self.total_tokens if self.total_tokens else 0.0
 
     @cached_property
-    def depth(self) -> int:
-        """How many segments lie one below the other at most."""
+    def _levels(self) -> list[int]:
+        """Of each segment: 1 at the top, 2 below such a one, and so on."""
         levels: list[int] = []
         for segment in self.segments:
             levels.append(1 + (levels[segment.parent] if segment.parent >= 0 else 0))
-        return max(levels, default=0)
+        return levels
+
+    @cached_property
+    def depth(self) -> int:
+        """How many segments lie one below the other at most."""
+        return max(self._levels, default=0)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -108,23 +114,24 @@ class SharingPlan:
         ]
 
     def _histogram(self) -> list[tuple[str, str, str, str]]:
-        """Rows of (group size, groups, prompts, shared tokens of each group), gathered by powers of two."""
-        buckets: dict[int, list[Segment]] = {}
-        for segment in self._top_segments:
-            buckets.setdefault((segment.members - 1).bit_length(), []).append(segment)
+        """Rows of (group size, groups, prompts, tokens shared in each), by level and then by powers of two."""
+        buckets: dict[tuple[int, int], list[Segment]] = {}
+        for segment, level in zip(self.segments, self._levels, strict=True):
+            deep = level > _LEVELS_SHOWN
+            bucket = (_LEVELS_SHOWN + 1, 0) if deep else (level, (segment.members - 1).bit_length())
+            buckets.setdefault(bucket, []).append(segment)
         rows = []
         alone = len(self.order) - sum(segment.members for segment in self._top_segments)
         if alone:
             rows.append(("1 (alone)", f"{alone:,}", f"{alone:,}", "-"))
-        for _, alike in sorted(buckets.items()):
-            rows.append(
-                (
-                    _span(min(segment.members for segment in alike), max(segment.members for segment in alike)),
-                    f"{len(alike):,}",
-                    f"{sum(segment.members for segment in alike):,}",
-                    _span(min(segment.end for segment in alike), max(segment.end for segment in alike)),
-                )
-            )
+        for (level, _), alike in sorted(buckets.items()):
+            size = _span(min(segment.members for segment in alike), max(segment.members for segment in alike))
+            tokens = _span(min(map(len, alike)), max(map(len, alike)))
+            members = f"{sum(segment.members for segment in alike):,}"
+            if level > 1:  # below groups that stand in the table already
+                size, tokens = f"level {level}{'+' if level > _LEVELS_SHOWN else ''}: {size}", f"+ {tokens}"
+                members = members if level <= _LEVELS_SHOWN else ""  # of several levels: prompts would count twice
+            rows.append((size, f"{len(alike):,}", members, tokens))
         return rows
 
     def __repr__(self) -> str:

@@ -248,6 +248,8 @@ def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
     ("options", "kind", "says"),
     [
         ({"max_new_token": 5}, UnsupportedOptionError, "did you mean `max_new_tokens`"),
+        ({"kv_memory": "1GiB"}, UnsupportedOptionError, "field of BatchConfig"),
+        ({"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}, UnsupportedOptionError, "`input_ids`"),
         ({"temprature": 0.5}, UnsupportedOptionError, "did you mean `temperature`"),
         ({"num_beams": 4}, UnsupportedOptionError, "`num_beams`"),
         ({"no_repeat_ngram_size": 2}, UnsupportedOptionError, "`no_repeat_ngram_size`"),
@@ -323,6 +325,8 @@ def test_all_prompts_are_checked_before_any_work(generator: BatchGenerator) -> N
     assert recorded[5].token_ids == stock([8], max_new_tokens=3)
     assert [g.index for g in recorded] == list(range(6))
     assert len(generator.generate([], max_new_tokens=3)) == 0
+    with pytest.raises(TypeError, match="prompts is None; pass a list"):
+        generator.generate(max_new_tokens=3)
 
 
 def test_a_prompt_beyond_the_learned_positions_is_named() -> None:
@@ -349,6 +353,8 @@ def test_a_cache_too_small_for_a_prompt_names_it() -> None:
 def test_a_model_that_cannot_be_right_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Linear"):
         BatchGenerator(torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModelError, match="from_pretrained"):
+        BatchGenerator("some/model")  # type: ignore[arg-type]
     with torch.device("meta"):
         hollow = type(build(FAMILY))(build(FAMILY).config)
     with pytest.raises(UnsupportedModelError, match="not in memory"):
@@ -359,6 +365,14 @@ def test_a_model_that_cannot_be_right_is_refused() -> None:
 
 
 # -- reports ---------------------------------------------------------------------------------------------------
+
+
+def test_a_result_shows_itself(generator: BatchGenerator) -> None:
+    lines = repr(generator.generate([[5, 6], [], [7], [8], [9]], max_new_tokens=30, on_error="record")).splitlines()
+    assert lines[0] == "BatchResult of 5 generations"
+    assert "error: is empty" in lines[2]
+    assert lines[-1] == "  ... and 2 more"
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_report_says_how_it_went(generator: BatchGenerator) -> None:

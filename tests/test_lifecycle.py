@@ -111,6 +111,10 @@ def test_after_an_interrupt_what_had_finished_is_kept(
     for generation in caught.value.result:
         assert generation.prompt_token_ids == prompts()[generation.index]
         assert len(generation.token_ids) == NEW_TOKENS
+    report = caught.value.result.report
+    assert report.finished == len(caught.value.result) < report.sequences == len(prompts())
+    assert str(report).startswith(f"interrupted: {report.finished} of {report.sequences} sequences")
+    assert report.saving == pytest.approx(generator.plan(prompts()).saving)  # not of the part that was run
     if after > 14:
         assert 0 < len(caught.value.result) < len(prompts())
     assert_untouched(generator, before, watched)

@@ -384,7 +384,14 @@ def test_summary_figures():
         ["group", "size", "groups", "prompts", "shared", "tokens", "(each)"],
         ["1", "(alone)", "3", "3", "-"],
         ["78", "1", "78", "100"],
+        ["level", "2:", "2", "39", "78", "+", "50"],
     ]
+
+
+def test_summary_gathers_deep_levels():
+    text = str(plan_rows([[*range(60 * length)] for length in range(1, 40)]))
+    assert "level 5+: 2 - 35" in text
+    assert len(text.splitlines()) < 20 and max(map(len, text.splitlines())) <= 80
 
 
 def test_summary_of_huge_figures_fits_too():

@@ -1,0 +1,194 @@
+"""The tokens of a real language model, prompt by prompt, beside those of ``model.generate``.
+
+Gemma 3 270M with trained weights: real text through a vocabulary of 262,144, and a sliding window of 512 that some of
+the shared prefixes are longer than.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_batchllm import BatchGenerator
+
+NEW_TOKENS = 16
+WINDOW = 512
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def _examples_module(name):
+    # By its path: an installed package may be called `examples` too.
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+small_model = _examples_module("small_model")
+
+pytestmark = [
+    pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),
+    pytest.mark.xdist_group("real_model"),  # one worker: the model and the reference tokens are made once
+    pytest.mark.timeout(900),  # the first run unpacks the model, and the reference takes a minute on an idle core
+]
+
+INSTRUCTION = "Read the page, then answer the question in one sentence.\n\n"
+# What is asked about a page, and how the answer begins; a base model goes on from there.
+QUESTIONS = [
+    "What is this page about?\nThe page is about",
+    "When would you use this?\nYou would use this when you",
+    "What is the main point?\nThe main point is that",
+    "What is a mistake to avoid?\nA mistake to avoid is",
+]
+# Apache 2.0, because it is the same on every machine. Nowhere do the two best logits of a step come closer to each
+# other than 0.01, so that rounding, which differs between machines, decides no token.
+LICENSE = (ROOT / "LICENSE").read_text(encoding="utf-8")
+LONG = [LICENSE[250:3500], LICENSE[4700:7700]]  # 600 tokens and more
+SHORT = [LICENSE[3760:4650], LICENSE[8300:9250]]
+
+
+def _ask(page, question):
+    return f"{INSTRUCTION}{page}\n\nQuestion: {question}"
+
+
+ABOUT_LONG = [_ask(page, question) for page in LONG for question in QUESTIONS[:3]]
+ABOUT_SHORT = [_ask(page, question) for page in SHORT for question in QUESTIONS]
+ALONE = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "def fibonacci(n):\n    ",
+]
+SAME = ABOUT_SHORT[1]
+BEGINNING = ABOUT_SHORT[-1][: -len("\nA mistake to avoid is")]  # of another prompt
+PROMPTS = [ALONE[0], *ABOUT_LONG, ALONE[1], *ABOUT_SHORT, SAME, BEGINNING, ALONE[2]]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return small_model.load()
+
+
+@pytest.fixture(scope="module")
+def model(loaded):
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded):
+    return loaded[1]
+
+
+@pytest.fixture(scope="module")
+def reference(model, tokenizer):
+    """What ``model.generate`` makes of each prompt on its own: prompt -> new tokens."""
+    found = {}
+    for prompt in PROMPTS:
+        if prompt not in found:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            output = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+            found[prompt] = output[0, inputs.input_ids.shape[1] :].tolist()
+    return found
+
+
+def _assert_same(model, reference, prompts, result):
+    assert [generation.index for generation in result] == list(range(len(prompts)))
+    for prompt, generation in zip(prompts, result, strict=True):
+        if generation.token_ids != reference[prompt]:
+            pytest.fail(_first_difference(model, generation, reference[prompt]))
+
+
+def _first_difference(model, generation, expected):
+    """Where they part, and how sure the model was there: a gap over 1e-3 cannot be rounding."""
+    output = model.generate(
+        torch.tensor([generation.prompt_token_ids]),
+        max_new_tokens=NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    length = min(len(expected), len(generation.token_ids))
+    place = next((i for i in range(length) if generation.token_ids[i] != expected[i]), length)
+    best = output.logits[min(place, len(output.logits) - 1)][0].topk(2)
+    return (
+        f"prompt {generation.index} ({len(generation.prompt_token_ids)} tokens) differs from model.generate at new "
+        f"token {place}: {generation.token_ids} instead of {expected}; there the two best logits of model.generate, of "
+        f"{best.indices.tolist()}, are {(best.values[0] - best.values[1]).item():.2e} apart"
+    )
+
+
+def test_the_prompts_are_what_they_are_meant_to_be(model, tokenizer):
+    assert model.config.sliding_window == WINDOW
+    plan = BatchGenerator(model, tokenizer).plan(PROMPTS)
+    assert sum(segment.end > WINDOW + NEW_TOKENS for segment in plan.segments) >= len(LONG)
+    assert plan.depth >= 2  # the instruction, then the pages
+    assert PROMPTS.count(SAME) == 2
+    ids = [tokenizer(prompt).input_ids for prompt in (BEGINNING, ABOUT_SHORT[-1])]
+    assert ids[1][: len(ids[0])] == ids[0] and len(ids[1]) > len(ids[0])
+
+
+def test_the_tokenizer_survived_the_unpacking(tokenizer):
+    text = "The sky is blue.\n\n  Why?\tÜber 日本語 “so”  –  and   so on\n"
+    ids = tokenizer(text).input_ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[1:8] == [tokenizer.convert_tokens_to_ids(word) for word in "The ▁sky ▁is ▁blue . \n\n ▁▁".split(" ")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_everything_at_once(model, tokenizer, reference):
+    ids_seen = []
+    hook = model.model.embed_tokens.register_forward_hook(lambda module, args, output: ids_seen.append(args[0].numel()))
+    try:
+        with BatchGenerator(model, tokenizer) as gen:
+            result = gen.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
+            plan = gen.plan(PROMPTS)
+    finally:
+        hook.remove()
+    _assert_same(model, reference, PROMPTS, result)
+    for prompt, generation in zip(PROMPTS, result, strict=True):
+        assert generation.text == tokenizer.decode(reference[prompt], skip_special_tokens=True)
+        assert generation.prompt_token_ids == tokenizer(prompt).input_ids
+    # The last new token of a sequence is never run.
+    report = result.report
+    assert plan.saving > 0.5
+    assert report.computed_tokens == plan.computed_tokens and report.preemptions == 0
+    assert sum(ids_seen) == plan.computed_tokens + sum(len(tokens) - 1 for tokens in result.token_ids)
+    assert sum(ids_seen) == report.model_tokens
+
+
+def test_small_pages_and_small_steps(model, tokenizer, reference):
+    """Prefixes of many pages, computed in chunks while others decode; chunks end inside the window and beyond it."""
+    gen = BatchGenerator(model, tokenizer, page_size=8, max_batch_tokens=100)
+    result = gen.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
+    _assert_same(model, reference, PROMPTS, result)
+    assert result.report.steps > result.report.computed_tokens / 100
+
+
+def test_memory_so_small_that_sequences_wait_and_yield(model, tokenizer, reference):
+    config = model.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    prompts = [*ABOUT_LONG[:3], *ABOUT_SHORT, SAME, *ALONE]
+    longest = max(len(tokenizer(prompt).input_ids) for prompt in prompts)
+    gen = BatchGenerator(model, tokenizer, page_size=4, kv_memory=(longest + 40) * token_bytes)
+    result = gen.generate(prompts, max_new_tokens=NEW_TOKENS)
+    _assert_same(model, reference, prompts, result)
+    assert result.report.preemptions > 0
+    assert result.report.recomputed_tokens > 0
+    assert result.report.peak_memory <= result.report.kv_memory <= (longest + 40) * token_bytes
+
+
+def test_nothing_shared(model, tokenizer, reference):
+    prompts = [ABOUT_LONG[0], *ABOUT_SHORT[:2], SAME, ALONE[0]]
+    result = BatchGenerator(model, tokenizer, share_prefixes=False).generate(prompts, max_new_tokens=NEW_TOKENS)
+    _assert_same(model, reference, prompts, result)
+    assert result.report.computed_tokens == result.report.prompt_tokens
+
+
+def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, reference):
+    prompts = [ABOUT_SHORT[0], ABOUT_SHORT[1], ALONE[1]]
+    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    gen = BatchGenerator(model)  # the tokenizer is found beside the model
+    mixed = gen.generate([prompts[0], ids[1], torch.tensor(ids[2])], max_new_tokens=NEW_TOKENS)
+    _assert_same(model, reference, prompts, mixed)
+    assert mixed.texts == [tokenizer.decode(reference[prompt], skip_special_tokens=True) for prompt in prompts]
