@@ -8,7 +8,7 @@ refused by name before anything runs.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import ATTENTION_NAME, AttentionCall, attention_context
 from .errors import UnsupportedModelError
 from .mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
-from .patches.attention_swap import attention_configs, swapped_attention
+from .patches.attention_swap import AttentionSwap
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
@@ -34,7 +34,8 @@ class Architecture:
 
     name: str
     layers: int  # that attend
-    kv_bytes_per_token: int  # over all layers
+    kv_values_per_token: int  # over all layers
+    kv_bytes_per_token: int
     vocab_size: int
     max_positions: int | None  # beyond which the model has no positions at all
     rope_limit: int | None  # beyond which a length-dependent RoPE would change what is computed
@@ -46,6 +47,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         hint = "; load it first, with AutoModelForCausalLM.from_pretrained" if isinstance(model, str) else ""
+        if hasattr(model, "_orig_mod"):
+            hint = ": give it the model itself, not what torch.compile made of it"
         raise UnsupportedModelError(
             f"BatchGenerator(model, tokenizer) takes a transformers model with a language-model head, "
             f"not {type(model).__name__}{hint}"
@@ -67,17 +70,33 @@ def inspect_model(model: nn.Module) -> Architecture:
     calls = _attention_calls(inner, name)
     _refuse_by_calls(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
-    embeddings = inner.get_input_embeddings()
+    values = sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
     return Architecture(
         name=name,
         layers=len(calls),
-        kv_bytes_per_token=sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
-        * torch.empty(0, dtype=inner.dtype).element_size(),
-        vocab_size=getattr(embeddings, "num_embeddings", None) or config.vocab_size,
+        kv_values_per_token=values,
+        kv_bytes_per_token=values * inner.dtype.itemsize,
+        vocab_size=_vocab_size(inner),
         max_positions=_learned_positions(inner, config),
         rope_limit=_rope_limit(config),
         device=device,
     )
+
+
+def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
+    """What an owner may change between two calls: where the weights are, their type, the size of the vocabulary."""
+    inner = base_model(model)
+    return replace(
+        architecture,
+        kv_bytes_per_token=architecture.kv_values_per_token * inner.dtype.itemsize,
+        vocab_size=_vocab_size(inner),
+        device=_single_device(inner, architecture.name),
+    )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return rows or model.config.get_text_config(decoder=True).vocab_size
 
 
 def _single_device(model: PreTrainedModel, name: str) -> torch.device:
@@ -130,10 +149,14 @@ class _NoteTaker:
 
     def __init__(self, takes_masks: bool) -> None:
         self.takes_masks = takes_masks
-        self.calls: list[AttentionCall] = []
+        self.noted: list[AttentionCall] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self.noted)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.calls.append(call)
+        self.noted.append(call)
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
 
@@ -173,11 +196,11 @@ def _noted_pass(model: PreTrainedModel, device: torch.device, attention: str) ->
     notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
-    with swapped_attention(attention_configs(model), attention), attention_context(notes):
+    with AttentionSwap(model).applied(attention), attention_context(notes):
         # Without a cache transformers looks into the positions for packed sequences before it describes a mask;
         # where there is no data, there is nothing to look at.
         model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
-    return notes.calls
+    return notes.noted
 
 
 def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> None:

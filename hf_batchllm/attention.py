@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from .batch import AttentionBatch
 from .cascade import CascadePlan
 from .errors import UnsupportedModelError
 from .kernels.attention_torch import write_kv
@@ -44,10 +45,29 @@ class AttentionCall:
 
 
 class AttentionContext(Protocol):
+    """What a pass through the model is about, for all of its layers."""
+
     takes_masks: bool
+    calls: int  # of layers, so far
 
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
         """Write the call's K and V, and attend."""
+
+
+class AttentionBackend(Protocol):
+    """How attention is computed: plain torch on whatever device, or kernels."""
+
+    def prepare(self, batch: AttentionBatch) -> AttentionContext:
+        """Whatever can be worked out for a step once, before its layers run."""
+
+
+class TorchBackend:
+    def __init__(self, storage: KVStorage, device: torch.device) -> None:
+        self.storage = storage
+        self.device = device
+
+    def prepare(self, batch: AttentionBatch) -> CascadeAttention:
+        return CascadeAttention(CascadePlan(batch, self.device), self.storage)
 
 
 class CascadeAttention:
@@ -58,8 +78,10 @@ class CascadeAttention:
     def __init__(self, plan: CascadePlan, storage: KVStorage) -> None:
         self.plan = plan
         self.storage = storage
+        self.calls = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls += 1
         k_cache, v_cache = self.storage.of(call.layer, call.k, call.v)
         # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
         write_kv(call.k, call.v, k_cache, v_cache, self.plan.batch.slots)
@@ -104,8 +126,8 @@ def attention_forward(
     context = _context.get(None)
     if context is None:
         raise RuntimeError(
-            f'attention "{ATTENTION_NAME}" only runs inside BatchGenerator.generate; '
-            "call the model with one of transformers' own implementations"
+            f'attention "{ATTENTION_NAME}" only runs inside BatchGenerator.generate: was the model called from another '
+            "thread (or from a hook) meanwhile? A model serves one call at a time"
         )
     name = type(module).__name__
     if attention_mask is not None and not context.takes_masks:

@@ -71,6 +71,17 @@ class PagedCache:
             heapq.heappush(self._free, page)
         self.num_pages = num_pages
 
+    def compact(self) -> list[int]:
+        """Shrink to the pages that are held. Returns the page that each of those left was before."""
+        before = [page for unit in self._holders for page in unit.pages]
+        after = 0
+        for unit in self._holders:
+            unit.pages[:] = range(after, after + len(unit.pages))
+            after += len(unit.pages)
+        self._free = []
+        self.num_pages = after
+        return before
+
     # -- pages -------------------------------------------------------------------------------------------------
 
     def reserve(self, unit: Unit, upto: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .architecture import Architecture
+from .attention import TorchBackend
 from .batch import BatchBuilder
 from .config import BatchConfig
 from .engine import Engine
@@ -53,8 +54,8 @@ class Call:
         self.config = config
         self.home = home
         self.began = time.perf_counter()
-        self.lineup: Lineup | None = None
-        self._started = self._complete = False
+        self._opened = self._lined_up = self._started = self._complete = False
+        self._runner: ModelRunner | None = None
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -66,18 +67,21 @@ class Call:
         self.plan = make_plan(self.prompts, self.config, limits)
         self.planning_seconds = time.perf_counter() - self.began
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
+        self._opened = True
         self.cache, self.storage = self.home.open(max(wanted, 1))
         stop_tokens = work.options.eos_token_ids
         self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=bool(stop_tokens))
         for request in self.lineup.requests:
             request.index = work.places[request.index]
+        self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
         self.scheduler: Scheduler = make_scheduler(self.config.scheduler)
         device = self.architecture.device
+        self._runner = ModelRunner(self.model, self.architecture, TorchBackend(self.storage, device))
         self.engine = Engine(
             self.scheduler,
             BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda"),
-            ModelRunner(self.model, self.storage, device),
+            self._runner,
             Sampler(self.model, work.options, work.seed),
             stop_tokens,
         )
@@ -87,7 +91,6 @@ class Call:
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
-        assert self.lineup is not None, "begin() comes first"
         self._started = True
         self.scheduler.start(self.lineup.requests, self.cache, budget)
         yield from self.engine.run()
@@ -98,27 +101,37 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._complete:
             self.home.settle()
-        elif self.lineup is not None:
-            self._abandon(self.lineup)
+        elif self._opened:
+            # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
+            refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
+            self._abandon(refused)
 
-    def _abandon(self, lineup: Lineup) -> None:
+    def _abandon(self, refused: bool) -> None:
+        if self._runner is not None:
+            self._runner.restore()
         try:
-            for request in lineup.requests:
-                if request.base is not None or request.pages:
-                    self.cache.retire(request, keep=False)
-            if self._started:
-                self.cache.forget_kept()  # a step may have been left half done: nothing there can be relied upon
+            if self._lined_up:
+                for request in self.lineup.requests:
+                    if request.base is not None or request.pages:
+                        self.cache.retire(request, keep=False)
+                if not refused:
+                    self.cache.forget_kept()
+        except BaseException:
+            refused = False
+            raise
         finally:
-            if self._started:
-                self.home.clear()
-            else:
+            if refused:
                 self.home.settle()
+            else:
+                self.home.clear()
 
-    def report(self) -> RunReport:
-        assert self.lineup is not None, "begin() comes first"
+    def report(self) -> RunReport | None:
+        """None if the call broke off before there was anything to report."""
+        if not self._started:
+            return None
         engine, cache, requests = self.engine, self.cache, self.lineup.requests
         lengths = sum(len(prompt.ids) for prompt in self.prompts)
         new_tokens = sum(len(request.generated) for request in requests)

@@ -76,7 +76,7 @@ class CascadePlan:
         for rows in rows_parts:
             k, v = _gather(k_cache, rows.keys), _gather(v_cache, rows.keys)
             part, part_lse = attend_each(q[rows.rows], k, v, scale, mask=rows.mask, softcap=softcap)
-            out[rows.rows], lse[rows.rows] = part.float(), part_lse.float()
+            out[rows.rows], lse[rows.rows] = part.to(exact), part_lse.to(exact)
         for chunk in chunk_parts:
             k, v = _gather(k_cache, chunk.keys), _gather(v_cache, chunk.keys)
             own = slice(chunk.begin, chunk.end)

@@ -54,7 +54,7 @@ class GeneratorBusyError(BatchLLMError, RuntimeError):
 
 
 class CacheMemoryError(BatchLLMError, MemoryError):
-    """The memory for the KV cache is too small for a single prompt of the list."""
+    """The memory for the KV cache does not hold a single page."""
 
 
 class GenerationInterrupted(KeyboardInterrupt):

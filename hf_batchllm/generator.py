@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from .architecture import base_model, inspect_model
+from .architecture import base_model, inspect_model, look_again
 from .call import Call, Work, make_plan
 from .config import BatchConfig
 from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError, UnsupportedOptionError
@@ -54,7 +56,7 @@ class BatchGenerator:
             )
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._home = CacheHome(model, self.architecture, self.config)
-        self._running = False
+        self._running = threading.Lock()
         self._closed = False
 
     # -- the public calls --------------------------------------------------------------------------------------
@@ -77,20 +79,25 @@ class BatchGenerator:
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
-        with self._busy(), self._call() as call:
-            work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
-            call.begin(work, strict=on_error == "raise")
-            done: dict[tuple[int, int], Generation] = {}
-            try:
-                with progress_bar(work.sequences, progress) as advance:
-                    for request in call.run():
-                        done[request.index, request.sample] = self._generation(request)
-                        advance(len(request.generated))
-            except KeyboardInterrupt:
-                finished = BatchResult([done[key] for key in sorted(done)], call.report())
-                raise GenerationInterrupted(finished, len(done), work.sequences) from None
-            done |= {(failure.index, failure.sample): failure for failure in self._failures(work)}
-            return BatchResult([done[key] for key in sorted(done)], call.report())
+        done: dict[tuple[int, int], Generation] = {}
+        sequences, report = 0, None
+        try:
+            with self._busy(), self._call() as call:
+                work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+                sequences = work.sequences
+                call.begin(work, strict=on_error == "raise")
+                try:
+                    with progress_bar(sequences, progress) as advance:
+                        for request in call.run():
+                            done[request.index, request.sample] = self._generation(request)
+                            advance(len(request.generated))
+                finally:
+                    report = call.report()
+        except KeyboardInterrupt:
+            finished = BatchResult([done[key] for key in sorted(done)], report)
+            raise GenerationInterrupted(finished, len(done), sequences) from None
+        done |= {(failure.index, failure.sample): failure for failure in self._failures(work)}
+        return BatchResult([done[key] for key in sorted(done)], report)
 
     def stream(
         self,
@@ -101,7 +108,11 @@ class BatchGenerator:
         on_error: str = "raise",
         **generate_kwargs: Any,
     ) -> Iterator[Generation]:
-        """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once."""
+        """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
+
+        Whether each prompt fits into the KV cache is known when the first result is asked for. An interrupt comes out
+        as a plain KeyboardInterrupt: what had finished has been handed out already.
+        """
         with self._busy():
             work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
         return self._results(work, strict=on_error == "raise")
@@ -116,10 +127,16 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._running:
+        if self._running.locked():
             raise GeneratorBusyError("a call is running: close() has to wait until it has ended")
         self._home.clear()
         self._closed = True
+
+    def forget_prefixes(self) -> None:
+        """Drop the prefixes kept from earlier calls, after a change that is not to be seen: a hook that steers, say."""
+        if self._running.locked():
+            raise GeneratorBusyError("a call is running: forget_prefixes() has to wait until it has ended")
+        self._home.clear()
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -140,15 +157,15 @@ class BatchGenerator:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         self._refuse_if_closed()
-        if self._running:
+        if not self._running.acquire(blocking=False):
             raise GeneratorBusyError(
                 "a call is running already, or a stream is still open (exhaust it, or call its close()): one at a time"
             )
-        self._running = True
         try:
+            self.architecture = self._home.architecture = look_again(self.architecture, self.model)
             yield
         finally:
-            self._running = False
+            self._running.release()
 
     def _call(self) -> Call:
         return Call(self.model, self.architecture, self.config, self._home)
@@ -164,8 +181,8 @@ class BatchGenerator:
         """Everything that can be said before any work."""
         if on_error not in ("raise", "record"):
             raise ValueError(f'`on_error` must be "raise" or "record", not {on_error!r}')
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ValueError(f"`seed` must be a whole number of at least 0, not {seed!r}")
+        if seed is not None:
+            seed = _checked_seed(seed)
         options = resolve_options(self.model, generation_config, generate_kwargs)
         self._warn_of_dropout()
         checked, problems = self._checked_prompts(prompts)
@@ -209,6 +226,8 @@ class BatchGenerator:
         return getattr(base_model(self.model).config, "max_position_embeddings", None)
 
     def _length_problem(self, tokens: int, new_tokens: int, options: Options) -> str | None:
+        if new_tokens <= 0 and options.has_default_length:
+            return f"has {tokens:,} tokens, and {self.architecture.name} has {self._default_limit():,} positions"
         if new_tokens <= 0:
             return (
                 f"has {tokens:,} tokens already and `max_length` is {options.config.max_length:,}: "
@@ -253,6 +272,16 @@ class BatchGenerator:
         for index, why in sorted(work.problems.items()):
             for sample in range(work.options.num_return_sequences):
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+
+
+def _checked_seed(seed: Any) -> int:
+    try:
+        number = operator.index(seed)  # NumPy's integers, too
+    except TypeError:
+        number = -1
+    if isinstance(seed, bool) or not 0 <= number < 2**64:
+        raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, not {seed!r}")
+    return number
 
 
 def accelerated(model: nn.Module) -> AbstractContextManager[nn.Module]:

@@ -21,7 +21,7 @@ class CacheHome:
 
     def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig) -> None:
         self._model = model
-        self._architecture = architecture
+        self.architecture = architecture  # set anew by the generator before each call
         self._config = config
         self._fingerprint: object = None
         self.cache: PagedCache | None = None
@@ -29,7 +29,7 @@ class CacheHome:
 
     @property
     def page_bytes(self) -> int:
-        return self._architecture.kv_bytes_per_token * self._config.page_size
+        return self.architecture.kv_bytes_per_token * self._config.page_size
 
     def open(self, pages_wanted: int) -> tuple[PagedCache, KVStorage]:
         """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes."""
@@ -38,30 +38,35 @@ class CacheHome:
             self.clear()
         if self.cache is None or self.storage is None:
             pages = min(pages_wanted, self._affordable())
-            self.cache = PagedCache(pages, self._config.page_size, self._config.keep_prefixes)
             self.storage = KVStorage(pages, self._config.page_size)
+            self.cache = PagedCache(pages, self._config.page_size, self._config.keep_prefixes)
         else:
             kept = self.cache.num_pages - self.cache.free_pages
             pages = min(pages_wanted + kept, self._affordable(self.storage.bytes))
             if pages > self.cache.num_pages:
+                self.storage.grow(pages)  # first, as it may fail for want of memory
                 self.cache.grow(pages)
-                self.storage.grow(pages)
         self.cache.start_counting()
         return self.cache, self.storage
 
     def settle(self) -> None:
         """A call has ended well: whatever holds no kept prefix goes."""
-        if self.cache is not None and self.cache.kept_prefixes:
-            self._fingerprint = weights_fingerprint(self._model)
-        else:
+        if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
+            return
+        try:
+            self.storage.keep_only(self.cache.compact())
+            self._fingerprint = weights_fingerprint(self._model)
+        except BaseException:
+            self.clear()
+            raise
 
     def clear(self) -> None:
         self.cache = self.storage = None
 
     def _affordable(self, held: int = 0) -> int:
         """Pages that the memory allows, ``held`` bytes being ours already."""
-        device = self._architecture.device
+        device = self.architecture.device
         free = held + free_memory(device)
         size = self._config.kv_bytes(free)
         if size is None:
@@ -69,8 +74,8 @@ class CacheHome:
         pages = size // self.page_bytes
         if pages == 0:
             raise CacheMemoryError(
-                f"`kv_memory` of {size:,} bytes does not hold a single page of {self._config.page_size} tokens "
-                f"({self.page_bytes:,} bytes): give it more, or set a smaller `page_size`"
+                f"a single page of {self._config.page_size:,} tokens takes {self.page_bytes:,} bytes, and the KV cache "
+                f"may have {size:,}: set a smaller `page_size`, or a larger `kv_memory`"
             )
         return pages
 
@@ -81,15 +86,19 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
+@torch.no_grad()
 def weights_fingerprint(model: nn.Module) -> object:
-    """Changes when a weight is replaced, moved or written to, or when adapters are switched, scaled or merged."""
+    """Changes when weights do (in place and behind PyTorch's back, too), and when adapters are switched or scaled.
+
+    Hooks are left out: most only watch, and what one does cannot be seen.
+    """
     tensors = [*model.parameters(), *model.buffers()]
-    adapters = [
-        [
-            str(getattr(module, name, None))
-            for name in ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-        ]
-        for module in model.modules()
-        if hasattr(module, "disable_adapters")  # PEFT's layers; merging writes to weights behind PyTorch's back
-    ]
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors], adapters
+    # Writing through .data moves no version counter: what the weights add up to shows it.
+    sums = [tensor.sum(dtype=torch.float64) for tensor in tensors]
+    identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
+    adapters = []
+    for module in model.modules():
+        if hasattr(module, "disable_adapters"):  # PEFT's layers
+            fields = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+            adapters.append([str(getattr(module, name, None)) for name in fields])
+    return identity, torch.stack(sums).tolist(), adapters

@@ -11,10 +11,11 @@ import dataclasses
 import difflib
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
 from .config import BatchConfig
@@ -49,6 +50,7 @@ REFUSED_ARGUMENTS = {
     "streamer": "is not supported yet",
     "negative_prompt_ids": "is not supported (classifier-free guidance)",
     "negative_prompt_attention_mask": "is not supported (classifier-free guidance)",
+    "trust_remote_code": "has no meaning here: no code is loaded",
     "custom_generate": "is not supported: it would replace what this library does",
     "synced_gpus": "is not supported: the model must be on a single device",
     "tokenizer": "goes into BatchGenerator(model, tokenizer=...)",
@@ -104,6 +106,12 @@ def resolve_options(model: nn.Module, generation_config: GenerationConfig | None
             "Greedy methods without beam search do not support `num_return_sequences` different than 1 "
             f"(got {config.num_return_sequences}): set `do_sample=True`"
         )
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"`{name}` must be a whole number, not {value!r}")
+    if config.num_return_sequences is not None and config.num_return_sequences < 1:
+        raise ValueError(f"`num_return_sequences` must be at least 1, but is {config.num_return_sequences}")
     if config.max_new_tokens is not None and config.max_new_tokens <= 0:
         raise ValueError(f"`max_new_tokens` must be greater than 0, but is {config.max_new_tokens}")
     if has_default_length and config.max_new_tokens is None:
@@ -115,12 +123,27 @@ def resolve_options(model: nn.Module, generation_config: GenerationConfig | None
         )
     inner._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=inner.device)
     eos = config._eos_token_tensor
-    return Options(
+    options = Options(
         config=config,
         eos_token_ids=frozenset(() if eos is None else eos.tolist()),
         do_sample=bool(config.do_sample),
         num_return_sequences=config.num_return_sequences or 1,
         has_default_length=has_default_length,
+    )
+    # Processors check their own values (a temperature of 0, say) when they are made: now rather than after a prefill.
+    make_processors(inner, options, 1, 1)
+    return options
+
+
+def make_processors(
+    model: PreTrainedModel, options: Options, prompt_tokens: int, max_new_tokens: int
+) -> LogitsProcessorList:
+    """transformers' own, in its order, for prompts of one length."""
+    return model._get_logits_processor(
+        generation_config=config_for_prompt(options, prompt_tokens, max_new_tokens),
+        input_ids_seq_length=prompt_tokens,
+        device=model.device,
+        model_kwargs={},
     )
 
 
@@ -141,11 +164,15 @@ def _refuse_arguments(kwargs: dict[str, Any], model: nn.Module) -> None:
 
 def _refuse_fields(config: GenerationConfig) -> None:
     neutral = config._get_default_generation_params()
-    for name, value in vars(config).items():
+    # Names that transformers does not know either are a checkpoint's own notes; ``generate`` carries them along, too.
+    for name in vars(GenerationConfig()):
+        value = getattr(config, name, None)
         if name.startswith("_") or name in HONOURED or name in WITHOUT_EFFECT:
             continue
         if value is None or value is False or (name in neutral and value == neutral[name]):
             continue
+        if (isinstance(value, list | tuple | dict) and not value) or (name == "penalty_alpha" and value == 0):
+            continue  # nothing is asked for
         if name == "guidance_scale" and value == 1:
             continue
         raise UnsupportedOptionError(name, f"{_REASONS.get(name, 'is not supported yet')} (it is set to {value!r})")

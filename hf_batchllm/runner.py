@@ -7,31 +7,30 @@ import inspect
 import torch
 from torch import nn
 
-from .attention import ATTENTION_NAME, CascadeAttention, attention_context
+from .architecture import Architecture, base_model
+from .attention import ATTENTION_NAME, AttentionBackend, attention_context
 from .batch import ModelBatch
-from .cascade import CascadePlan
-from .patches.attention_swap import attention_configs, swapped_attention
-from .storage import KVStorage
+from .errors import UnsupportedModelError
+from .patches.attention_swap import AttentionSwap
 
 
 class ModelRunner:
-    def __init__(self, model: nn.Module, storage: KVStorage, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, architecture: Architecture, backend: AttentionBackend) -> None:
         self.model = model
-        self.storage = storage
-        self.device = device
-        self._configs = attention_configs(model)
-        forward = getattr(model, "get_base_model", lambda: model)().forward
-        self._selects_rows = "logits_to_keep" in inspect.signature(forward).parameters
+        self.architecture = architecture
+        self.backend = backend
+        self._swap = AttentionSwap(model)
+        self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
     @torch.no_grad()
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary] float32
         """Run the step's tokens; the logits of those rows that are sampled."""
-        batch = batch.to(self.device)
+        batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         keep = {"logits_to_keep": tokens.logits_rows} if self._selects_rows else {}
-        plan = CascadePlan(batch.attention, self.device)
+        context = self.backend.prepare(batch.attention)
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
-        with swapped_attention(self._configs, ATTENTION_NAME), attention_context(CascadeAttention(plan, self.storage)):
+        with self._swap.applied(ATTENTION_NAME), attention_context(context):
             output = self.model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
@@ -39,7 +38,17 @@ class ModelRunner:
                 return_dict=True,
                 **keep,
             )
+        if context.calls != self.architecture.layers:
+            raise UnsupportedModelError(
+                f"{self.architecture.name} has {self.architecture.layers} attention layers, of which {context.calls} "
+                "were run by the attention that was put under them: has a module of it been replaced by one with an "
+                "attention of its own? That is not supported"
+            )
         logits = output.logits[0]
         if not self._selects_rows:
             logits = logits[tokens.logits_rows]
         return logits.float()
+
+    def restore(self) -> None:
+        """Once more, should an interrupt have come while a step put the model back."""
+        self._swap.restore()

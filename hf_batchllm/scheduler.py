@@ -22,6 +22,7 @@ class Scheduler(Protocol):
 
     After ``next()`` the engine runs the step as it stands: every chunk in it counts as computed from then on, and the
     pages for it are reserved. A unit may be run beside the prefix that it stands on if that comes before it.
+    ``preemptions`` may count how often a request gave its pages back, for the report.
     """
 
     preemptions: int

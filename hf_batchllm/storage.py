@@ -35,6 +35,15 @@ class KVStorage:
             self._layers[layer] = (bigger[0], bigger[1])
         self.num_pages = num_pages
 
+    def keep_only(self, pages: list[int]) -> None:
+        """Let all other pages go; these come first, in this order."""
+        for layer, pair in self._layers.items():
+            k, v = (
+                tensor.view(self.num_pages, self.page_size, *tensor.shape[1:])[pages].flatten(0, 1) for tensor in pair
+            )
+            self._layers[layer] = (k, v)
+        self.num_pages = len(pages)
+
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)

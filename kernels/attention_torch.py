@@ -166,7 +166,8 @@ def _attend_dense(
     group = heads // kv_heads
     packed = q.reshape(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
     # In float32 from the start: a score of 10 rounded to bf16 is off by up to 0.03, and so is the weight that it gives.
-    scores = torch.matmul(packed.float(), k.permute(0, 2, 3, 1).float()).mul_(scale)  # [batch, kv_heads, ..., keys]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(packed.to(exact), k.permute(0, 2, 3, 1).to(exact)).mul_(scale)  # [batch, kv_heads, ..., keys]
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -11,6 +14,41 @@ from transformers import PreTrainedConfig
 # Where transformers keeps the name; the public property would also walk (and set) sub-configs on its own.
 _FIELD = "_attn_implementation_internal"
 _ABSENT = object()
+# By the id of a model's first config: whoever swaps, in whatever thread, waits for who has swapped before.
+_locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class AttentionSwap:
+    """The swap for one model. ``restore`` may be called again and again: an interrupt may come in the midst of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._configs = attention_configs(model)
+        self._lock = _locks.setdefault(id(self._configs[0]), threading.RLock())
+        self._before: list[Any] | None = None
+
+    @contextmanager
+    def applied(self, name: str) -> Iterator[None]:
+        """While the block runs, the model uses the attention registered as ``name``; then what it used before."""
+        self._lock.acquire()
+        self._before = [config.__dict__.get(_FIELD, _ABSENT) for config in self._configs]
+        try:
+            for config in self._configs:
+                config.__dict__[_FIELD] = name
+            yield
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """What was there before, if it is not there yet."""
+        if self._before is None:
+            return
+        for config, value in zip(self._configs, self._before, strict=True):
+            if value is _ABSENT:
+                config.__dict__.pop(_FIELD, None)
+            else:
+                config.__dict__[_FIELD] = value
+        self._before = None
+        self._lock.release()
 
 
 def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
@@ -18,6 +56,7 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
     found: dict[int, PreTrainedConfig] = {}
     owners = (getattr(module, "config", None) for module in model.modules())
     waiting = [config for config in owners if isinstance(config, PreTrainedConfig)]
+    waiting.reverse()  # taken from the end: the model's own comes first
     while waiting:
         config = waiting.pop()
         if id(config) not in found:
@@ -25,19 +64,3 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
             below = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
             waiting.extend(sub for sub in below if isinstance(sub, PreTrainedConfig))
     return list(found.values())
-
-
-@contextmanager
-def swapped_attention(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
-    """While the block runs, layers with these configs use the attention registered as ``name``; then what they used."""
-    before = [config.__dict__.get(_FIELD, _ABSENT) for config in configs]
-    try:
-        for config in configs:
-            config.__dict__[_FIELD] = name
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            if value is _ABSENT:
-                config.__dict__.pop(_FIELD, None)
-            else:
-                config.__dict__[_FIELD] = value

@@ -269,7 +269,13 @@ def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"max_length": 3}, PromptError, "`max_length`"),
         ({"generation_config": {"max_new_tokens": 3}}, UnsupportedOptionError, "GenerationConfig"),
+        ({"max_new_tokens": 4.5}, ValueError, "`max_new_tokens` must be a whole number"),
+        ({"do_sample": True, "temperature": 0.0}, ValueError, "temperature"),
+        ({"do_sample": True, "top_k": -1}, ValueError, "top_k"),
+        ({"do_sample": True, "min_p": 2.0}, ValueError, "min_p"),
+        ({"repetition_penalty": -1.0}, ValueError, "penalty"),
         ({"seed": -1}, ValueError, "`seed`"),
+        ({"seed": 2**64}, ValueError, "`seed`"),
         ({"on_error": "ignore"}, ValueError, "`on_error`"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -362,6 +368,16 @@ def test_a_model_that_cannot_be_right_is_refused() -> None:
     headless: Any = build(FAMILY).model
     with pytest.raises(UnsupportedModelError, match="language-model head"):
         BatchGenerator(headless)
+
+
+def test_notes_in_a_generation_config_and_empty_lists_ask_for_nothing(generator: BatchGenerator) -> None:
+    config = GenerationConfig(max_new_tokens=3, suppress_tokens=[], chat_format="own", user_token_id=7)
+    assert generator.generate([[5, 6]], config)[0].token_ids == stock([5, 6], max_new_tokens=3)
+
+
+def test_logits_that_are_not_numbers_are_not_drawn_from() -> None:
+    with pytest.raises(RuntimeError, match="not numbers"):
+        sampling._draw(torch.full((2, 5), float("nan")), torch.tensor([0.5, 0.5], dtype=torch.float64))
 
 
 # -- reports ---------------------------------------------------------------------------------------------------

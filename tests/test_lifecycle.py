@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from harness import assert_parity, counted_tokens
 from harness import watched as watched  # a fixture
 from torch import nn
 
-from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError
+from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
+from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.runner import ModelRunner
+from hf_batchllm.storage import KVStorage
 
 FAMILY = "gemma2"  # windows, caps, two kinds of layers
 NEW_TOKENS = 8
@@ -179,9 +182,14 @@ def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any])
         assert sizes[0] == own  # the first step holds all prompts, and no token of the document
         assert result.report.cached_tokens == shared
         assert result.report.computed_tokens == own
-    held = watched[0].num_pages - watched[0].free_pages
-    assert held == -(-60 // page_size)
-    generator.close()
+    # Between calls there is memory for the kept prefix and for nothing else.
+    home = generator._home
+    assert home.cache is not None and home.storage is not None
+    assert home.cache.num_pages == -(-60 // page_size) and home.cache.free_pages == 0
+    assert home.storage.bytes == home.cache.num_pages * home.page_bytes
+    generator.forget_prefixes()
+    assert home.storage is None
+    assert generator.generate(questions(text), max_new_tokens=2).report.cached_tokens == 0
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -222,9 +230,21 @@ def test_prefixes_of_other_weights_are_dropped() -> None:
     assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
     with torch.no_grad():
         next(iter(model.parameters())).mul_(0.5)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 0
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)  # as weights are synchronised in RL loops: no version counter moves
     result = generator.generate(given, max_new_tokens=NEW_TOKENS)
     assert result.report.cached_tokens == 0
     assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
+
+
+def test_weights_made_in_inference_mode_have_no_versions_and_are_kept_track_of_all_the_same() -> None:
+    with torch.inference_mode():
+        model = FAMILIES[FAMILY]()
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+    assert [generator.generate(given, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 60]
 
 
 def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None:
@@ -293,3 +313,93 @@ def test_each_report_counts_its_own_call() -> None:
     assert (second.preemptions, second.recomputed_tokens) == (0, 0)
     assert second.computed_tokens == sum(map(len, given)) - 4 * 60
     assert 0 < second.peak_memory < first.peak_memory
+
+
+# -- others at the same model ----------------------------------------------------------------------------------
+
+
+def test_two_generators_on_one_model_take_turns() -> None:
+    before = fingerprint(build(FAMILY))
+    expected = BatchGenerator(build(FAMILY)).generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids
+    outcomes: list[Any] = []
+
+    def work() -> None:
+        generator = BatchGenerator(build(FAMILY), page_size=4)
+        for _ in range(6):
+            outcomes.append(generator.generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids == expected)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 18
+    assert fingerprint(build(FAMILY)) == before
+
+
+def test_an_interrupt_while_a_step_puts_the_model_back_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(build(FAMILY))
+    restore, interrupts = AttentionSwap.restore, 0
+
+    def interrupted(self: AttentionSwap) -> None:
+        nonlocal interrupts
+        if self._before is not None and (interrupts := interrupts + 1) == 3:
+            raise KeyboardInterrupt
+        restore(self)
+
+    generator = BatchGenerator(build(FAMILY))
+    monkeypatch.setattr(AttentionSwap, "restore", interrupted)
+    with pytest.raises(GenerationInterrupted):
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    monkeypatch.undo()
+    assert fingerprint(build(FAMILY)) == before
+    assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+
+
+class OwnAttention(nn.Module):
+    """What somebody may put in the place of a layer's attention: it asks nobody."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+def test_a_layer_that_was_replaced_is_noticed() -> None:
+    model = FAMILIES[FAMILY]()
+    model.model.layers[1].self_attn = OwnAttention(model.model.layers[1].self_attn)
+    with pytest.raises(UnsupportedModelError, match="been replaced"):
+        BatchGenerator(model).generate(prompts(), max_new_tokens=2)
+
+
+def test_what_an_owner_changes_between_calls_is_seen() -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    generator.generate([[5, 6]], max_new_tokens=2)
+    model.resize_token_embeddings(120)
+    assert len(generator.generate([[110, 6]], max_new_tokens=2)) == 1
+    model.double()
+    prompt = prompts()[3]
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0)
+    assert generator.generate([prompt] * 3, max_new_tokens=4).token_ids == [expected[0, len(prompt) :].tolist()] * 3
+
+
+def test_a_set_up_that_fails_leaves_a_generator_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+
+    def no_memory(self: KVStorage, num_pages: int) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVStorage, "grow", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            generator.generate(given, max_new_tokens=NEW_TOKENS)
+    for cached in (0, 60):
+        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, given, result, NEW_TOKENS)
+        assert result.report.cached_tokens == cached
