@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -56,7 +55,7 @@ class BatchGenerator:
             )
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._home = CacheHome(model, self.architecture, self.config)
-        self._running = threading.Lock()
+        self._running = False
         self._closed = False
 
     # -- the public calls --------------------------------------------------------------------------------------
@@ -127,14 +126,14 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._running.locked():
+        if self._running:
             raise GeneratorBusyError("a call is running: close() has to wait until it has ended")
         self._home.clear()
         self._closed = True
 
     def forget_prefixes(self) -> None:
         """Drop the prefixes kept from earlier calls, after a change that is not to be seen: a hook that steers, say."""
-        if self._running.locked():
+        if self._running:
             raise GeneratorBusyError("a call is running: forget_prefixes() has to wait until it has ended")
         self._home.clear()
 
@@ -157,15 +156,18 @@ class BatchGenerator:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         self._refuse_if_closed()
-        if not self._running.acquire(blocking=False):
+        if self._running:
             raise GeneratorBusyError(
                 "a call is running already, or a stream is still open (exhaust it, or call its close()): one at a time"
             )
         try:
+            # A plain flag: between acquiring a lock and noting that one has it, an interrupt could leave it locked.
+            # Neither an interrupt nor another thread comes between the test above and this.
+            self._running = True
             self.architecture = self._home.architecture = look_again(self.architecture, self.model)
             yield
         finally:
-            self._running.release()
+            self._running = False
 
     def _call(self) -> Call:
         return Call(self.model, self.architecture, self.config, self._home)
