@@ -6,6 +6,7 @@ A *unit* is a run of tokens with pages of its own. A shared prefix is one; a req
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 
 
-class Unit:
+class Unit(ABC):
     """Tokens ``[start, ...)`` of one sequence, the pages that hold their K and V, and what comes before them."""
 
     __slots__ = ("base", "computed", "key", "pages", "start")
@@ -35,8 +36,9 @@ class Unit:
         chain.reverse()
         return chain
 
+    @abstractmethod
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        raise NotImplementedError
+        """The ids at positions ``[begin, end)``."""
 
 
 class Prefix(Unit):

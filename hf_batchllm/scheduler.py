@@ -9,6 +9,7 @@ step must run, the pages that a request adds.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -69,7 +70,7 @@ class ExpectedLength:
         return min(request.max_new_tokens, max(math.ceil(guess), len(request.generated) + 1))
 
 
-class _Base:
+class _Base(ABC):
     """What both schedulers do: keep the queues, cut prompts into chunks, give pages back."""
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
@@ -79,8 +80,9 @@ class _Base:
         self.running: dict[Request, None] = {}  # oldest first; a dict, so that one can leave from the middle
         self.preemptions = 0
 
+    @abstractmethod
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
-        raise NotImplementedError
+        """The order in which requests are let in."""
 
     def finish(self, request: Request) -> None:
         self._leave(request)
