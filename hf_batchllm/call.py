@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -75,6 +76,13 @@ class Call:
             request.index = work.places[request.index]
         self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
+        if self.lineup.apart:
+            warnings.warn(
+                f"{self.lineup.apart:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
+                "tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
+                UserWarning,
+                stacklevel=3,
+            )
         self.scheduler: Scheduler = make_scheduler(self.config.scheduler)
         device = self.architecture.device
         self._runner = ModelRunner(self.model, self.architecture, TorchBackend(self.storage, device))

@@ -101,17 +101,17 @@ def resolve_options(model: nn.Module, generation_config: GenerationConfig | None
         if name not in ("output_attentions", "output_hidden_states"):
             raise _unknown(name, config)
     _refuse_fields(config)
-    if config.num_return_sequences > 1 and not config.do_sample:
-        raise ValueError(
-            "Greedy methods without beam search do not support `num_return_sequences` different than 1 "
-            f"(got {config.num_return_sequences}): set `do_sample=True`"
-        )
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise ValueError(f"`{name}` must be a whole number, not {value!r}")
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ValueError(f"`num_return_sequences` must be at least 1, but is {config.num_return_sequences}")
+    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+        raise ValueError(
+            "Greedy methods without beam search do not support `num_return_sequences` different than 1 "
+            f"(got {config.num_return_sequences}): set `do_sample=True`"
+        )
     if config.max_new_tokens is not None and config.max_new_tokens <= 0:
         raise ValueError(f"`max_new_tokens` must be greater than 0, but is {config.max_new_tokens}")
     if has_default_length and config.max_new_tokens is None:

@@ -269,6 +269,7 @@ def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"max_length": 3}, PromptError, "`max_length`"),
         ({"generation_config": {"max_new_tokens": 3}}, UnsupportedOptionError, "GenerationConfig"),
+        ({"do_sample": True, "num_return_sequences": 1.5}, ValueError, "`num_return_sequences` must be a whole number"),
         ({"max_new_tokens": 4.5}, ValueError, "`max_new_tokens` must be a whole number"),
         ({"do_sample": True, "temperature": 0.0}, ValueError, "temperature"),
         ({"do_sample": True, "top_k": -1}, ValueError, "top_k"),
@@ -354,6 +355,16 @@ def test_a_cache_too_small_for_a_prompt_names_it() -> None:
     recorded = generator.generate([[5] * longest, [6, 7]], max_new_tokens=8, on_error="record")
     assert recorded[0].finish_reason == "error"
     assert recorded[1].token_ids == stock([6, 7], max_new_tokens=8)
+
+
+def test_a_prompt_that_fits_only_without_its_prefixes_is_run_and_named() -> None:
+    page = BatchGenerator(build(FAMILY), page_size=16)._home.page_bytes
+    given = [[5] * 17 + [7], [5] * 17 + [8]]  # 17 shared + 1 + 14 new: three pages with the prefix apart, two without
+    generator = BatchGenerator(build(FAMILY), page_size=16, min_shared_tokens=1, kv_memory=2 * page)
+    with pytest.warns(UserWarning, match="2 sequences share prefixes but fit"):
+        result = generator.generate(given, max_new_tokens=14)
+    assert result.token_ids == [stock(prompt, max_new_tokens=14) for prompt in given]
+    assert result.report.saving == 0
 
 
 def test_a_model_that_cannot_be_right_is_refused() -> None:
