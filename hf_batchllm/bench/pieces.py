@@ -1,0 +1,108 @@
+"""What a run cannot do without, timed alone: the bare pieces that an engine puts together.
+
+They are timed at the very row counts of a run's steps: the matrix products of its prompt tokens, the model's own layers
+for its decode rows with nothing where attention would be, and the LM head for the rows that were sampled. Attention,
+norms and activations of the prompt tokens, scheduling, sampling and results come on top; that is the engine's overhead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..attention import ATTENTION_NAME, AttentionCall, attention_context
+from ..patches.attention_swap import AttentionSwap
+from .contenders import StepSize, timed
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Seconds over a whole run."""
+
+    prefill: float
+    decode: float
+    head: float
+    products_only: bool  # whether ``prefill`` is the matrix products alone, and not whole layers
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.decode + self.head
+
+
+class _NoAttention:
+    takes_masks = True
+    calls = 0
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.v.new_zeros(*call.q.shape[:2], call.v.shape[-1])
+
+
+@torch.no_grad()
+def bare_pieces(model: PreTrainedModel, sizes: Sequence[StepSize]) -> Pieces:
+    head = model.get_output_embeddings()
+    products = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    products_only = _all_matrices_are_in(model, products, head)
+    swap = AttentionSwap(model)
+
+    def multiply(rows: int) -> Callable[[], None]:
+        inputs = {
+            width: torch.randn(rows, width, device=model.device, dtype=model.dtype)
+            for width in {_width(module) for module in products}
+        }
+
+        def run() -> None:
+            for module in products:
+                module(inputs[_width(module)])
+
+        return run
+
+    def layers(rows: int) -> Callable[[], None]:
+        ids = torch.arange(rows, device=model.device)[None] % 1000
+        positions = torch.zeros_like(ids)
+
+        def run() -> None:
+            with swap.applied(ATTENTION_NAME), attention_context(_NoAttention()):
+                model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
+
+        return run
+
+    def last(rows: int) -> Callable[[], None]:
+        hidden = torch.randn(rows, _width(head), device=model.device, dtype=model.dtype)
+        return lambda: head(hidden)
+
+    def seconds(counts: Counter[int], piece: Callable[[int], Callable[[], None]]) -> float:
+        return sum(count * _median(model.device, piece(rows)) for rows, count in counts.items() if rows)
+
+    mixed = Counter(size.rows + size.chunk_tokens for size in sizes if size.chunk_tokens)
+    decode = Counter(size.rows for size in sizes if not size.chunk_tokens)
+    return Pieces(
+        prefill=seconds(mixed, multiply if products_only else layers),
+        decode=seconds(decode, layers),
+        head=seconds(Counter(size.samples for size in sizes), last),
+        products_only=products_only,
+    )
+
+
+def _median(device: torch.device, work: Callable[[], None]) -> float:
+    work()
+    times = sorted(timed(device, work)[0] for _ in range(_REPEATS))
+    return times[_REPEATS // 2]
+
+
+def _width(module: nn.Module) -> int:
+    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
+
+
+def _all_matrices_are_in(model: nn.Module, products: Sequence[nn.Module], head: nn.Module) -> bool:
+    """False for mixtures of experts, whose weights are not in linear layers: no row meets all of them."""
+    known = {id(module.weight) for module in [*products, head]}
+    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return all(id(weight) in known for weight in model.parameters() if weight.ndim > 1)
