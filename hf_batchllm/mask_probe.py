@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,26 +30,26 @@ class NotedMask:
         return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
 
 
-_noted: dict[int, NotedMask] | None = None
+# Of the thread at hand: several may look at their models at a time.
+_noted: ContextVar[dict[int, NotedMask]] = ContextVar("hf_batchllm_masks")
 
 
 @contextmanager
 def attention_masks_noted() -> Iterator[dict[int, NotedMask]]:
     """Masks asked for while the block runs, by the id of the tensor that a layer receives for each."""
-    global _noted
-    before, _noted = _noted, {}
+    masks: dict[int, NotedMask] = {}
+    token = _noted.set(masks)
     try:
-        yield _noted
+        yield masks
     finally:
-        _noted = before
+        _noted.reset(token)
 
 
 def _note_mask(
     *args: Any, mask_function: Callable[..., torch.Tensor], q_length: int, kv_length: int, **kwargs: Any
 ) -> torch.Tensor:
-    assert _noted is not None, "masks are only asked for while they are noted"
     marker = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
-    _noted[id(marker)] = NotedMask(mask_function, marker)
+    _noted.get()[id(marker)] = NotedMask(mask_function, marker)
     return marker
 
 
