@@ -12,6 +12,7 @@ from .attention import ATTENTION_NAME, AttentionBackend, attention_context
 from .batch import ModelBatch
 from .errors import UnsupportedModelError
 from .patches.attention_swap import AttentionSwap
+from .patches.cpu_head import HeadSwap
 
 
 class ModelRunner:
@@ -20,6 +21,7 @@ class ModelRunner:
         self.architecture = architecture
         self.backend = backend
         self._swap = AttentionSwap(model)
+        self._head = HeadSwap(model, base_model(model).get_output_embeddings())
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
     @torch.no_grad()
@@ -30,7 +32,7 @@ class ModelRunner:
         keep = {"logits_to_keep": tokens.logits_rows} if self._selects_rows else {}
         context = self.backend.prepare(batch.attention)
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
-        with self._swap.applied(ATTENTION_NAME), attention_context(context):
+        with self._swap.applied(ATTENTION_NAME), self._head.applied(), attention_context(context):
             output = self.model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
@@ -51,4 +53,5 @@ class ModelRunner:
 
     def restore(self) -> None:
         """Once more, should an interrupt have come while a step put the model back."""
+        self._head.restore()
         self._swap.restore()

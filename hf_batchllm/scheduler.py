@@ -38,10 +38,11 @@ class Scheduler(Protocol):
         """``request`` has ended: give back what it holds."""
 
 
-def make_scheduler(choice: str | Scheduler) -> Scheduler:
-    if isinstance(choice, str):
-        return {"groups": GroupScheduler, "fifo": FifoScheduler}[choice]()
-    return choice
+def make_scheduler(choice: str | Scheduler, gather_rows: int = 0) -> Scheduler:
+    """``gather_rows`` as GroupScheduler has it, where the choice is "groups"."""
+    if choice == "groups":
+        return GroupScheduler(gather_rows)
+    return FifoScheduler() if isinstance(choice, str) else choice
 
 
 class ExpectedLength:
@@ -153,7 +154,13 @@ class GroupScheduler(_Base):
     Newcomers are let in by memory alone: a request enters when the pages that it adds fit beside the growth that is
     expected of those running. When the expectation was too low the youngest gives its pages back and is computed
     again later; the oldest never does, so something always moves.
+
+    Fewer than ``gather_rows`` decode rows wait while prompts fill the step, until there are so many or no prompts
+    left. Where a few rows cost nearly as much as many and prompts hide none of it (a CPU), that makes fewer steps.
     """
+
+    def __init__(self, gather_rows: int = 0) -> None:
+        self.gather_rows = gather_rows
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
@@ -165,15 +172,14 @@ class GroupScheduler(_Base):
     def next(self) -> Step | None:
         step = Step()
         budget = self.max_batch_tokens
-        prefilling = []
-        for request in list(self.running):
-            if request not in self.running:
-                continue  # it gave its pages to an older one just now
-            if request.todo > 1 or not request.generated:
-                prefilling.append(request)
-            elif budget > 0 and self._room_to_grow(request):
-                self._row(request, step)
-                budget -= 1
+        prefilling = [request for request in self.running if request.todo > 1 or not request.generated]
+        ready = [request for request in self.running if request.todo == 1 and request.generated]
+        if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
+            for request in ready:
+                # One that is not running any more has given its pages to an older one just now.
+                if budget > 0 and request in self.running and self._room_to_grow(request):
+                    self._row(request, step)
+                    budget -= 1
         for request in prefilling:
             if budget > 0 and request in self.running:
                 budget -= self._fill(request, step, budget)
@@ -189,6 +195,18 @@ class GroupScheduler(_Base):
     def finish(self, request: Request) -> None:
         self.expected.learn(len(request.generated))
         super().finish(request)
+
+    def _prompts_fill_a_step(self, prefilling: Sequence[Request]) -> bool:
+        tokens = sum(request.todo for request in prefilling)
+        if tokens >= self.max_batch_tokens or not self.waiting:
+            return tokens >= self.max_batch_tokens
+        if not self._fits(self.waiting[0], sum(map(self._growth, self.running))):
+            return False
+        for request in self.waiting:  # as if all of them fitted, and without the prefixes that they bring
+            tokens += request.todo
+            if tokens >= self.max_batch_tokens:
+                return True
+        return False
 
     def _room_to_grow(self, request: Request) -> bool:
         """A page for the next token, if it needs one; the youngest pay for it. False if that was the request itself."""

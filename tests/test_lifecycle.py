@@ -16,6 +16,7 @@ from torch import nn
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
 from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.runner import ModelRunner
+from hf_batchllm.scheduler import GroupScheduler
 from hf_batchllm.storage import KVStorage
 
 FAMILY = "gemma2"  # windows, caps, two kinds of layers
@@ -106,7 +107,7 @@ def test_after_an_interrupt_what_had_finished_is_kept(
 ) -> None:
     before = fingerprint(build(FAMILY))
     # A small budget spreads the prompts over many steps, so that some have finished when others begin.
-    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8)
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8, scheduler=GroupScheduler())
     break_off(monkeypatch, after, KeyboardInterrupt(), inside=bool(after % 2))
     with pytest.raises(GenerationInterrupted) as caught:
         generator.generate(prompts(), max_new_tokens=NEW_TOKENS)

@@ -16,7 +16,13 @@ from hf_batchllm.cache import PagedCache
 from hf_batchllm.request import Chunk, Request, Step
 from hf_batchllm.scheduler import ExpectedLength, FifoScheduler, GroupScheduler, Scheduler, make_scheduler
 
-SCHEDULERS = [GroupScheduler, FifoScheduler]
+
+class GatheringScheduler(GroupScheduler):
+    def __init__(self) -> None:
+        super().__init__(gather_rows=3)
+
+
+SCHEDULERS = [GroupScheduler, GatheringScheduler, FifoScheduler]
 
 
 @settings(max_examples=400)
@@ -331,3 +337,38 @@ def test_schedulers_by_name() -> None:
     assert isinstance(make_scheduler("fifo"), FifoScheduler)
     mine = OneByOne()
     assert make_scheduler(BatchConfig(scheduler=mine).scheduler) is mine
+
+
+# --- decode rows that wait for each other -------------------------------------------------------------------------
+
+
+def steps_of(gather_rows: int, jobs: list[Job], budget: int) -> list[tuple[int, int]]:
+    """Of each step: decode rows, and tokens of prompts."""
+    drive = Drive(PagedCache(1000, 4), GroupScheduler(gather_rows), budget).call(jobs)
+    return [(len(step.rows), step.tokens - len(step.rows)) for step in drive.steps]
+
+
+def test_few_rows_wait_while_prompts_fill_the_step() -> None:
+    jobs = [Job([index] * 10, 4, 4) for index in range(4)]
+    eager, patient = steps_of(0, jobs, 10), steps_of(100, jobs, 10)
+    assert eager[1] == (1, 9)
+    assert patient == [(0, 10)] * 4 + [(4, 0)] * 3
+    assert len(patient) < len(eager)
+
+
+def test_rows_wait_no_longer_than_until_there_are_enough() -> None:
+    jobs = [Job([index] * 10, 4, 4) for index in range(6)]
+    steps = steps_of(2, jobs, 10)
+    assert steps[:3] == [(0, 10), (0, 10), (2, 8)]
+
+
+def test_rows_do_not_wait_for_prompts_that_leave_the_step_half_empty() -> None:
+    jobs = [Job([1] * 10, 4, 4), Job([2] * 13, 4, 4)]
+    assert steps_of(100, jobs, 10) == [(0, 10), (0, 10), (1, 3), (2, 0), (2, 0), (1, 0)]
+
+
+def test_rows_do_not_wait_for_prompts_that_memory_keeps_out() -> None:
+    jobs = [Job([index] * 10, 4, 4) for index in range(4)]
+    drive = Drive(PagedCache(8, 4), GroupScheduler(100), 10).call(jobs)  # two of them at once, at most
+    prompts, rows = [(0, 10)] * 2, [(2, 0)] * 3
+    assert [(len(step.rows), step.tokens - len(step.rows)) for step in drive.steps] == [*prompts, *rows] * 2
