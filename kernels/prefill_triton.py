@@ -54,11 +54,14 @@ class PrefillWork:
 
 def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[str, int]:
     """The tile, warps and stages for heads of these dims and elements of this many bytes."""
+    widest = max(qk_dim, v_dim)
     if itemsize == 4:  # no tensor cores: exact, and slow whatever the tile
         tile, warps, stages = 32, 8, 1
-    elif max(qk_dim, v_dim) <= 128:  # two blocks or more on a multiprocessor: one's products hide the other's softmax
-        tile, warps, stages = 64, 4, 3
-    else:  # room for one block, whatever the tile; more warps would make the products wait for each other
+    elif widest <= 128:
+        # Two blocks on a multiprocessor, so that one's products hide the other's softmax. With 64 lines L2 would have
+        # to deliver twice the bytes; with 8 warps only one block fits, and its warps wait for each other.
+        tile, warps, stages = 128, 4, 3 if widest <= 64 else 2
+    else:
         tile, warps, stages = 64, 4, 2
     if group > tile:
         tile, warps, stages = triton.next_power_of_2(group), 8, 1

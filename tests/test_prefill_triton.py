@@ -261,15 +261,13 @@ NATIVE_SHAPES = [
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize(("heads", "kv_heads", "qk_dim", "v_dim"), NATIVE_SHAPES)
 def test_native(seed: int, heads: int, kv_heads: int, qk_dim: int, v_dim: int) -> None:
-    """300 random cases. Which options go together is drawn too."""
+    """300 random cases. Which options go together is drawn too, from few sets: each is a kernel of its own."""
     rng = np.random.default_rng(seed)
-    dtype, tolerance = [(torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)][seed % 3]
+    dtype, tolerance = [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 2e-5)][seed % 3]
+    sinks = torch.linspace(-1, 2, heads)
+    options = [{}, {"window": 150}, {"softcap": 20.0, "sinks": sinks}, {"window": 64, "softcap": 20.0}][seed % 4]
+    if dtype != torch.float32 and seed % 5 < 2 and heads // kv_heads <= 64:  # another tile than by default
+        options = options | {"tile": 64, "options": {"num_warps": 4, "num_stages": 2}}
     shape = Shape(heads, kv_heads, qk_dim, v_dim, 64)
-    most = int(rng.choice([40, 200, 700]))
-    check(
-        make_case(seed, shape, dtype, chunks=int(rng.integers(1, 6)), most=most),
-        tolerance,
-        window=int(rng.choice([1, 64, 150, 1000])) if rng.random() < 0.4 else None,
-        softcap=20.0 if rng.random() < 0.3 else None,
-        sinks=torch.linspace(-1, 2, heads) if rng.random() < 0.3 else None,
-    )
+    case = make_case(seed, shape, dtype, chunks=int(rng.integers(1, 6)), most=int(rng.choice([40, 200, 400])))
+    check(case, tolerance, **options)
