@@ -173,7 +173,7 @@ def test_under_the_interpreter() -> None:
 SMALL = Shape(heads=4, kv_heads=2, qk_dim=16, v_dim=16, page=16)
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_random_chunks(seed: int) -> None:
     check(make_case(seed, SMALL, torch.float32), 1e-5)
 
@@ -190,7 +190,7 @@ def test_shapes(heads: int, kv_heads: int, qk_dim: int, v_dim: int) -> None:
     check(make_case(6, Shape(heads, kv_heads, qk_dim, v_dim, 16), torch.float32, chunks=2), 1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 7, 20, 33, 500])
+@pytest.mark.parametrize("window", [1, 20, 500])
 def test_window(window: int) -> None:
     check(make_case(8, SMALL, torch.float32), 1e-5, window=window)
 
