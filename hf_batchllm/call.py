@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,9 @@ from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
 from .options import Options
+from .progress import Progress, progress_bar
 from .prompts import Prompt
-from .request import Request
+from .request import Request, Step
 from .results import RunReport
 from .runner import ModelRunner
 from .sampling import Sampler
@@ -98,14 +100,14 @@ class Call:
             stop_tokens,
         )
 
-    def run(self) -> Iterator[Request]:
-        """Requests as they finish."""
+    def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
+        """Requests as they finish. ``watch`` is told of every step."""
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
         self._started = True
         self.scheduler.start(self.lineup.requests, self.cache, budget)
-        yield from self.engine.run()
+        yield from self.engine.run(watch)
         if any(not request.done for request in self.lineup.requests):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self._complete = True
@@ -139,6 +141,12 @@ class Call:
                 self.home.settle()
             else:
                 self.home.clear()
+
+    def progress(self, wanted: bool | None) -> AbstractContextManager[Progress]:
+        """A bar over what ``run`` will do."""
+        to_compute = self.plan.computed_tokens - self.lineup.cached_tokens
+        lengths = sum(len(prompt.ids) for prompt in self.prompts)
+        return progress_bar(self.lineup.requests, to_compute, 1 - to_compute / max(lengths, 1), wanted)
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""

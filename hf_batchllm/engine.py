@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -30,13 +30,15 @@ class Engine:
         self.steps = 0
         self.model_tokens = 0
 
-    def run(self) -> Iterator[Request]:
-        """Requests as they finish, until there are none."""
+    def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
+        """Requests as they finish, until there are none. ``watch`` is told of every step that has been run."""
         while (step := self.scheduler.next()) is not None:
             batch = self.builder.build(step)
             logits = self.runner.step(batch)
             self.steps += 1
             self.model_tokens += step.tokens
+            if watch is not None:
+                watch(step)
             yield from self.collect(step, logits)
 
     def collect(self, step: Step, logits: torch.Tensor) -> list[Request]:

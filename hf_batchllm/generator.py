@@ -18,7 +18,6 @@ from .config import BatchConfig
 from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError, UnsupportedOptionError
 from .memory import CacheHome
 from .options import Options, resolve_options
-from .progress import progress_bar
 from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
 from .results import BatchResult, Generation
@@ -86,10 +85,10 @@ class BatchGenerator:
                 sequences = work.sequences
                 call.begin(work, strict=on_error == "raise")
                 try:
-                    with progress_bar(sequences, progress) as advance:
-                        for request in call.run():
+                    with call.progress(progress) as bar:
+                        for request in call.run(bar.step):
                             done[request.index, request.sample] = self._generation(request)
-                            advance(len(request.generated))
+                            bar.finish(request)
                 finally:
                     report = call.report()
         except KeyboardInterrupt:

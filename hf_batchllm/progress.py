@@ -1,29 +1,62 @@
-"""The progress bar."""
+"""The progress bar: it moves with every step, not only when something has finished."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from .request import Request, Step
+
 _LONG = 32  # sequences from which on a bar is shown unasked
+_FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
+
+
+class Progress:
+    """Counts in tokens: those of prompts that are to be computed, and new ones. Shows sequences, speed and saving."""
+
+    def __init__(self, bar: tqdm, count: str, prompt_tokens: int, saving: float) -> None:
+        self._bar = bar
+        self._count = count
+        self._prompt_tokens = prompt_tokens  # still to be computed
+        self._saved = f", {saving:.0%} saved" if saving >= 0.005 else ""
+        self._finished = self._new_tokens = 0
+
+    def step(self, step: Step) -> None:
+        """A step has been run."""
+        new_tokens = len(step.sampling())
+        # What is computed again after a preemption is no progress.
+        prompt_tokens = min(step.tokens - len(step.rows), self._prompt_tokens)
+        self._prompt_tokens -= prompt_tokens
+        self._new_tokens += new_tokens
+        self._show()
+        self._bar.update(prompt_tokens + new_tokens)
+
+    def finish(self, request: Request) -> None:
+        self._finished += 1
+        self._bar.total -= request.max_new_tokens - len(request.generated)  # it ended sooner than it might have
+        self._show()
+
+    def _show(self) -> None:
+        if self._bar.disable:
+            return
+        self._bar.set_description_str(f"{self._finished:,}/{self._count}", refresh=False)
+        elapsed = self._bar.format_dict["elapsed"]
+        rate = self._new_tokens / elapsed if elapsed else 0.0
+        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s{self._saved}", refresh=False)
 
 
 @contextmanager
-def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the new tokens of each sequence that has finished."""
-    show = total >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
-    tokens = 0
-    with tqdm(total=total, unit="seq", disable=not show) as bar:
-
-        def advance(new_tokens: int) -> None:
-            nonlocal tokens
-            tokens += new_tokens
-            elapsed = bar.format_dict["elapsed"] if show else 0
-            if elapsed:
-                bar.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s", refresh=False)
-            bar.update()
-
-        yield advance
+def progress_bar(
+    requests: Sequence[Request], prompt_tokens: int, saving: float, wanted: bool | None
+) -> Iterator[Progress]:
+    """``prompt_tokens`` are to be computed; ``wanted`` None: for long lists, where transformers shows bars, too."""
+    show = len(requests) >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
+    count = f"{len(requests):,} {'samples' if any(request.sample for request in requests) else 'prompts'}"
+    total = prompt_tokens + sum(request.max_new_tokens for request in requests)
+    # Steps differ so much in their tokens that each of them is a chance to draw the bar anew.
+    with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=f"0/{count}") as bar:
+        yield Progress(bar, count, prompt_tokens, saving)
+        bar.refresh()
