@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .batch import AttentionBatch
-from .cascade import CascadePlan
+from .cascade import CascadePlan, Scratch
 from .errors import UnsupportedModelError
 from .kernels.attention_torch import write_kv
 from .storage import KVStorage
@@ -65,9 +65,10 @@ class TorchBackend:
     def __init__(self, storage: KVStorage, device: torch.device) -> None:
         self.storage = storage
         self.device = device
+        self._scratch = Scratch()
 
     def prepare(self, batch: AttentionBatch) -> CascadeAttention:
-        return CascadeAttention(CascadePlan(batch, self.device), self.storage)
+        return CascadeAttention(CascadePlan(batch, self.device, self._scratch), self.storage)
 
 
 class CascadeAttention:

@@ -16,7 +16,10 @@ from .batch import AttentionBatch, Span
 from .kernels.attention_torch import apply_sinks, attend, attend_each, merge_part
 
 _PADDED = 0.6  # a row joins a batch of decode rows if it fills at least this share of it
-_GATHERED = 1 << 14  # most keys, about, that a batch of decode rows copies at once: K and V of all would fill memory
+# Bytes of K and V, about, that a batch of decode rows copies together before it attends to them. On a CPU they are to
+# be in its caches still when they are read; elsewhere each batch costs launches, and memory is the only bound.
+_GATHERED_BYTES = {"cpu": 4 << 20}
+_GATHERED_BYTES_ELSEWHERE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,30 @@ class ChunkPart:
     mask: torch.Tensor | None  # [rows, keys]  for a sliding window shorter than the chunk
 
 
+class Scratch:
+    """Where keys and values are copied to, one after the other: new memory for each costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, torch.Tensor] = {}
+
+    def gather(self, name: str, cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
+        """``cache[keys]``; a copy only lives until the next one of that name."""
+        if isinstance(keys, slice):
+            return cache[keys]
+        size = keys.numel() * cache[0].numel()
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size or flat.dtype != cache.dtype:
+            flat = self._flat[name] = cache.new_empty(size)
+        copied = flat[:size].view(keys.numel(), *cache.shape[1:])
+        torch.index_select(cache, 0, keys.flatten(), out=copied)
+        return copied.view(*keys.shape, *cache.shape[1:])
+
+
 class CascadePlan:
-    def __init__(self, batch: AttentionBatch, device: torch.device) -> None:
+    def __init__(self, batch: AttentionBatch, device: torch.device, scratch: Scratch | None = None) -> None:
         self.batch = batch
         self.device = device
+        self._scratch = scratch or Scratch()
         self._parts: dict[int | None, tuple[list[RowsPart], list[ChunkPart], list[SharedPart]]] = {}
         self._shared, self._alone = self._divide()
 
@@ -67,22 +90,24 @@ class CascadePlan:
         sinks: torch.Tensor | None = None,  # [heads]
     ) -> torch.Tensor:  # [tokens, heads, v_dim]
         if window not in self._parts:
-            self._parts[window] = self._parts_for(window)
+            token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
+            self._parts[window] = self._parts_for(window, token_bytes)
         rows_parts, chunk_parts, shared_parts = self._parts[window]
+        gather = self._scratch.gather
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=exact, device=q.device)
         lse = torch.empty(*q.shape[:2], dtype=exact, device=q.device)
         # These two kinds cover every row exactly once, and a row always sees itself: from here on each LSE is finite.
         for rows in rows_parts:
-            k, v = _gather(k_cache, rows.keys), _gather(v_cache, rows.keys)
+            k, v = gather("k", k_cache, rows.keys), gather("v", v_cache, rows.keys)
             part, part_lse = attend_each(q[rows.rows], k, v, scale, mask=rows.mask, softcap=softcap)
             out[rows.rows], lse[rows.rows] = part.to(exact), part_lse.to(exact)
         for chunk in chunk_parts:
-            k, v = _gather(k_cache, chunk.keys), _gather(v_cache, chunk.keys)
+            k, v = gather("k", k_cache, chunk.keys), gather("v", v_cache, chunk.keys)
             own = slice(chunk.begin, chunk.end)
             out[own], lse[own] = attend(q[own], k, v, scale, causal=True, mask=chunk.mask, softcap=softcap)
         for shared in shared_parts:
-            k, v = _gather(k_cache, shared.keys), _gather(v_cache, shared.keys)
+            k, v = gather("k", k_cache, shared.keys), gather("v", v_cache, shared.keys)
             span = slice(shared.begin, shared.end)
             merge_part(out[span], lse[span], *attend(q[span], k, v, scale, mask=shared.mask, softcap=softcap))
         if sinks is not None:
@@ -146,7 +171,9 @@ class CascadePlan:
             unit = base
         return reads
 
-    def _parts_for(self, window: int | None) -> tuple[list[RowsPart], list[ChunkPart], list[SharedPart]]:
+    def _parts_for(
+        self, window: int | None, token_bytes: int
+    ) -> tuple[list[RowsPart], list[ChunkPart], list[SharedPart]]:
         batch = self.batch
         chunks = []
         for span in batch.spans[batch.rows :]:
@@ -161,7 +188,7 @@ class CascadePlan:
             for (begin, end), pieces in self._shared.items()
             if (part := self._shared_part(begin, end, pieces, window)) is not None
         ]
-        return self._rows_parts(window), chunks, shared
+        return self._rows_parts(window, token_bytes), chunks, shared
 
     def _shared_part(
         self, begin: int, end: int, pieces: list[tuple[int, int, int]], window: int | None
@@ -185,8 +212,9 @@ class CascadePlan:
         ]
         return SharedPart(begin, end, self._keys(np.concatenate(slots)), mask)
 
-    def _rows_parts(self, window: int | None) -> list[RowsPart]:
+    def _rows_parts(self, window: int | None, token_bytes: int) -> list[RowsPart]:
         batch = self.batch
+        most_keys = _GATHERED_BYTES.get(self.device.type, _GATHERED_BYTES_ELSEWHERE) // token_bytes
         keys = []
         for row, pieces in enumerate(self._alone):
             first = pieces[0][1]
@@ -204,7 +232,7 @@ class CascadePlan:
         while begin < len(order):
             longest = lengths[order[begin]]
             alike = int(np.count_nonzero(lengths[order[begin:]] >= _PADDED * longest))
-            end = begin + min(alike, max(1, _GATHERED // int(longest)))
+            end = begin + min(alike, max(1, most_keys // int(longest)))
             rows = order[begin:end]
             inside = np.arange(longest)[None] < lengths[rows][:, None]  # [rows, keys]
             padded = np.zeros(inside.shape, dtype=np.int64)
@@ -224,9 +252,3 @@ class CascadePlan:
         if last - first + 1 == len(slots) and bool((np.diff(slots) == 1).all()):
             return slice(first, last + 1)
         return torch.from_numpy(slots).to(self.device)
-
-
-def _gather(cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
-    if isinstance(keys, slice):
-        return cache[keys]
-    return cache.index_select(0, keys.flatten()).view(*keys.shape, *cache.shape[1:])

@@ -14,7 +14,7 @@ import torch
 
 from hf_batchllm import cascade
 from hf_batchllm.batch import BatchBuilder, ModelBatch
-from hf_batchllm.cascade import CascadePlan
+from hf_batchllm.cascade import CascadePlan, Scratch
 from hf_batchllm.kernels.attention_torch import write_kv
 from hf_batchllm.request import Chunk, Prefix, Request, Step, Unit
 
@@ -223,19 +223,20 @@ def test_many_rows_of_very_different_length() -> None:
 
 def test_decode_rows_copy_a_bounded_number_of_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows that share nothing: copies of all their keys would take as much memory as the cache itself."""
-    monkeypatch.setattr(cascade, "_GATHERED", 100)
     world = World(12, 4)
+    token_bytes = 4 * world.shape.kv_heads * (world.shape.qk_dim + world.shape.v_dim)
+    monkeypatch.setattr(cascade, "_GATHERED_BYTES", {"cpu": 100 * token_bytes})
     requests = [world.request(None, 0, length, 1) for length in (20, 21, 22, 23, 24, 30, 2, 3, 200)]
     stale: dict[Unit, int] = {request: request.length - 1 for request in requests}
-    gather, most = cascade._gather, 0
+    gather, most = Scratch.gather, 0
 
-    def measured(cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
+    def measured(self: Scratch, name: str, cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
         nonlocal most
         if isinstance(keys, torch.Tensor) and len(keys) > 1:
             most = max(most, keys.numel())
-        return gather(cache, keys)
+        return gather(self, name, cache, keys)
 
-    monkeypatch.setattr(cascade, "_gather", measured)
+    monkeypatch.setattr(Scratch, "gather", measured)
     assert_exact(world, Step(requests, []), stale, [None, 9], softcap=False)
     assert 0 < most <= 100
 
@@ -296,14 +297,14 @@ def test_keys_that_rows_share_are_read_once(shared: bool, monkeypatch: pytest.Mo
     step = Step(rows, [])
     batch, k_cache, v_cache = world.run(step, stale)
     read = 0
-    gather = cascade._gather
+    gather = Scratch.gather
 
-    def counted(cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
+    def counted(self: Scratch, name: str, cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
         nonlocal read
         read += keys.stop - keys.start if isinstance(keys, slice) else keys.numel()
-        return gather(cache, keys)
+        return gather(self, name, cache, keys)
 
-    monkeypatch.setattr(cascade, "_gather", counted)
+    monkeypatch.setattr(Scratch, "gather", counted)
     plan = CascadePlan(batch.attention, torch.device("cpu"))
     q = world.noise(20, world.shape.heads, world.shape.qk_dim)
     plan.run(q, k_cache, v_cache, scale=0.3)
