@@ -22,6 +22,7 @@ class ModelRunner:
         self.backend = backend
         self._swap = AttentionSwap(model)
         self._head = HeadSwap(model, base_model(model).get_output_embeddings())
+        self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
     @torch.no_grad()
@@ -49,7 +50,16 @@ class ModelRunner:
         logits = output.logits[0]
         if not self._selects_rows:
             logits = logits[tokens.logits_rows]
-        return logits.float()
+        return self._in_float32(logits)
+
+    def _in_float32(self, logits: torch.Tensor) -> torch.Tensor:
+        """As ``generate`` hands them to its processors. Good until the next step."""
+        if logits.dtype == torch.float32 or logits.device.type != "cpu":
+            return logits.float()
+        # On a CPU, new memory for so many numbers costs more than the numbers.
+        if self._logits is None or self._logits.shape[0] < len(logits):
+            self._logits = torch.empty(logits.shape, dtype=torch.float32)
+        return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
         """Once more, should an interrupt have come while a step put the model back."""
