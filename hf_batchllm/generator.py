@@ -112,7 +112,6 @@ class BatchGenerator:
         sequences, report = 0, None
         try:
             with self._busy(), self._call() as call:
-                self.last_report = None
                 padded = take_padded(prompts, generate_kwargs)
                 given = prompts if padded is None else padded
                 work = self._check(given, generation_config, seed, on_error, generate_kwargs)
@@ -147,7 +146,6 @@ class BatchGenerator:
         as a plain KeyboardInterrupt: what had finished has been handed out already.
         """
         with self._busy():
-            self.last_report = None
             if take_padded(prompts, generate_kwargs) is not None:
                 raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
             work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
@@ -201,6 +199,7 @@ class BatchGenerator:
             # A plain flag: between acquiring a lock and noting that one has it, an interrupt could leave it locked.
             # Neither an interrupt nor another thread comes between the test above and this.
             self._running = True
+            self.last_report = None
             self.architecture = self._home.architecture = look_again(self.architecture, self.model)
             yield
         finally:
@@ -323,9 +322,7 @@ class BatchGenerator:
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 
-def _as_tensors(
-    padded: PaddedBatch, result: BatchResult, options: Options
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
+def _as_tensors(padded: PaddedBatch, result: BatchResult, options: Options) -> torch.Tensor | GenerateDecoderOnlyOutput:
     sequences = padded.continued(result.token_ids, options.pad_token_id)
     return GenerateDecoderOnlyOutput(sequences=sequences) if options.config.return_dict_in_generate else sequences
 
@@ -338,4 +335,3 @@ def _checked_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not 0 <= number < 2**64:
         raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, not {seed!r}")
     return number
-
