@@ -41,13 +41,16 @@ def accelerated(
         with accelerated(model):
             model.generate(**inputs, max_new_tokens=50)
 
-    A call that cannot be served goes to the model's own ``generate``, with one warning that says why. It takes calls
-    as they come, so what they share across calls is computed once only with ``keep_prefixes``.
-    ``config`` and ``fields`` as for BatchGenerator.
+    A call that cannot be served goes to the model's own ``generate``, with one warning that says why. Sampling draws
+    other tokens than ``generate`` would, from the same distribution; after ``set_seed`` it repeats. Each call is looked
+    at by itself: what several have in common is computed once only with ``keep_prefixes``. How a call went is in
+    ``model.generate.last_report``. ``tokenizer``, ``config`` and ``fields`` are those of BatchGenerator.
     """
     if not callable(getattr(model, "generate", None)):
-        inside = ": give it the model, accelerated(it.model)" if hasattr(model, "model") else ""
-        raise UnsupportedModelError(f"{type(model).__name__} has no `generate` that could be accelerated{inside}")
+        inside = ": does it hold one, as .model?" if hasattr(model, "model") else ""
+        raise UnsupportedModelError(
+            f"accelerated(model) takes a model that has a `generate`, not {type(model).__name__}{inside}"
+        )
     stand_in = _StandIn(model, tokenizer, BatchConfig.of(config, fields))
     try:
         vars(model)["generate"] = stand_in
@@ -154,7 +157,7 @@ class _StandIn:
         text = str(reason)
         if isinstance(reason, PromptError):
             (row, why), *others = reason.problems.items()
-            text = f"row {row} {why}" + (f" ({len(others)} more rows cannot be run either)" if others else "")
+            text = f"row {row}: {why}" + (f" (and so for {len(others)} more)" if others else "")
         kind = reason.option if isinstance(reason, UnsupportedOptionError) else re.sub(r"\d+", "", text)
         if kind in self._said:
             return

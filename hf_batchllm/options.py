@@ -102,15 +102,14 @@ def resolve_options(
             "generation_config", f"must be a transformers.GenerationConfig, not {type(generation_config).__name__}"
         )
     _refuse_arguments(kwargs, inner)
-    if padded is not None:
-        kwargs = _without_token_types(kwargs, inner)
+    kwargs = _without_token_types(kwargs, inner, padded)
     given = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*given, inner.generation_config.max_length))
     asked = {name: value for name, value in kwargs.items() if name not in REFUSED_ARGUMENTS}
     config, leftover = inner._prepare_generation_config(generation_config, **asked)
     for name in leftover:
         if name not in ("output_attentions", "output_hidden_states") and leftover[name] is not None:
-            raise _unknown(name, config)
+            raise _unknown(name, config, inner)
     _refuse_fields(config, HONOURED if padded is None else HONOURED | {"return_dict_in_generate"})
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
         value = getattr(config, name)
@@ -209,11 +208,13 @@ def _refuse_arguments(kwargs: dict[str, Any], model: PreTrainedModel) -> None:
         raise UnsupportedOptionError("synced_gpus", REFUSED_ARGUMENTS["synced_gpus"])
 
 
-def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel, padded: PaddedBatch | None) -> dict[str, Any]:
     """Many tokenizers add ``token_type_ids``. All zeros tell a model without token types nothing; else they matter."""
     given = kwargs.get("token_type_ids")
     if given is None:
         return kwargs
+    if padded is None:
+        raise UnsupportedOptionError("token_type_ids", "goes with tensors (`input_ids=`): leave it out")
     name = type(model).__name__
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         raise UnsupportedOptionError(
@@ -240,9 +241,13 @@ def _refuse_fields(config: GenerationConfig, honoured: frozenset[str]) -> None:
         raise UnsupportedOptionError(name, f"{_REASONS.get(name, 'is not supported yet')} (it is set to {value!r})")
 
 
-def _unknown(name: str, config: GenerationConfig) -> UnsupportedOptionError:
+def _unknown(name: str, config: GenerationConfig, model: PreTrainedModel) -> UnsupportedOptionError:
     if name in (field.name for field in dataclasses.fields(BatchConfig)):
         return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
+    if name in inspect.signature(model.forward).parameters:
+        return UnsupportedOptionError(
+            name, f"is an input of {type(model).__name__} that is not supported: prompts are text or token ids"
+        )
     known = [field for field in vars(config) if not field.startswith("_")]
     known += ["seed", "on_error", "progress", "input_ids", "attention_mask", *REFUSED_ARGUMENTS]
     near = difflib.get_close_matches(name, known, n=1)

@@ -33,6 +33,7 @@ from transformers import (
     pipeline,
     set_seed,
 )
+from transformers.generation import utils
 
 from hf_batchllm import (
     BatchConfig,
@@ -212,7 +213,8 @@ FALLBACKS: dict[str, dict[str, Any]] = {
     "`prompt_lookup_num_tokens`": {"prompt_lookup_num_tokens": 2, "inputs": torch.tensor([[5, 6, 5, 6]])},
     "`inputs_embeds`": {"inputs_embeds": torch.ones(2, 3, 48) / 9, "inputs": None, "attention_mask": None},
     "`position_ids`": {"position_ids": torch.arange(4)[None]},
-    "row 0 is masked in its middle": {"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])},
+    "`logits_to_keep` is an input of Gemma3ForCausalLM": {"logits_to_keep": 1},
+    "row 0: is masked in its middle": {"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])},
     "there are no `input_ids`": {"inputs": None, "bos_token_id": 3},
     "`max_new_tokens` must be a whole number": {"max_new_tokens": 2.5},
 }
@@ -237,6 +239,18 @@ def test_what_is_not_supported_goes_to_the_original_and_says_why_once(model: Any
     assert len(said) == 2 and said[0] == said[1] and said[0].startswith(reason)  # once in each block
 
 
+def test_sharded_models_run_in_step_as_transformers_has_them(
+    model: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = model.generate(**inputs, max_new_tokens=3)
+    monkeypatch.setattr(utils, "is_fsdp_managed_module", lambda module: True)
+    monkeypatch.setattr(utils, "_get_torch_distributed_world_size", lambda: 2)
+    monkeypatch.setattr(type(model), "_has_unfinished_sequences", lambda self, finished, *_, **__: not finished)
+    with reasons() as said, accelerated(model):
+        assert same(model.generate(**inputs, max_new_tokens=3), expected)
+    assert len(said) == 1 and said[0].startswith("`synced_gpus`")
+
+
 def test_continuous_batching_is_left_to_transformers(model: Any, inputs: dict[str, Any]) -> None:
     model.generate = lambda **kwargs: "batched"
     try:
@@ -257,8 +271,8 @@ def test_each_reason_is_told_apart(model: Any) -> None:
             model.generate(ids, attention_mask=mask, max_new_tokens=2)
         model.generate(ids, attention_mask=hole & hole.flip(0), max_new_tokens=2)
     assert len(said) == 3
-    assert said[0].startswith("`num_beams`") and said[1].startswith("row 0 is masked")
-    assert said[2].endswith("(1 more rows cannot be run either)")
+    assert said[0].startswith("`num_beams`") and said[1].startswith("row 0: is masked")
+    assert said[2].endswith("(and so for 1 more)")
 
 
 @pytest.mark.parametrize(
@@ -623,7 +637,7 @@ def test_settings_are_those_of_a_batch_generator(model: Any, tokenizer: PreTrain
     with pytest.raises(ConfigError, match="Did you mean `page_size`"), accelerated(model, tokenizer, page_sise=8):
         pass
     for wrong in ("some/model", pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu"), None):
-        with pytest.raises(UnsupportedModelError, match="has no `generate`"), accelerated(wrong):  # type: ignore[type-var]
+        with pytest.raises(UnsupportedModelError, match="takes a model that has a `generate`"), accelerated(wrong):  # type: ignore[type-var]
             pass
     assert "generate" not in vars(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import warnings
@@ -187,6 +188,19 @@ def test_names_types_and_kinds_of_masks(generator: BatchGenerator) -> None:
     strided = torch.empty(26, 6, dtype=torch.long).t().copy_(ids)
     assert not strided.is_contiguous()
     assert torch.equal(generator.generate(strided, attention_mask=mask, max_new_tokens=3), expected)
+
+
+@pytest.mark.gpu
+def test_ids_and_mask_may_lie_on_another_device_than_the_model() -> None:
+    ids, mask = batch()
+    for device, other in (("cuda", "cpu"), ("cpu", "cuda")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that attention on a GPU is slow so far
+            generator = BatchGenerator(copy.deepcopy(build(FAMILY)).to(device))  # type: ignore[arg-type]
+        expected = generator.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=3).cpu()
+        for given in ({"attention_mask": mask}, {"attention_mask": mask.to(other)}, {"pad_token_id": PAD}):
+            got = generator.generate(ids.to(other), max_new_tokens=3, **given)
+            assert got.device.type == other and torch.equal(got.cpu(), expected)
 
 
 def test_the_tensors_passed_are_left_alone(generator: BatchGenerator) -> None:
