@@ -5,23 +5,25 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, overload
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from .architecture import base_model, inspect_model, look_again
 from .call import Call, Work, make_plan
 from .config import BatchConfig
-from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError, UnsupportedOptionError
+from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError
 from .memory import CacheHome
-from .options import Options, resolve_options
+from .options import Options, inferred_mask, resolve_options
 from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
-from .results import BatchResult, Generation
+from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
+from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
 
 
@@ -35,6 +37,8 @@ class BatchGenerator:
     What prompts have in common is found beforehand and computed once. ``config`` is a BatchConfig, or its fields are
     given as keyword arguments. The tokenizer is the one given, else the one saved beside the model; it is needed for
     prompts that are text, and for ``text`` in the results.
+
+    ``last_report`` says how the last call went (a RunReport); None before it, and if it was refused before any work.
     """
 
     def __init__(
@@ -54,11 +58,35 @@ class BatchGenerator:
             )
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._home = CacheHome(model, self.architecture, self.config)
+        self.last_report: RunReport | None = None
         self._running = False
         self._closed = False
 
     # -- the public calls --------------------------------------------------------------------------------------
 
+    @overload
+    def generate(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        on_error: str = "raise",
+        progress: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> BatchResult: ...
+    @overload
+    def generate(
+        self,
+        prompts: None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        seed: int | None = None,
+        progress: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> Any: ...
     def generate(
         self,
         prompts: Any = None,
@@ -68,10 +96,12 @@ class BatchGenerator:
         on_error: str = "raise",
         progress: bool | None = None,
         **generate_kwargs: Any,
-    ) -> BatchResult:
+    ) -> Any:
         """Generate for every prompt; results in the order of the prompts.
 
         prompts: strings, lists of token ids, 1-D tensors or chats, mixed as you like; or a single one.
+        input_ids, attention_mask: instead of prompts, a padded 2-D tensor; then a tensor (or a ModelOutput) comes back,
+            as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
         generation_config and further keyword arguments: as for ``model.generate``.
         seed: of the sampling noise; by default one is drawn from torch's generator.
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
@@ -81,21 +111,24 @@ class BatchGenerator:
         sequences, report = 0, None
         try:
             with self._busy(), self._call() as call:
-                work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+                padded = take_padded(prompts, generate_kwargs)
+                given = prompts if padded is None else padded
+                work = self._check(given, generation_config, seed, on_error, generate_kwargs)
                 sequences = work.sequences
                 call.begin(work, strict=on_error == "raise")
                 try:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
-                            done[request.index, request.sample] = self._generation(request)
+                            done[request.index, request.sample] = self._generation(request, decode=padded is None)
                             bar.finish(request)
                 finally:
-                    report = call.report()
+                    self.last_report = report = call.report()
         except KeyboardInterrupt:
             finished = BatchResult([done[key] for key in sorted(done)], report)
             raise GenerationInterrupted(finished, len(done), sequences) from None
         done |= {(failure.index, failure.sample): failure for failure in self._failures(work)}
-        return BatchResult([done[key] for key in sorted(done)], report)
+        result = BatchResult([done[key] for key in sorted(done)], report)
+        return result if padded is None else _as_tensors(padded, result, work.options)
 
     def stream(
         self,
@@ -112,6 +145,8 @@ class BatchGenerator:
         as a plain KeyboardInterrupt: what had finished has been handed out already.
         """
         with self._busy():
+            if take_padded(prompts, generate_kwargs) is not None:
+                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
             work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
         return self._results(work, strict=on_error == "raise")
 
@@ -163,6 +198,7 @@ class BatchGenerator:
             # A plain flag: between acquiring a lock and noting that one has it, an interrupt could leave it locked.
             # Neither an interrupt nor another thread comes between the test above and this.
             self._running = True
+            self.last_report = None
             self.architecture = self._home.architecture = look_again(self.architecture, self.model)
             yield
         finally:
@@ -182,11 +218,18 @@ class BatchGenerator:
         """Everything that can be said before any work."""
         if on_error not in ("raise", "record"):
             raise ValueError(f'`on_error` must be "raise" or "record", not {on_error!r}')
+        padded = prompts if isinstance(prompts, PaddedBatch) else None
+        if padded is not None and on_error == "record":
+            raise ValueError('`on_error="record"` needs a list of prompts: a tensor has no place for an error')
         if seed is not None:
             seed = _checked_seed(seed)
-        options = resolve_options(self.model, generation_config, generate_kwargs)
+        options = resolve_options(self.model, generation_config, generate_kwargs, padded)
         self._warn_of_dropout()
-        checked, problems = self._checked_prompts(prompts)
+        if padded is None:
+            checked, problems = self._checked_prompts(prompts)
+        else:
+            inferred = inferred_mask(self.model, options, padded) if padded.mask is None else None
+            checked, problems = padded.unpadded(inferred, self.architecture.vocab_size)
         good: list[Prompt] = []
         places: list[int] = []
         limits: list[int] = []
@@ -255,15 +298,18 @@ class BatchGenerator:
         with self._busy(), self._call() as call:
             call.begin(work, strict)
             yield from self._failures(work)
-            for request in call.run():
-                yield self._generation(request)
+            try:
+                for request in call.run():
+                    yield self._generation(request)
+            finally:
+                self.last_report = call.report()
 
-    def _generation(self, request: Request) -> Generation:
+    def _generation(self, request: Request, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
             index=request.index,
             sample=request.sample,
-            text=self._tokenizer.decode(request.generated),
+            text=self._tokenizer.decode(request.generated) if decode else None,
             token_ids=request.generated,
             prompt_token_ids=request.prompt_ids.tolist(),
             finish_reason=request.finish_reason.value,
@@ -275,6 +321,11 @@ class BatchGenerator:
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 
+def _as_tensors(padded: PaddedBatch, result: BatchResult, options: Options) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    sequences = padded.continued(result.token_ids, options.pad_token_id)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if options.config.return_dict_in_generate else sequences
+
+
 def _checked_seed(seed: Any) -> int:
     try:
         number = operator.index(seed)  # NumPy's integers, too
@@ -283,8 +334,3 @@ def _checked_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not 0 <= number < 2**64:
         raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, not {seed!r}")
     return number
-
-
-def accelerated(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """Will let code that calls ``model.generate`` gain without a change. Refused until it does so exactly."""
-    raise UnsupportedOptionError("accelerated", "is not supported yet: call BatchGenerator(model).generate(prompts)")

@@ -9,17 +9,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import inspect
 import warnings
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
 from .config import BatchConfig
 from .errors import UnsupportedOptionError
+from .tensors import PaddedBatch
 
 HONOURED = frozenset(
     "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
@@ -37,9 +40,6 @@ WITHOUT_EFFECT = frozenset(
 
 # Arguments of ``generate`` itself that are not fields of GenerationConfig.
 REFUSED_ARGUMENTS = {
-    "input_ids": "is not supported yet: pass the prompts as a list",
-    "inputs": "is not supported yet: pass the prompts as a list",
-    "attention_mask": "is not supported yet: pass the prompts as a list, without padding",
     "inputs_embeds": "is not supported: prompts are text or token ids",
     "position_ids": "is not supported: positions follow from the prompt",
     "past_key_values": "is not supported: shared prefixes are found in the list itself (see BatchConfig.keep_prefixes)",
@@ -60,7 +60,7 @@ _REASONS = {
     "num_beams": "is not supported yet: beam search",
     "max_time": "is not supported yet",
     "stop_strings": "is not supported yet",
-    "return_dict_in_generate": "is not supported yet: results come as a BatchResult",
+    "return_dict_in_generate": "goes with tensors (`input_ids=`): a list of prompts gives a BatchResult",
 }
 
 
@@ -70,6 +70,7 @@ class Options:
 
     config: GenerationConfig  # transformers' own, all defaults filled in; a copy
     eos_token_ids: frozenset[int]
+    pad_token_id: int | None  # the first EOS where none was set
     do_sample: bool
     num_return_sequences: int
     has_default_length: bool  # no length was given anywhere
@@ -85,22 +86,31 @@ class Options:
         return config.max_length - prompt_tokens
 
 
-def resolve_options(model: nn.Module, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> Options:
-    """As ``generate`` resolves them; UnsupportedOptionError for what cannot be honoured."""
+def resolve_options(
+    model: nn.Module,
+    generation_config: GenerationConfig | None,
+    kwargs: dict[str, Any],
+    padded: PaddedBatch | None = None,
+) -> Options:
+    """As ``generate`` resolves them; UnsupportedOptionError for what cannot be honoured.
+
+    ``padded``: the tensors that the prompts came in, if they did; some lengths then count the padding.
+    """
     inner = base_model(model)
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise UnsupportedOptionError(
             "generation_config", f"must be a transformers.GenerationConfig, not {type(generation_config).__name__}"
         )
     _refuse_arguments(kwargs, inner)
+    kwargs = _without_token_types(kwargs, inner, padded)
     given = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*given, inner.generation_config.max_length))
     asked = {name: value for name, value in kwargs.items() if name not in REFUSED_ARGUMENTS}
     config, leftover = inner._prepare_generation_config(generation_config, **asked)
     for name in leftover:
-        if name not in ("output_attentions", "output_hidden_states"):
-            raise _unknown(name, config)
-    _refuse_fields(config)
+        if name not in ("output_attentions", "output_hidden_states") and leftover[name] is not None:
+            raise _unknown(name, config, inner)
+    _refuse_fields(config, HONOURED if padded is None else HONOURED | {"return_dict_in_generate"})
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
@@ -121,18 +131,32 @@ def resolve_options(model: nn.Module, generation_config: GenerationConfig | None
             UserWarning,
             stacklevel=4,
         )
-    inner._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=inner.device)
-    eos = config._eos_token_tensor
+    if padded is not None:
+        _leave_out_the_padding(config, padded.width, has_default_length, inner)
+    inner._prepare_special_tokens(
+        config,
+        kwargs_has_attention_mask=padded is None or padded.mask is not None,  # else transformers may have a warning
+        device=inner.device,
+        batch_size=None if padded is None else len(padded.ids),
+    )
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
     options = Options(
         config=config,
         eos_token_ids=frozenset(() if eos is None else eos.tolist()),
+        pad_token_id=None if pad is None else int(pad),
         do_sample=bool(config.do_sample),
         num_return_sequences=config.num_return_sequences or 1,
-        has_default_length=has_default_length,
+        has_default_length=has_default_length and padded is None,
     )
     # Processors check their own values (a temperature of 0, say) when they are made: now rather than after a prefill.
     make_processors(inner, options, 1, 1)
     return options
+
+
+def inferred_mask(model: nn.Module, options: Options, padded: PaddedBatch) -> torch.Tensor:
+    """The mask that ``generate`` makes up where none is passed: pad tokens are padding, unless they are EOS, too."""
+    inner = base_model(model)
+    return inner._prepare_attention_mask_for_generation(padded.ids.long().to(inner.device), options.config, {})
 
 
 def make_processors(
@@ -156,18 +180,57 @@ def config_for_prompt(options: Options, prompt_tokens: int, max_new_tokens: int)
     return config
 
 
-def _refuse_arguments(kwargs: dict[str, Any], model: nn.Module) -> None:
+def _leave_out_the_padding(config: GenerationConfig, width: int, default: bool, model: PreTrainedModel) -> None:
+    """Limits that ``generate`` counts from the padded width, as numbers of new tokens: the same for every row."""
+    if config.max_new_tokens is None:
+        limit = config.max_length
+        if default:
+            limit = min(limit + width, getattr(model.config, "max_position_embeddings", None) or limit + width)
+        if limit <= width:
+            why = f"{type(model).__name__} has {limit:,} positions" if default else f"`max_length` is {limit:,}"
+            raise ValueError(
+                f"the input is {width:,} tokens wide, padding included, and {why}: increase `max_length` or, better, "
+                "set `max_new_tokens`"
+            )
+        config.max_new_tokens = limit - width
+    if config.min_new_tokens is None and config.min_length:
+        config.min_new_tokens = max(config.min_length - width, 0)
+    config.min_length = 0
+
+
+def _refuse_arguments(kwargs: dict[str, Any], model: PreTrainedModel) -> None:
     for name, why in REFUSED_ARGUMENTS.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise UnsupportedOptionError(name, why)
+        value = kwargs.get(name)
+        if value is None or value is False or (isinstance(value, list | tuple) and not value):
+            continue  # nothing is asked for
+        raise UnsupportedOptionError(name, why)
+    if model._extract_generation_mode_kwargs(None, {}, None, None, None)["synced_gpus"]:  # by default, with ZeRO-3
+        raise UnsupportedOptionError("synced_gpus", REFUSED_ARGUMENTS["synced_gpus"])
 
 
-def _refuse_fields(config: GenerationConfig) -> None:
+def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel, padded: PaddedBatch | None) -> dict[str, Any]:
+    """Many tokenizers add ``token_type_ids``. All zeros tell a model without token types nothing; else they matter."""
+    given = kwargs.get("token_type_ids")
+    if given is None:
+        return kwargs
+    if padded is None:
+        raise UnsupportedOptionError("token_type_ids", "goes with tensors (`input_ids=`): leave it out")
+    name = type(model).__name__
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        raise UnsupportedOptionError(
+            "token_type_ids", f"is not supported: it would change what {name} computes. Leave it out if it need not"
+        )
+    if torch.as_tensor(given).any():
+        raise UnsupportedOptionError("token_type_ids", f"has no meaning to {name}: leave it out")
+    return {option: value for option, value in kwargs.items() if option != "token_type_ids"}
+
+
+def _refuse_fields(config: GenerationConfig, honoured: frozenset[str]) -> None:
     neutral = config._get_default_generation_params()
     # Names that transformers does not know either are a checkpoint's own notes; ``generate`` carries them along, too.
     for name in vars(GenerationConfig()):
         value = getattr(config, name, None)
-        if name.startswith("_") or name in HONOURED or name in WITHOUT_EFFECT:
+        if name.startswith("_") or name in honoured or name in WITHOUT_EFFECT:
             continue
         if value is None or value is False or (name in neutral and value == neutral[name]):
             continue
@@ -178,11 +241,15 @@ def _refuse_fields(config: GenerationConfig) -> None:
         raise UnsupportedOptionError(name, f"{_REASONS.get(name, 'is not supported yet')} (it is set to {value!r})")
 
 
-def _unknown(name: str, config: GenerationConfig) -> UnsupportedOptionError:
+def _unknown(name: str, config: GenerationConfig, model: PreTrainedModel) -> UnsupportedOptionError:
     if name in (field.name for field in dataclasses.fields(BatchConfig)):
         return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
+    if name in inspect.signature(model.forward).parameters:
+        return UnsupportedOptionError(
+            name, f"is an input of {type(model).__name__} that is not supported: prompts are text or token ids"
+        )
     known = [field for field in vars(config) if not field.startswith("_")]
-    known += ["seed", "on_error", "progress", *REFUSED_ARGUMENTS]
+    known += ["seed", "on_error", "progress", "input_ids", "attention_mask", *REFUSED_ARGUMENTS]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return UnsupportedOptionError(name, f"is not an option of generate{hint}")

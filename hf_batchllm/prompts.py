@@ -19,7 +19,7 @@ import numpy as np
 from .errors import PromptError
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
-_PADDED_TENSOR = "padded tensors are not supported yet: pass a list with the token ids of each prompt, without padding"
+_PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
 _ID_LIMIT = 2**31  # ids are kept as int32
 _TOKENIZER_BATCH = 1024  # a fast tokenizer holds ~100 bytes a token until its call returns: bound that
 

@@ -183,8 +183,8 @@ def test_real_tokenizer_adds_what_it_adds_by_default():
         (torch.tensor([1.0, 2.0]), "is a tensor of torch.float32; token ids are integers"),
         (torch.tensor([1.0], dtype=torch.bfloat16), "is a tensor of torch.bfloat16; token ids are integers"),
         (torch.tensor([True]), "is a tensor of torch.bool; token ids are integers"),
-        (torch.tensor([[1, 2]]), "is a 2-D tensor; padded tensors are not supported yet"),
-        (np.array([[1, 2]]), "is a 2-D NumPy array; padded tensors are not supported yet"),
+        (torch.tensor([[1, 2]]), "is a 2-D tensor; a padded tensor goes to generate"),
+        (np.array([[1, 2]]), "is a 2-D NumPy array; a padded tensor goes to generate"),
         ("text", "is a string, and there is no tokenizer; pass `tokenizer=`"),
         (CHAT, "is a chat, and there is no tokenizer; pass `tokenizer=`"),
     ],
@@ -242,8 +242,8 @@ def test_number_among_prompts_is_a_bad_prompt():
 @pytest.mark.parametrize(
     ("prompts", "why"),
     [
-        (torch.zeros(2, 3, dtype=torch.long), "2-D tensor; padded tensors are not supported yet"),
-        (np.zeros((2, 3), np.int64), "2-D NumPy array; padded tensors are not supported yet"),
+        (torch.zeros(2, 3, dtype=torch.long), "2-D tensor; a padded tensor goes to generate"),
+        (np.zeros((2, 3), np.int64), "2-D NumPy array; a padded tensor goes to generate"),
         (torch.tensor(3), "0-D tensor"),
         ({"input_ids": [[1, 2]]}, "pass the texts themselves"),
         (CHAT[0], "a chat is a list of such messages"),
