@@ -62,13 +62,13 @@ def test_the_table_and_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_ours_alone_and_a_setting_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([*SMALL, "--only-ours", "--no-pieces", "--set", "share_prefixes=false", "--sorted"]) == 0
+    assert bench.main([*SMALL, "--rivals", "none", "--no-pieces", "--set", "share_prefixes=false", "--sorted"]) == 0
     said = capsys.readouterr().out
     assert "0.0% saved" in said and "generate" not in said.replace("to generate", "") and "sorted" in said
 
 
 def test_a_rival_on_a_part_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([*SMALL, "--rival-requests", "3", "--no-pieces"]) == 0
+    assert bench.main([*SMALL, "--rivals", "generate", "--rival-requests", "3", "--no-pieces"]) == 0
     assert "same tokens as model.generate: 3 of 3 prompts" in capsys.readouterr().out
 
 
@@ -91,6 +91,7 @@ def test_a_rival_that_fails_is_reported_as_such(
         (["--set", "page_size"], "NAME=VALUE"),
         (["--model", "x", "--config", "tiny"], "not allowed with"),
         (["--dtype", "int8"], "invalid choice"),
+        (["--rivals", "vllm"], "'vllm' is not one of generate, generate_batch, none"),
     ],
 )
 def test_what_it_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,9 @@ shapes for --config: {", ".join(SHAPES)} (random weights), or a config.json
 """
 
 
+_RIVALS = ("generate", "generate_batch")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
@@ -65,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.no_pieces:
         pieces = bare_pieces(model, ours.scheduler.sizes)
     smaller = workload.first(asked.rival_requests or workload.requests)
+    given = smaller.prompts(vocabulary)
+    runs = asked.rival_runs or asked.runs
     tried: dict[int, float] = {}
-    if not asked.only_ours:
-        best, tried = best_batch_size(model, smaller.prompts(vocabulary), smaller.new, asked.batch_sizes)
-        rival = Generate(model, best, f"model.generate, batch {best}")
-        rows.append(_measure(rival, smaller, smaller.prompts(vocabulary), asked.runs))
-        orders = {"shuffled": smaller.prompts(vocabulary), "sorted": smaller.grouped(vocabulary)}
-        for order, prompts in orders.items():
-            if order == "shuffled" and not workload.shuffle:
-                continue
-            rows.append(_measure(GenerateBatch(model, f"generate_batch, {order}"), smaller, prompts, asked.runs))
+    if "generate" in asked.rivals:
+        best, tried = best_batch_size(model, given, smaller.new, asked.batch_sizes)
+        rows.append(_measure(Generate(model, best, f"model.generate, batch {best}"), smaller, given, runs))
+    if "generate_batch" in asked.rivals:
+        orders = {"shuffled": given} if workload.shuffle else {}
+        for order, prompts in {**orders, "sorted": smaller.grouped(vocabulary)}.items():
+            rows.append(_measure(GenerateBatch(model, f"generate_batch, {order}"), smaller, prompts, runs))
     same = _agreement(rows, workload, smaller, vocabulary)
     print(_table(rows, pieces))
     if same is not None:
@@ -116,10 +119,11 @@ def _agreement(
     rows: list[dict[str, Any]], workload: Workload, smaller: Workload, vocabulary: int
 ) -> tuple[int, int] | None:
     """How many prompts got the same tokens from ``generate`` as from us."""
-    if len(rows) < 2 or "tokens" not in rows[1]:
+    theirs_row = next((row for row in rows if row["name"].startswith("model.generate,") and "tokens" in row), None)
+    if theirs_row is None:
         return None
-    ours: dict[tuple[int, ...], list[int]] = _by_prompt(workload.prompts(vocabulary), rows[0]["tokens"])
-    theirs = _by_prompt(smaller.prompts(vocabulary), rows[1]["tokens"])
+    ours = _by_prompt(workload.prompts(vocabulary), rows[0]["tokens"])
+    theirs = _by_prompt(smaller.prompts(vocabulary), theirs_row["tokens"])
     return sum(ours[prompt] == tokens for prompt, tokens in theirs.items()), len(theirs)
 
 
@@ -201,6 +205,14 @@ def _setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def _rivals(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name and name != "none")
+    for name in names:
+        if name not in _RIVALS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(_RIVALS)}, none")
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_batchllm.bench",
@@ -224,8 +236,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sorted", action="store_true", help="hand the prompts over group by group, not shuffled")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--runs", type=int, default=3, help="of each; the median counts (default: %(default)s)")
-    parser.add_argument("--only-ours", action="store_true", help="leave out the rivals")
+    parser.add_argument(
+        "--rivals",
+        type=_rivals,
+        default=_RIVALS,
+        metavar="NAMES",
+        help=f"{','.join(_RIVALS)} (default: both), or none",
+    )
     parser.add_argument("--rival-requests", type=int, help="give the rivals only the first so many prompts")
+    parser.add_argument("--rival-runs", type=int, help="fewer runs of the rivals, where they take long")
     parser.add_argument("--no-pieces", action="store_true", help="do not time the bare pieces")
     parser.add_argument(
         "--batch-sizes",
