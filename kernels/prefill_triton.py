@@ -57,14 +57,13 @@ def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[s
     widest = max(qk_dim, v_dim)
     if itemsize == 4:  # no tensor cores: exact, and slow whatever the tile
         tile, warps, stages = 32, 8, 1
-    elif widest <= 128:
-        # Two blocks on a multiprocessor, so that one's products hide the other's softmax. With 64 lines L2 would have
-        # to deliver twice the bytes; with 8 warps only one block fits, and its warps wait for each other.
-        tile, warps, stages = 128, 4, 3 if widest <= 64 else 2
     else:
-        tile, warps, stages = 64, 4, 2
+        # Two or three blocks on a multiprocessor, so that one's products hide the other's softmax. The third stage
+        # is worth a quarter and more; where it would cost the second block, no stages at all are better than two.
+        tile, warps, stages = 64, 4, 3 if widest <= 128 else 1
     if group > tile:
-        tile, warps, stages = triton.next_power_of_2(group), 8, 1
+        tile = triton.next_power_of_2(group)
+        warps, stages = (4, 2) if itemsize < 4 and tile == 128 and widest <= 128 else (8, 1)
     return {"tile": tile, "num_warps": warps, "num_stages": stages}
 
 
