@@ -1,0 +1,281 @@
+"""How fast the small fused kernels are on this GPU, beside the plain operations that transformers runs for the same.
+
+    python examples/bench_small.py                                   # Llama-3.1-8B's shapes
+    python examples/bench_small.py --model qwen3-0.6b gemma3-1b --tokens 64 8192
+    python examples/bench_small.py --tune NORM_ELEMENTS=8 ACT_BLOCK=2048
+
+Each line is one operation of one layer, or of the LM head's output, for so many tokens (rows, where it samples). Times
+are medians of replays of a CUDA graph that goes over several sets of inputs in turn. Bytes are those of inputs and
+outputs, each once; their share is of what a large copy reaches. "differ" is the part of the elements in which kernel
+and plain operations disagree at all, and "far" the largest disagreement, as a part of the largest value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_attention import copy_bandwidth, graph_ms  # beside this file
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+
+from hf_batchllm.kernels import sample_triton, small_triton
+from hf_batchllm.kernels.small_torch import PADDING, Rows
+
+Tensors = tuple[torch.Tensor, ...]
+EPS = 1e-6
+SPREAD = 128 << 20  # bytes that the sets of inputs have together: more than the L2 cache holds
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inter: int
+    vocabulary: int
+    qk_norm: bool = False
+    gemma: bool = False
+
+
+MODELS = {
+    "llama-8b": Model(4096, 32, 8, 128, 14336, 128256),
+    "qwen3-0.6b": Model(1024, 16, 8, 128, 3072, 151936, qk_norm=True),
+    "gemma3-1b": Model(1152, 4, 1, 256, 6912, 262144, qk_norm=True, gemma=True),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str
+    make: Callable[[], Tensors]  # a set of inputs
+    ours: Callable[..., Tensors]
+    plain: Callable[..., Tensors] | None
+    moved: int  # bytes
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def norm_module(model: Model, size: int) -> torch.nn.Module:
+    module = (Gemma3RMSNorm if model.gemma else LlamaRMSNorm)(size, eps=EPS).to("cuda", torch.bfloat16)
+    module.weight.data.normal_()
+    return module.requires_grad_(False)
+
+
+def rope(model: Model, tokens: int) -> Operation:
+    heads, kv_heads, dim = model.heads, model.kv_heads, model.dim
+    q_norm, k_norm = norm_module(model, dim), norm_module(model, dim)
+    slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
+
+    def make() -> Tensors:
+        angle = torch.rand(tokens, dim // 2, device="cuda").repeat(1, 2)
+        merged = randn(tokens, heads + 2 * kv_heads, dim)
+        caches = (randn(2 * tokens, kv_heads, dim), randn(2 * tokens, kv_heads, dim))
+        return merged, angle.cos().bfloat16(), angle.sin().bfloat16(), *caches
+
+    def ours(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
+        q, k, v = merged.split([heads, kv_heads, kv_heads], dim=1)
+        weights = {"q_weight": q_norm.weight, "k_weight": k_norm.weight} if model.qk_norm else {}
+        small_triton.rope_and_write(
+            q, k, v, cos, sin, *caches, slots, eps=EPS, unit_offset=model.gemma, **weights
+        )  # fmt: skip
+        return q, *caches
+
+    def plain(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
+        q, k, v = (part[None].transpose(1, 2) for part in merged.split([heads, kv_heads, kv_heads], dim=1))
+        if model.qk_norm:
+            q, k = q_norm(q), k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, cos[None], sin[None])
+        caches[0].index_copy_(0, slots, k[0].transpose(0, 1))
+        caches[1].index_copy_(0, slots, v[0].transpose(0, 1))
+        return q[0].transpose(0, 1), *caches
+
+    name = "qk norm, rope, write" if model.qk_norm else "rope, write"
+    return Operation(name, make, ours, plain, 2 * 2 * tokens * (heads + 2 * kv_heads) * dim + 4 * tokens * dim)
+
+
+def norms(model: Model, tokens: int, inner: bool) -> Operation:
+    hidden = model.hidden
+    norm, inner_norm = norm_module(model, hidden), norm_module(model, hidden)
+
+    def ours(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
+        weight = inner_norm.weight if inner else None
+        normed = small_triton.add_rms_norm(
+            x, residual, norm.weight, EPS, unit_offset=model.gemma, inner_weight=weight
+        )  # fmt: skip
+        return normed, residual
+
+    def plain(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
+        residual = residual + (inner_norm(x) if inner else x)
+        return norm(residual), residual
+
+    def make() -> Tensors:
+        return randn(tokens, hidden), randn(tokens, hidden)
+
+    return Operation("norm, add, norm" if inner else "add, norm", make, ours, plain, 2 * 4 * tokens * hidden)
+
+
+def activation(model: Model, tokens: int) -> Operation:
+    kind = "gelu_tanh" if model.gemma else "silu"
+    function = torch.nn.functional.silu
+    if model.gemma:
+        function = lambda x: torch.nn.functional.gelu(x, approximate="tanh")  # noqa: E731
+
+    def plain(merged: torch.Tensor) -> Tensors:
+        gate, up = merged.chunk(2, dim=1)
+        return (function(gate) * up,)
+
+    return Operation(
+        "gelu x up" if model.gemma else "silu x up",
+        lambda: (randn(tokens, 2 * model.inter),),
+        lambda merged: (small_triton.act_and_mul(merged, activation=kind),),
+        plain,
+        2 * 3 * tokens * model.inter,
+    )
+
+
+def greedy(model: Model, rows: int) -> Operation:
+    return Operation(
+        "greedy",
+        lambda: (randn(rows, model.vocabulary),),
+        lambda logits: (sample_triton.greedy(logits),),
+        lambda logits: (logits.float().argmax(dim=-1),),
+        2 * rows * model.vocabulary,
+    )
+
+
+def gumbel(model: Model, rows: int) -> Operation:
+    """Beside what torch's multinomial does, with another noise: results do not compare."""
+
+    def plain(logits: torch.Tensor) -> Tensors:
+        weights = torch.softmax(logits.float() / 0.7, dim=-1)
+        return (weights.div_(torch.empty_like(weights).exponential_(1)).argmax(dim=-1),)
+
+    numbers = torch.arange(rows, device="cuda")
+    seed = torch.tensor([5], device="cuda")
+    return Operation(
+        "sample",
+        lambda: (randn(rows, model.vocabulary),),
+        lambda logits: (sample_triton.gumbel_sample(logits, 0.7, seed, numbers, numbers, numbers),),
+        plain,
+        2 * rows * model.vocabulary,
+    )
+
+
+def advance(model: Model, rows: int) -> Operation:
+    """No plain operations beside it: transformers keeps this state on the host."""
+    eos = torch.tensor([-2] * 4, device="cuda")
+
+    def make() -> Tensors:
+        wide = torch.full((3, rows), 1, device="cuda")
+        narrow = torch.zeros(5, rows, dtype=torch.int32, device="cuda")
+        narrow[2] = 1 << 30  # remaining
+        narrow[3, ::9] = PADDING
+        pages = torch.ones(rows, 64, dtype=torch.int32, device="cuda")
+        return *wide, *narrow, pages, torch.zeros(rows, 16, dtype=torch.int64, device="cuda")
+
+    def ours(token: torch.Tensor, position: torch.Tensor, slot: torch.Tensor, *rest: torch.Tensor) -> Tensors:
+        length, made, remaining, status, start, pages, produced = rest
+        state = Rows(token, position, length, slot, made, remaining, status, start, pages, produced)
+        sample_triton.advance(state, token, eos, 64)
+        return (token,)
+
+    return Operation("advance", make, ours, None, rows * (4 * 8 + 8 + 8 * 4))
+
+
+def measure(operation: Operation, copy: float, replays: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {"name": operation.name}
+    inputs = operation.make()
+    ours = operation.ours(*(each.clone() for each in inputs))
+    if operation.plain is not None and operation.name != "sample":
+        plain = operation.plain(*(each.clone() for each in inputs))
+        pairs = [(a.double(), b.double()) for a, b in zip(ours, plain, strict=True)]
+        differ = sum(int((a != b).sum()) for a, b in pairs)
+        figures["differ"] = differ / sum(a.numel() for a, _ in pairs)
+        figures["far"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        del pairs, plain
+    size = sum(each.nbytes for each in inputs)
+    sets = [operation.make() for _ in range(max(2, min(32, SPREAD // size)))]
+    for name, function in (("ms", operation.ours), ("plain_ms", operation.plain)):
+        if function is None:
+            continue
+
+        def every(function: Callable[..., Tensors] = function) -> None:
+            for inputs in sets:
+                function(*inputs)
+
+        every()
+        torch.cuda.synchronize()
+        figures[name] = graph_ms(every, replays) / len(sets)
+    figures["gbs"] = operation.moved / figures["ms"] / 1e6
+    figures["share"] = figures["gbs"] * 1e9 / copy
+    return figures
+
+
+def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
+    made = [rope(model, tokens), norms(model, tokens, inner=False), activation(model, tokens)]
+    if model.gemma:
+        made.append(norms(model, tokens, inner=True))
+    if tokens <= sampled:
+        made += [greedy(model, tokens), gumbel(model, tokens), advance(model, tokens)]
+    return made
+
+
+def tune(setting: str) -> None:
+    name, value = setting.split("=")
+    module = small_triton if hasattr(small_triton, name) else sample_triton
+    if not isinstance(getattr(module, name, None), int):
+        raise SystemExit(f"{name} is no constant of the kernels")
+    setattr(module, name, int(value))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-8b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 8192])
+    parser.add_argument("--sampled", type=int, default=512, help="no more rows than this go through the LM head")
+    parser.add_argument("--only", nargs="+", help="parts of the operations' names")
+    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the kernels")
+    parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args()
+    for setting in options.tune:
+        tune(setting)
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
+    print(f"{'model':>11} {'tokens':>6} {'operation':>20} {'us':>8} {'GB/s':>6} {'share':>6} {'plain us':>9}", end="")
+    print(f" {'ratio':>6} {'differ':>8} {'far':>8}")
+    results = []
+    for name in options.model:
+        for tokens in options.tokens:
+            for operation in operations(MODELS[name], tokens, options.sampled):
+                if options.only and not any(part in operation.name for part in options.only):
+                    continue
+                found = measure(operation, copy, options.replays)
+                results.append({"model": name, "tokens": tokens, "tune": options.tune} | found)
+                print(f"{name:>11} {tokens:6} {operation.name:>20} {found['ms'] * 1e3:8.2f}", end="")
+                print(f" {found['gbs']:6.0f} {found['share']:6.1%}", end="")
+                if "plain_ms" in found:
+                    print(f" {found['plain_ms'] * 1e3:9.2f} {found['plain_ms'] / found['ms']:6.1f}", end="")
+                if "differ" in found:
+                    print(f" {found['differ']:8.1e} {found['far']:8.1e}", end="")
+                print(flush=True)
+                torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""From logits to the next step's inputs without the host, in Triton; the twins are in ``small_torch``.
+
+``greedy`` and ``gumbel_sample`` go over blocks of the vocabulary first, then over what the blocks found. Noise is made
+from a counter: a token's depends on (seed, prompt, sample, position, token) alone, not on the batch it is drawn in.
+``advance`` takes the tokens into the rows' state: a step may be launched before the host has seen the last one's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from . import small_torch
+from .small_torch import SAMPLE_BLOCK, Rows
+
+GREEDY_BLOCK = 4096  # tokens of the vocabulary
+ADVANCE_BLOCK = 64  # rows
+
+_RUNNING = tl.constexpr(small_torch.RUNNING)
+_STOPPED = tl.constexpr(small_torch.STOPPED)
+_FULL = tl.constexpr(small_torch.FULL)
+_NO_PAGE = tl.constexpr(small_torch.NO_PAGE)
+_NO_TOKEN = tl.constexpr(small_torch.NO_TOKEN)
+_INFINITY = tl.constexpr(float("inf"))
+_BEYOND = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _best(scores, token):
+    """The highest of some scores and its token, the lowest among equals. None is NaN."""
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where(scores == best, token, _BEYOND), 0)
+
+
+@triton.jit
+def _best_of_block(logits, row_stride, block_score, block_token, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
+    row = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
+    scores = scores.to(tl.float32)
+    scores = tl.where(scores == scores, scores, _INFINITY)
+    best, which = _best(scores, token)
+    tl.store(block_score + row * BLOCKS + block, best)
+    tl.store(block_token + row * BLOCKS + block, which)
+
+
+@triton.jit
+def _log2_exponential(high, low):
+    """The log2 of an exponential variable from 64 random bits: always finite."""
+    # 63 bits make a number below one half, the last bit says at which end of (0, 1) it lies: in both, floats are dense.
+    half = (high >> 1).to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
+    # -log(1 - x) = 2 artanh(x / (2 - x)): the series keeps its digits where x is small, as 1 - x would not.
+    s = half / (2.0 - half)
+    t = s * s
+    series = 1.0 / 11.0 + t * (1.0 / 13.0 + t * (1.0 / 15.0))
+    series = 1.0 + t * (1.0 / 3.0 + t * (1.0 / 5.0 + t * (1.0 / 7.0 + t * (1.0 / 9.0 + t * series))))
+    return tl.log2(tl.where((high & 1) == 1, 2.0 * s * series, -tl.log(half)))
+
+
+@triton.jit
+def _words(seed, token, position, sample, prompt, row):
+    zero = token * 0
+    return tl.philox(
+        tl.load(seed),
+        token,
+        zero + tl.load(position + row).to(tl.int32),
+        zero + tl.load(sample + row).to(tl.int32),
+        zero + tl.load(prompt + row).to(tl.int32),
+    )
+
+
+@triton.jit
+def _noisy_weight_of_block(
+    logits, row_stride, factor, seed, prompt, sample, position, block_score,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
+    row = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
+    scores = scores.to(tl.float32) * factor  # in units of log2, as all scores here
+    peak = tl.max(scores, 0)
+    peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
+    weight = peak + tl.log2(tl.sum(tl.exp2(scores - peak), 0))  # NaN if a score is NaN or infinite
+    _, _, high, low = _words(seed, block * BLOCK, position, sample, prompt, row)
+    score = weight - _log2_exponential(high, low)
+    tl.store(block_score + row * BLOCKS + block, tl.where(score == score, score, _INFINITY))
+
+
+@triton.jit
+def _draw_from_best_block(
+    logits, row_stride, factor, seed, prompt, sample, position, block_score, out,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
+    row = tl.program_id(0)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
+    best, block = _best(tl.load(block_score + row * BLOCKS + at, mask=at < BLOCKS, other=-_INFINITY), at)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
+    high, low, _, _ = _words(seed, token, position, sample, prompt, row)
+    _, which = _best(scores.to(tl.float32) * factor - _log2_exponential(high, low), token)
+    which = tl.where((best > -_INFINITY) & (best < _INFINITY), which, -1)
+    tl.store(out + row, which.to(tl.int64))
+
+
+@triton.jit
+def _best_of_blocks(block_score, block_token, out, BLOCKS: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
+    scores = tl.load(block_score + row * BLOCKS + at, mask=at < BLOCKS, other=-_INFINITY)
+    tokens = tl.load(block_token + row * BLOCKS + at, mask=at < BLOCKS, other=_BEYOND)
+    _, token = _best(scores, tokens)
+    tl.store(out + row, token.to(tl.int64))
+
+
+def greedy(
+    logits: torch.Tensor,  # [rows, vocabulary]
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [rows] int64
+    """The best token of each row, the lowest among equals; NaN counts as infinity."""
+    rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1
+    blocks = triton.cdiv(vocabulary, GREEDY_BLOCK)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    scores = torch.empty(rows, blocks, device=logits.device)
+    tokens = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    if rows:
+        _best_of_block[(rows * blocks,)](
+            logits, logits.stride(0), scores, tokens, VOCABULARY=vocabulary, BLOCK=GREEDY_BLOCK, num_warps=4
+        )
+        _best_of_blocks[(rows,)](scores, tokens, out, BLOCKS=blocks, num_warps=1)
+    return out
+
+
+def gumbel_sample(
+    logits: torch.Tensor,  # [rows, vocabulary]
+    temperature: float,
+    seed: torch.Tensor,  # [1] int64
+    prompt: torch.Tensor,  # [rows] int64  of each row, as are the next two
+    sample: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [rows] int64
+    """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
+
+    The noise of a token depends on (seed, prompt, sample, position, token) alone. First a block of the vocabulary is
+    drawn, by what its tokens weigh together, then one of its tokens: noise is made for few tokens, not for all.
+    Scores are float32: of two whose noisy scores are nearer than about 1e-6 of their size, either may be drawn.
+    """
+    rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1
+    blocks = triton.cdiv(vocabulary, SAMPLE_BLOCK)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    scores = torch.empty(rows, blocks, device=logits.device)
+    given = (logits, logits.stride(0), math.log2(math.e) / temperature, seed, prompt, sample, position, scores)
+    shape = {"VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK}
+    if rows:
+        _noisy_weight_of_block[(rows * blocks,)](*given, **shape, num_warps=4)
+        _draw_from_best_block[(rows,)](*given, out, **shape, num_warps=8)  # more threads: each has much to do
+    return out
+
+
+@triton.jit
+def _advance(
+    token, position, length, slot, made, remaining, status, start, pages, produced,
+    sampled, eos, n_rows,
+    EOS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n_rows
+    running = inside & (tl.load(status + row, mask=inside, other=_STOPPED) == _RUNNING)
+    new = tl.load(sampled + row, mask=running, other=-1)
+    real = running & (new >= 0)
+    count = tl.load(made + row, mask=real, other=0)
+    tl.store(produced + row.to(tl.int64) * STEPS + count % STEPS, new, mask=real)
+    tl.store(made + row, count + 1, mask=real)
+    left = tl.load(remaining + row, mask=real, other=0) - 1
+    tl.store(remaining + row, left, mask=real)
+
+    stopped = new != new
+    for i in tl.static_range(EOS):
+        stopped = stopped | (new == tl.load(eos + i))
+    stopped = stopped & real
+    full = real & (left <= 0)
+    moving = real & (left > 0) & (stopped == 0)
+
+    at = tl.load(position + row, mask=moving, other=0) + 1
+    offset = at - tl.load(start + row, mask=moving, other=0)
+    index = offset // PAGE
+    page = tl.load(pages + row.to(tl.int64) * PAGES + index, mask=moving & (index < PAGES), other=-1).to(tl.int64)
+    tl.store(token + row, new, mask=moving)
+    tl.store(position + row, at, mask=moving)
+    tl.store(length + row, tl.load(length + row, mask=moving, other=0) + 1, mask=moving)
+    tl.store(slot + row, tl.where(moving & (page >= 0), page * PAGE + offset % PAGE, -1), mask=running)
+    code = tl.where(stopped, _STOPPED, tl.where(full, _FULL, tl.where(real, _NO_PAGE, _NO_TOKEN)))
+    tl.store(status + row, code, mask=running & ((moving == 0) | (page < 0)))
+
+
+def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int) -> None:
+    """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
+
+    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, and no slot. One that needs a
+    page that it does not have moves on without a slot: with a page and a slot given, it can run again.
+    """
+    assert rows.pages.is_contiguous() and rows.produced.is_contiguous()
+    count = len(rows.token)
+    if count == 0:
+        return
+    _advance[(triton.cdiv(count, ADVANCE_BLOCK),)](
+        rows.token, rows.position, rows.length, rows.slot, rows.made, rows.remaining, rows.status, rows.start,
+        rows.pages, rows.produced, sampled, eos, count,
+        EOS=len(eos), STEPS=rows.produced.shape[1], PAGES=rows.pages.shape[1], PAGE=page_size, BLOCK=ADVANCE_BLOCK,
+        num_warps=2,
+    )  # fmt: skip

@@ -1,0 +1,277 @@
+"""The elementwise work of a layer in three Triton kernels; the twins, of the same signatures, are in ``small_torch``.
+
+What they do costs nothing but reading and writing, so each reads its inputs once, in 16-byte pieces, and writes its
+results where they are wanted: rotated keys straight into the cache, the residual in place. They round to the tensors'
+dtype wherever the modules of transformers do. Then only the order of a sum, and the last bit of exp or rsqrt, can make
+a difference. The figures behind the choices are in docs/attention-notes.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LINE_ELEMENTS = 1024  # of the heads that one block of ``rope_and_write`` turns
+NORM_ELEMENTS = 16  # for each thread
+ACT_BLOCK = 1024  # elements for each block of 4 warps
+
+_TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+
+
+@triton.jit
+def _weighted(x, weight, UNIT_OFFSET: tl.constexpr):
+    """A normalised float32 tile times its weight, rounded as Llama's module does or as Gemma's."""
+    if UNIT_OFFSET:
+        return (x * (1.0 + weight.to(tl.float32))).to(weight.dtype)
+    return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
+def _rounded_product(a, b):
+    """Rounded to b's dtype: a product alone, which no fused multiply-add may swallow in half precision."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(b.dtype).to(tl.float32)
+
+
+@triton.jit
+def _turn_lines(
+    source,  # [lines, 1] pointers to each line's first element, as is target
+    target,
+    valid,  # [lines, 1]
+    weight,
+    cos,  # pointers to the token's row of the table, as is sin
+    sin,
+    eps,
+    NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """Load heads, normalise, turn and store them. A thread holds both halves of what it turns: in place is safe."""
+    HALF: tl.constexpr = ROTARY // 2
+    REST: tl.constexpr = DIM - ROTARY
+    total = tl.zeros([source.shape[0], 1], tl.float32)
+    # Weights and tables are read for each line: a thread then has what its own elements need, and nothing moves.
+    line = tl.zeros([source.shape[0], 1], tl.int32)
+    if HALF > 0:
+        at = line + tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        inside = valid & (at < HALF)
+        low = tl.load(source + at, mask=inside, other=0.0)
+        high = tl.load(source + HALF + at, mask=inside, other=0.0)
+    if REST > 0:
+        beyond = line + tl.arange(0, triton.next_power_of_2(REST))[None, :]
+        outside = valid & (beyond < REST)
+        rest = tl.load(source + ROTARY + beyond, mask=outside, other=0.0)
+
+    if NORM:
+        if HALF > 0:
+            low, high = low.to(tl.float32), high.to(tl.float32)
+            total += tl.sum(low * low, 1, keep_dims=True) + tl.sum(high * high, 1, keep_dims=True)
+        if REST > 0:
+            rest = rest.to(tl.float32)
+            total += tl.sum(rest * rest, 1, keep_dims=True)
+        scale = tl.rsqrt(total / DIM + eps)
+        if HALF > 0:
+            low = _weighted(low * scale, tl.load(weight + at, mask=at < HALF, other=0.0), UNIT_OFFSET)
+            high = _weighted(high * scale, tl.load(weight + HALF + at, mask=at < HALF, other=0.0), UNIT_OFFSET)
+        if REST > 0:
+            rest = _weighted(
+                rest * scale, tl.load(weight + ROTARY + beyond, mask=beyond < REST, other=0.0), UNIT_OFFSET
+            )
+
+    if HALF > 0:
+        low_cos = tl.load(cos + at, mask=at < HALF, other=0.0)
+        low_sin = tl.load(sin + at, mask=at < HALF, other=0.0)
+        high_cos = tl.load(cos + HALF + at, mask=at < HALF, other=0.0)
+        high_sin = tl.load(sin + HALF + at, mask=at < HALF, other=0.0)
+        new_low = _rounded_product(low, low_cos) - _rounded_product(high, low_sin)
+        new_high = _rounded_product(high, high_cos) + _rounded_product(low, high_sin)
+        tl.store(target + at, new_low.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + HALF + at, new_high.to(target.dtype.element_ty), mask=inside)
+    if REST > 0:
+        tl.store(target + ROTARY + beyond, rest, mask=outside)
+
+
+@triton.jit
+def _rope_and_write(
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_out, q_weight, k_weight,
+    eps,
+    q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, table_token,  # strides
+    q_blocks,  # of each token; the next ones are those of k and v
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    cos += token * table_token
+    sin += token * table_token
+    if block < q_blocks:
+        head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        source = q + token * q_token + head * q_head
+        target = q_out + token * out_token + head * out_head
+        _turn_lines(
+            source, target, head < HEADS, q_weight, cos, sin, eps, NORM_Q, UNIT_OFFSET, DIM, ROTARY
+        )  # fmt: skip
+    else:
+        head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        valid = head < KV_HEADS
+        source = k + token * k_token + head * k_head
+        target = k_cache + (slot * KV_HEADS + head) * DIM
+        _turn_lines(source, target, valid, k_weight, cos, sin, eps, NORM_K, UNIT_OFFSET, DIM, ROTARY)
+        at = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
+        inside = valid & (at < V_DIM)
+        value = tl.load(v + token * v_token + head * v_head + at, mask=inside, other=0.0)
+        tl.store(v_cache + (slot * KV_HEADS + head) * V_DIM + at, value, mask=inside)
+
+
+def rope_and_write(
+    q: torch.Tensor,  # [tokens, heads, dim]  any strides, but for each head's dim in a row, as with k and v
+    k: torch.Tensor,  # [tokens, kv_heads, dim]
+    v: torch.Tensor,  # [tokens, kv_heads, v_dim]
+    cos: torch.Tensor | None,  # [tokens, rotary_dim], of q's dtype or float32; None: no rotation
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,  # [slots, kv_heads, dim]
+    v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
+    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nothing of it is written, nor its q
+    *,
+    q_out: torch.Tensor | None = None,  # [tokens, heads, dim]  by default q itself
+    q_weight: torch.Tensor | None = None,  # [dim]  an RMSNorm over each head before the rotation
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+) -> None:
+    """Normalise and rotate q and k by halves, as Llama does; q goes to ``q_out``, k and v to their slots."""
+    tokens, heads, dim = q.shape
+    kv_heads, v_dim = v.shape[1:]
+    q_out = q if q_out is None else q_out
+    rotary = 0 if cos is None else cos.shape[-1]
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and {q.dtype} == {k.dtype, v.dtype, k_cache.dtype}
+    assert all(each.stride(-1) == 1 for each in (q, k, v, q_out))
+    if cos is not None and sin is not None:
+        assert cos.stride() == sin.stride() and cos.stride(-1) == 1
+        assert cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
+    assert all(weight is None or weight.dtype == q.dtype for weight in (q_weight, k_weight))
+    if tokens == 0:
+        return
+    # As many heads as a block of k and v has, so that few lines stand empty.
+    lines = min(triton.next_power_of_2(kv_heads), max(1, LINE_ELEMENTS // triton.next_power_of_2(dim)))
+    q_blocks = triton.cdiv(heads, lines)
+    _rope_and_write[(tokens, q_blocks + triton.cdiv(kv_heads, lines))](
+        q, k, v, q if cos is None else cos, q if sin is None else sin, k_cache, v_cache, slots, q_out,
+        q if q_weight is None else q_weight, q if k_weight is None else k_weight, eps,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], 0 if cos is None else cos.stride(0),
+        q_blocks,
+        NORM_Q=q_weight is not None, NORM_K=k_weight is not None, UNIT_OFFSET=unit_offset,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROTARY=rotary, BLOCK_H=lines,
+        num_warps=max(1, min(4, lines * dim // 512)),  # 8 elements of each half for a thread
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_rms_norm(
+    x, residual, weight, inner_weight, out,
+    eps,
+    x_token, residual_token, out_token,  # strides
+    HIDDEN: tl.constexpr,
+    ADD: tl.constexpr,
+    INNER: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, triton.next_power_of_2(HIDDEN))
+    inside = at < HIDDEN
+    row = tl.load(x + token * x_token + at, mask=inside, other=0.0)
+    gain = tl.load(weight + at, mask=inside, other=0.0)  # on its way while the sum is made
+    if ADD:
+        before = tl.load(residual + token * residual_token + at, mask=inside, other=0.0)
+    if INNER:
+        wide = row.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+        row = _weighted(wide * scale, tl.load(inner_weight + at, mask=inside, other=0.0), UNIT_OFFSET)
+    if ADD:
+        row = (row.to(tl.float32) + before.to(tl.float32)).to(row.dtype)
+        tl.store(residual + token * residual_token + at, row, mask=inside)
+    wide = row.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+    tl.store(out + token * out_token + at, _weighted(wide * scale, gain, UNIT_OFFSET), mask=inside)
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [tokens, hidden]
+    residual: torch.Tensor | None,  # [tokens, hidden]  in place: what x makes of it
+    weight: torch.Tensor,  # [hidden]
+    eps: float,
+    *,
+    unit_offset: bool = False,
+    inner_weight: torch.Tensor | None = None,  # [hidden]  x is normalised with it before it is added
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [tokens, hidden]
+    """The RMSNorm of ``residual + x``, which the residual becomes; or of x alone."""
+    tokens, hidden = x.shape
+    out = torch.empty_like(x) if out is None else out
+    given = [each for each in (x, residual, weight, inner_weight, out) if each is not None]
+    assert all(each.dtype == x.dtype and each.stride(-1) == 1 for each in given)
+    if tokens:
+        _add_rms_norm[(tokens,)](
+            x, x if residual is None else residual, weight, weight if inner_weight is None else inner_weight, out, eps,
+            x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+            HIDDEN=hidden, ADD=residual is not None, INNER=inner_weight is not None, UNIT_OFFSET=unit_offset,
+            num_warps=max(1, min(16, triton.next_power_of_2(hidden) // (32 * NORM_ELEMENTS))),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _act_and_mul(
+    gate, up, out,
+    gate_token, up_token, out_token,  # strides
+    INTER: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One axis: the others of a grid end at 65,535.
+    token = (tl.program_id(0) // triton.cdiv(INTER, BLOCK)).to(tl.int64)
+    at = tl.program_id(0) % triton.cdiv(INTER, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < INTER
+    x = tl.load(gate + token * gate_token + at, mask=inside, other=0.0)
+    times = tl.load(up + token * up_token + at, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    if GELU:  # tanh(u) = 2 sigmoid(2u) - 1; 1 + tanh(u) loses digits where u is negative, and is to lose them here too
+        tanh = 2.0 * tl.sigmoid((wide + 0.044715 * (wide * wide * wide)) * _TWO_SQRT_2_OVER_PI) - 1.0
+        active = 0.5 * wide * (1.0 + tanh)
+    else:
+        active = wide / (1.0 + tl.exp(-wide))
+    tl.store(out + token * out_token + at, _rounded_product(active.to(x.dtype), times).to(x.dtype), mask=inside)
+
+
+def act_and_mul(
+    gate: torch.Tensor,  # [tokens, inter], or [tokens, 2 * inter] with up in the second half
+    up: torch.Tensor | None = None,  # [tokens, inter]
+    *,
+    activation: str = "silu",  # or "gelu_tanh"
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [tokens, inter]
+    """``activation(gate) * up``."""
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation {activation!r} is neither 'silu' nor 'gelu_tanh'")
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    tokens, inter = gate.shape
+    out = gate.new_empty(gate.shape) if out is None else out
+    assert all(each.dtype == gate.dtype and each.stride(-1) == 1 for each in (up, out)) and gate.stride(-1) == 1
+    if tokens:
+        _act_and_mul[(tokens * triton.cdiv(inter, ACT_BLOCK),)](
+            gate, up, out, gate.stride(0), up.stride(0), out.stride(0),
+            INTER=inter, GELU=activation == "gelu_tanh", BLOCK=ACT_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out
