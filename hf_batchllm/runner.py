@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from .architecture import Architecture, base_model
-from .attention import ATTENTION_NAME, AttentionBackend, attention_context
+from .attention import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    AttentionContext,
+    attention_context,
+    context_in_use,
+    use_context,
+)
 from .batch import ModelBatch
 from .errors import UnsupportedModelError
 from .patches.attention_swap import AttentionSwap
@@ -20,11 +27,18 @@ class ModelRunner:
         self.architecture = architecture
         self.backend = backend
         self._swap = AttentionSwap(model)
+        self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
-    @torch.no_grad()
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary] float32
         """Run the step's tokens; the logits of those rows that are sampled."""
+        self._outside = torch.is_grad_enabled(), context_in_use()
+        with torch.no_grad():
+            logits = self._step(batch)
+        self._outside = None
+        return logits
+
+    def _step(self, batch: ModelBatch) -> torch.Tensor:
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         keep = {"logits_to_keep": tokens.logits_rows} if self._selects_rows else {}
@@ -50,5 +64,10 @@ class ModelRunner:
         return logits.float()
 
     def restore(self) -> None:
-        """Once more, should an interrupt have come while a step put the model back."""
+        """Once more, should an interrupt have come while a step put things back."""
         self._swap.restore()
+        if self._outside is not None:
+            grad_mode, context = self._outside
+            torch.set_grad_enabled(grad_mode)
+            use_context(context)
+            self._outside = None
