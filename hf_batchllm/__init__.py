@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .config import BatchConfig
+    from .drop_in import accelerated
     from .errors import (
         BatchLLMError,
         CacheMemoryError,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
-    from .generator import BatchGenerator, accelerated
+    from .generator import BatchGenerator
     from .results import BatchResult, Generation, RunReport
     from .sharing import SharingPlan, plan_prompts
 
@@ -50,7 +51,7 @@ _HOME = {  # public name -> the module that holds it
     "TokenizerError": "errors",
     "UnsupportedModelError": "errors",
     "UnsupportedOptionError": "errors",
-    "accelerated": "generator",
+    "accelerated": "drop_in",
     "plan_prompts": "sharing",
 }
 

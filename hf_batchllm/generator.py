@@ -361,9 +361,7 @@ class BatchGenerator:
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 
-def _as_tensors(
-    padded: PaddedBatch, result: BatchResult, options: Options
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
+def _as_tensors(padded: PaddedBatch, result: BatchResult, options: Options) -> torch.Tensor | GenerateDecoderOnlyOutput:
     sequences = padded.continued(result.token_ids, options.pad_token_id)
     return GenerateDecoderOnlyOutput(sequences=sequences) if options.config.return_dict_in_generate else sequences
 

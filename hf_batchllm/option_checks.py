@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from .config import BatchConfig
 from .errors import UnsupportedOptionError
@@ -89,11 +90,14 @@ _ELSEWHERE = {
 }
 
 
-def unknown_option(name: str, known: Iterable[str]) -> UnsupportedOptionError:
+def unknown_option(name: str, known: Iterable[str], model: PreTrainedModel) -> UnsupportedOptionError:
     if name in _ELSEWHERE:
         return UnsupportedOptionError(name, _ELSEWHERE[name])
     if name in (field.name for field in dataclasses.fields(BatchConfig)):
         return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
+    if name in inspect.signature(model.forward).parameters:
+        why = f"is an input of {type(model).__name__} that is not supported: prompts are text or token ids"
+        return UnsupportedOptionError(name, why)
     near = difflib.get_close_matches(name, [*known, "seed", "on_error", "progress"], n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return UnsupportedOptionError(name, f"is not an option of generate{hint}")

@@ -98,8 +98,7 @@ def resolve_options(
     notices = notices or Notices()
     check_generation_config(generation_config)
     _refuse_arguments(kwargs, inner)
-    if padded is not None:
-        kwargs = _without_token_types(kwargs, inner)
+    kwargs = _without_token_types(kwargs, inner, padded)
     check_values(kwargs)
     _refuse_greedy_samples(kwargs, generation_config, inner)
     given = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
@@ -109,7 +108,7 @@ def resolve_options(
     for name in leftover:
         if name not in ("output_attentions", "output_hidden_states") and leftover[name] is not None:
             fields = [field for field in vars(config) if not field.startswith("_")]
-            raise unknown_option(name, [*fields, "input_ids", "attention_mask", *REFUSED_ARGUMENTS])
+            raise unknown_option(name, [*fields, "input_ids", "attention_mask", *REFUSED_ARGUMENTS], inner)
     _refuse_fields(config, HONOURED if padded is None else HONOURED | {"return_dict_in_generate"})
     check_values(vars(config))
     check_sampling(config)
@@ -197,11 +196,13 @@ def _refuse_arguments(kwargs: dict[str, Any], model: PreTrainedModel) -> None:
         raise UnsupportedOptionError("synced_gpus", REFUSED_ARGUMENTS["synced_gpus"])
 
 
-def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel, padded: PaddedBatch | None) -> dict[str, Any]:
     """Many tokenizers add ``token_type_ids``. All zeros tell a model without token types nothing; else they matter."""
     given = kwargs.get("token_type_ids")
     if given is None:
         return kwargs
+    if padded is None:
+        raise UnsupportedOptionError("token_type_ids", "goes with tensors (`input_ids=`): leave it out")
     name = type(model).__name__
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         raise UnsupportedOptionError(

@@ -40,6 +40,12 @@ class AttentionSwap:
         finally:
             self.restore()
 
+    @contextmanager
+    def others_wait(self) -> Iterator[str | None]:
+        """While the block runs, no other thread swaps. Gives the attention in use: this thread may have swapped it."""
+        with self._lock:
+            yield self._configs[0].__dict__.get(_FIELD)
+
     def restore(self) -> None:
         """What was there before, if it is not there yet."""
         for config, value in zip(self._configs, self._before or (), strict=self._before is not None):

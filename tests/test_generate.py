@@ -20,7 +20,6 @@ from hf_batchllm import (
     PromptError,
     UnsupportedModelError,
     UnsupportedOptionError,
-    accelerated,
     sampling,
 )
 
@@ -249,7 +248,6 @@ def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
     [
         ({"max_new_token": 5}, UnsupportedOptionError, "did you mean `max_new_tokens`"),
         ({"kv_memory": "1GiB"}, UnsupportedOptionError, "field of BatchConfig"),
-        ({"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}, UnsupportedOptionError, "`input_ids`"),
         ({"temprature": 0.5}, UnsupportedOptionError, "did you mean `temperature`"),
         ({"num_beams": 4}, UnsupportedOptionError, "`num_beams`"),
         ({"no_repeat_ngram_size": 2}, UnsupportedOptionError, "`no_repeat_ngram_size`"),
@@ -412,8 +410,3 @@ def test_the_report_says_how_it_went(generator: BatchGenerator) -> None:
     assert "30 new tokens" in text
     assert f"{report.saving:.1%} saved" in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_drop_in_for_model_generate_is_refused_by_name_until_it_is_there() -> None:
-    with pytest.raises(UnsupportedOptionError, match="BatchGenerator"):
-        accelerated(build(FAMILY))
