@@ -75,6 +75,10 @@ class UnsupportedOptionError(BatchLLMError, ValueError):
         super().__init__(f"`{option}` {why}")
 
 
+class OptionValueError(UnsupportedOptionError):
+    """A value that makes no sense for any model; ``generate`` itself would refuse it."""
+
+
 class ConfigError(BatchLLMError, ValueError):
     """``BatchGenerator`` was made with something that cannot be used: a field of ``BatchConfig``, or a tokenizer."""
 

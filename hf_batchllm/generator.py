@@ -16,7 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from .architecture import base_model, inspect_model, look_again
 from .call import Call, Work, make_plan
 from .config import BatchConfig
-from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError, UnsupportedOptionError
+from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .kinds import a_kind, shown
 from .memory import CacheHome
 from .notices import Notices
@@ -248,10 +248,10 @@ class BatchGenerator:
     ) -> Work:
         """Everything that can be said before any work."""
         if on_error not in ("raise", "record"):
-            raise UnsupportedOptionError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
+            raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
-            raise UnsupportedOptionError("on_error", 'is "record", which needs a list of prompts, not a tensor')
+            raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
         if seed is not None:
             seed = _checked_seed(seed)
         options = resolve_options(self.model, generation_config, generate_kwargs, padded, self._notices)
@@ -372,12 +372,12 @@ def _checked_seed(seed: Any) -> int:
     except TypeError:
         number = -1
     if isinstance(seed, bool) or not 0 <= number < 2**64:
-        raise UnsupportedOptionError("seed", f"must be a whole number from 0 to 2**64 - 1, not {shown(seed)}")
+        raise OptionValueError("seed", f"must be a whole number from 0 to 2**64 - 1, not {shown(seed)}")
     return number
 
 
 def _check_progress(progress: Any) -> None:
     if progress is not None and not isinstance(progress, bool):
         why = f"must be True, False, or None for long lists only, not {a_kind(progress)}"
-        raise UnsupportedOptionError("progress", why)
+        raise OptionValueError("progress", why)
 

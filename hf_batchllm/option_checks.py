@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from .config import BatchConfig
-from .errors import UnsupportedOptionError
+from .errors import OptionValueError, UnsupportedOptionError
 from .notices import Notices
 
 _WHOLE = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences")
@@ -130,18 +130,18 @@ def check_values(options: Mapping[str, Any]) -> None:
         if value is None:
             continue
         if name in _WHOLE and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise UnsupportedOptionError(name, f"must be a whole number, not {value!r}")
+            raise OptionValueError(name, f"must be a whole number, not {value!r}")
         if name == "do_sample" and not _is_flag(value):
-            raise UnsupportedOptionError(name, f"must be True or False, not {value!r}")
+            raise OptionValueError(name, f"must be True or False, not {value!r}")
         if name in _NUMBERS:
             _check_number(name, value)
         if name in _TOKENS:
             _check_token_ids(name, value)
     if options.get("max_new_tokens") is not None and options["max_new_tokens"] <= 0:
-        raise UnsupportedOptionError("max_new_tokens", f"must be greater than 0, but is {options['max_new_tokens']}")
+        raise OptionValueError("max_new_tokens", f"must be greater than 0, but is {options['max_new_tokens']}")
     samples = options.get("num_return_sequences")
     if samples is not None and samples < 1:
-        raise UnsupportedOptionError("num_return_sequences", f"must be at least 1, but is {samples}")
+        raise OptionValueError("num_return_sequences", f"must be at least 1, but is {samples}")
 
 
 def _is_flag(value: Any) -> bool:
@@ -150,10 +150,10 @@ def _is_flag(value: Any) -> bool:
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise UnsupportedOptionError(name, f"must be a number, not {value!r}")
+        raise OptionValueError(name, f"must be a number, not {value!r}")
     # transformers says this of a `penalty`; a 1 of any type asks for nothing.
     if name == "repetition_penalty" and value != 1 and not (isinstance(value, float) and value > 0):
-        raise UnsupportedOptionError(name, f"must be a float above 0, such as 1.2, not {value!r}")
+        raise OptionValueError(name, f"must be a float above 0, such as 1.2, not {value!r}")
 
 
 def _check_token_ids(name: str, value: Any) -> None:
@@ -170,13 +170,13 @@ def _check_token_ids(name: str, value: Any) -> None:
         what = "a token id, or a list of them" if several else "a token id"
         hint = ": tokenizer.convert_tokens_to_ids gives it" if isinstance(value, str) else ""
         hint = ": for no EOS at all pass None" if several and isinstance(ids, list | tuple) and not ids else hint
-        raise UnsupportedOptionError(name, f"must be {what}, not {value!r}{hint}")
+        raise OptionValueError(name, f"must be {what}, not {value!r}{hint}")
 
 
 def check_sampling(config: GenerationConfig) -> None:
     if config.do_sample and config.temperature == 0:
         why = "is 0, and sampling needs more than that: for greedy decoding set `do_sample=False`"
-        raise UnsupportedOptionError("temperature", why)
+        raise OptionValueError("temperature", why)
 
 
 def warn_of_options(

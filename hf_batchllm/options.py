@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
-from .errors import UnsupportedOptionError
+from .errors import OptionValueError, UnsupportedOptionError
 from .notices import Notices
 from .option_checks import check_generation_config, check_sampling, check_values, unknown_option, warn_of_options
 from .tensors import PaddedBatch
@@ -237,4 +237,4 @@ def _refuse_greedy_samples(kwargs: dict[str, Any], given: GenerationConfig | Non
     samples = resolved("num_return_sequences") or 1
     if samples > 1 and not resolved("do_sample") and (resolved("num_beams") or 1) == 1:
         why = f"is {samples}, and greedy decoding gives one sequence for each prompt: set `do_sample=True`"
-        raise UnsupportedOptionError("num_return_sequences", why)
+        raise OptionValueError("num_return_sequences", why)

@@ -30,8 +30,7 @@ def fingerprint(model: Any) -> Any:
         hooks = {key: list(value) for key, value in vars(module).items() if key.endswith("_hooks")}
         modules[name] = (type(module), plain, hooks, sorted(vars(module)), id(getattr(module, "config", None)))
     tensors = {
-        name: (id(tensor), *_identity(tensor))
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        name: (id(tensor), *_identity(tensor)) for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
     configs = {key: repr(value) for key, value in vars(model.config).items()}
     process = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
