@@ -28,7 +28,11 @@ _ELSEWHERE = {
         ("device", "device_map", "dtype", "torch_dtype", "quantization", "tensor_parallel_size", "max_model_len"),
         "is not taken: the model runs where, and as, it is. Set it when you load the model",
     ),
-    **dict.fromkeys(("generation_config", "seed", "progress", "on_error"), "goes into generate(), with the prompts"),
+    **dict.fromkeys(
+        "generation_config seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
+        "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
+        "goes into generate(), with the prompts",
+    ),
     "attn_implementation": "is not taken: attention is this library's own (see `backend`)",
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*")
@@ -138,9 +142,6 @@ def _unknown_field(name: str, names: list[str]) -> str:
         return _ELSEWHERE[name]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else f"; the fields are {', '.join(names)}"
-    options = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "num_return_sequences")
-    if not near and difflib.get_close_matches(name, options, n=1):
-        return f"goes into generate(), with the prompts: generate(prompts, {name}=...)"
     return f"is not a field of BatchConfig{hint}"
 
 

@@ -30,7 +30,9 @@ def is_number(value: Any) -> bool:
 def kind(value: Any) -> str:
     if is_tensor(value):
         return "tensor"
-    return "NumPy array" if isinstance(value, np.ndarray) else type(value).__name__
+    if isinstance(value, np.ndarray):
+        return "NumPy array"
+    return "string" if isinstance(value, str) else type(value).__name__
 
 
 def a_kind(value: Any) -> str:

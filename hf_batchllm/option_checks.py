@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .config import BatchConfig
 from .errors import OptionValueError, UnsupportedOptionError
+from .kinds import a_kind, shown
 from .notices import Notices
 
 _WHOLE = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences")
@@ -120,7 +121,7 @@ def check_generation_config(given: Any) -> None:
     else:
         hint = "or pass its values as keyword arguments"
     raise UnsupportedOptionError(
-        "generation_config", f"must be a transformers.GenerationConfig, not {_kind(given)}: {hint}"
+        "generation_config", f"must be a transformers.GenerationConfig, not {a_kind(given)}: {hint}"
     )
 
 
@@ -130,9 +131,9 @@ def check_values(options: Mapping[str, Any]) -> None:
         if value is None:
             continue
         if name in _WHOLE and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise OptionValueError(name, f"must be a whole number, not {value!r}")
+            raise OptionValueError(name, f"must be a whole number, not {shown(value)}")
         if name == "do_sample" and not _is_flag(value):
-            raise OptionValueError(name, f"must be True or False, not {value!r}")
+            raise OptionValueError(name, f"must be True or False, not {shown(value)}")
         if name in _NUMBERS:
             _check_number(name, value)
         if name in _TOKENS:
@@ -150,10 +151,10 @@ def _is_flag(value: Any) -> bool:
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise OptionValueError(name, f"must be a number, not {value!r}")
+        raise OptionValueError(name, f"must be a number, not {shown(value)}")
     # transformers says this of a `penalty`; a 1 of any type asks for nothing.
     if name == "repetition_penalty" and value != 1 and not (isinstance(value, float) and value > 0):
-        raise OptionValueError(name, f"must be a float above 0, such as 1.2, not {value!r}")
+        raise OptionValueError(name, f"must be a float above 0, such as 1.2, not {shown(value)}")
 
 
 def _check_token_ids(name: str, value: Any) -> None:
@@ -170,7 +171,7 @@ def _check_token_ids(name: str, value: Any) -> None:
         what = "a token id, or a list of them" if several else "a token id"
         hint = ": tokenizer.convert_tokens_to_ids gives it" if isinstance(value, str) else ""
         hint = ": for no EOS at all pass None" if several and isinstance(ids, list | tuple) and not ids else hint
-        raise OptionValueError(name, f"must be {what}, not {value!r}{hint}")
+        raise OptionValueError(name, f"must be {what}, not {shown(value)}{hint}")
 
 
 def check_sampling(config: GenerationConfig) -> None:
@@ -206,8 +207,3 @@ def warn_of_options(
                 f"`min_new_tokens` ({config.min_new_tokens:,}) is more than `max_new_tokens` "
                 f"({config.max_new_tokens:,}): every sequence stops at the latter",
             )
-
-
-def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

@@ -6,6 +6,7 @@ import hashlib
 import random
 from typing import Any
 
+import pytest
 import torch
 from families import build, random_prompts
 from harness import assert_parity
@@ -49,3 +50,14 @@ def assert_untouched(generator: BatchGenerator, before: Any, caches: list[Any]) 
         cache.check_integrity()
         assert cache.free_pages == cache.num_pages
     assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+
+
+@pytest.fixture
+def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache is made and no step is run."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("work began before everything was checked")
+
+    monkeypatch.setattr("hf_batchllm.memory.CacheHome.open", refuse)
+    monkeypatch.setattr("hf_batchllm.runner.ModelRunner.step", refuse)

@@ -13,7 +13,10 @@ w1 {{ message.content or '' }} {% endfor -%}
 
 
 def word_tokenizer(words: int = 101, bos: bool = False, template: bool = False) -> PreTrainedTokenizerFast:
-    """w0 stands for unknown words, w2 is EOS; w1 is BOS, or begins each message of a chat."""
+    """w0 stands for unknown words, w2 is EOS; w1 is BOS, or begins each message of a chat.
+
+    These three are found in longer words, too: w3 to w9, w30 to w99 and w300 to w999 are words as any other.
+    """
     inner = Tokenizer(models.WordLevel({f"w{index}": index for index in range(words)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if bos:
