@@ -220,13 +220,6 @@ def hollow() -> Any:
         return type(build(FAMILY))(build(FAMILY).config)
 
 
-def on_disk(folder: Path | None = None) -> Any:
-    """As accelerate leaves a model that does not fit: some layers here, some on the disk."""
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(3)}
-    return dispatch_model(FAMILIES[FAMILY](), places, main_device="cpu", offload_dir=folder or Path("/tmp/offloaded"))
-
-
 def spread() -> Any:
     model = FAMILIES[FAMILY]()
     model.lm_head.to("meta")
@@ -249,11 +242,6 @@ MODELS: list[tuple[str, Any, str]] = [
         "has no language-model head to generate with: load it as",
     ),
     ("no weights", hollow, "weights that are not in memory"),
-    (
-        "partly on disk",
-        on_disk,
-        "not in memory (on the meta device, or off-loaded): load it whole first",
-    ),
     ("partly without weights", spread, "weights that are not in memory"),
     ("an encoder-decoder", REFUSED["t5"], "is an encoder-decoder; only decoder-only models are supported"),
 ]
@@ -285,6 +273,14 @@ def test_what_is_no_tokenizer(given: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make(tokenizer=given)
     assert says in str(caught.value)
+
+
+def test_a_model_that_is_partly_on_the_disk(tmp_path: Path) -> None:
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    places |= {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(3)}
+    model = dispatch_model(FAMILIES[FAMILY](), places, main_device="cpu", offload_dir=tmp_path)
+    with pytest.raises(UnsupportedModelError, match="not in memory"):
+        make(model)
 
 
 def test_a_model_that_moves_away_between_two_calls() -> None:
