@@ -8,6 +8,7 @@ refused by name before anything runs.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import ATTENTION_NAME, AttentionCall, attention_context
 from .errors import UnsupportedModelError
+from .kinds import a_kind
 from .mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from .patches.attention_swap import AttentionSwap
 
@@ -44,16 +46,30 @@ class Architecture:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapped = hasattr(model, "get_base_model") and not isinstance(model, type)
+    inner = model.get_base_model() if wrapped else model
     if not isinstance(inner, PreTrainedModel):
-        hint = "; load it first, with AutoModelForCausalLM.from_pretrained" if isinstance(model, str) else ""
-        if hasattr(model, "_orig_mod"):
-            hint = ": give it the model itself, not what torch.compile made of it"
         raise UnsupportedModelError(
             f"BatchGenerator(model, tokenizer) takes a transformers model with a language-model head, "
-            f"not {type(model).__name__}{hint}"
+            f"not {a_kind(model)}{_hint(model)}"
         )
     return inner
+
+
+def _hint(given: Any) -> str:
+    """What somebody may have meant who passed in something else than a model."""
+    if isinstance(given, str | os.PathLike):
+        return f": load it first, AutoModelForCausalLM.from_pretrained({os.fspath(given)!r})"
+    if isinstance(given, type):
+        return ": load a model first, AutoModelForCausalLM.from_pretrained(...)"
+    if hasattr(given, "_orig_mod"):
+        return ": give it the model itself, not what torch.compile made of it"
+    for name in ("model", "module", "pretrained_model"):  # pipelines and trainers; DDP; TRL's models with a value head
+        if isinstance(getattr(given, name, None), PreTrainedModel):
+            return f": pass the model in it, its `.{name}`"
+    if hasattr(given, "decode") and callable(given):
+        return ": the model comes first, the tokenizer second"
+    return ""
 
 
 def inspect_model(model: nn.Module) -> Architecture:

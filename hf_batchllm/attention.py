@@ -97,7 +97,7 @@ class CascadeAttention:
         )
 
 
-_context: ContextVar[AttentionContext] = ContextVar("hf_batchllm_attention")
+_context: ContextVar[AttentionContext | None] = ContextVar("hf_batchllm_attention", default=None)
 
 
 @contextmanager
@@ -107,6 +107,14 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
         yield
     finally:
         _context.reset(token)
+
+
+def context_in_use() -> AttentionContext | None:
+    return _context.get()
+
+
+def use_context(context: AttentionContext | None) -> None:
+    _context.set(context)
 
 
 def attention_forward(
@@ -124,7 +132,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' contract: packed states in, ``[1, tokens, heads, v_dim]`` out. RoPE has been applied."""
-    context = _context.get(None)
+    context = context_in_use()
     if context is None:
         raise RuntimeError(
             f'attention "{ATTENTION_NAME}" only runs inside BatchGenerator.generate: was the model called from another '

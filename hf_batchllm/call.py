@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from .engine import Engine
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
+from .notices import Notices
 from .options import Options
 from .progress import Progress, progress_bar
 from .prompts import Prompt
@@ -55,13 +55,16 @@ class Work:
 class Call:
     """Use it as a context: however the block ends, no page of the call stays behind."""
 
-    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, home: CacheHome) -> None:
+    def __init__(
+        self, model: nn.Module, architecture: Architecture, config: BatchConfig, home: CacheHome, notices: Notices
+    ) -> None:
         self.model = model
         self.architecture = architecture
         self.config = config
         self.home = home
+        self.notices = notices
         self.began = time.perf_counter()
-        self._opened = self._lined_up = self._started = self._complete = False
+        self._opened = self._lined_up = self._started = self._complete = self._left = False
         self._runner: ModelRunner | None = None
 
     def begin(self, work: Work, strict: bool) -> None:
@@ -83,11 +86,10 @@ class Call:
         self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
         if self.lineup.apart:
-            warnings.warn(
+            self.notices(
+                "apart",
                 f"{self.lineup.apart:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
                 "tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
-                UserWarning,
-                stacklevel=3,
             )
         self.scheduler: Scheduler = scheduler_for(self.config.scheduler, self.architecture.device)
         device = self.architecture.device
@@ -122,6 +124,16 @@ class Call:
             # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
             refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
             self._abandon(refused)
+        self._left = True
+
+    def make_sure(self) -> None:
+        """Leave, if an interrupt came in the way of that."""
+        if self._left:
+            return
+        if self._runner is not None:
+            self._runner.restore()
+        self.home.clear()
+        self._left = True
 
     def _abandon(self, refused: bool) -> None:
         if self._runner is not None:

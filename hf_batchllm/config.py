@@ -6,12 +6,35 @@ import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, either
+from .kinds import a_kind, shown
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# What similar things are called elsewhere.
+_ELSEWHERE = {
+    "gpu_memory_utilization": "is called `kv_memory` here: a fraction of the memory that is free",
+    "max_num_batched_tokens": "is called `max_batch_tokens` here",
+    "block_size": "is called `page_size` here",
+    "enable_prefix_caching": "is called `share_prefixes` here (and `keep_prefixes` from one call to the next)",
+    **dict.fromkeys(
+        ("batch_size", "max_num_seqs", "max_batch_size"),
+        "is not needed: the batch is as large as memory allows (see `kv_memory` and `max_batch_tokens`)",
+    ),
+    **dict.fromkeys(
+        ("device", "device_map", "dtype", "torch_dtype", "quantization", "tensor_parallel_size", "max_model_len"),
+        "is not taken: the model runs where, and as, it is. Set it when you load the model",
+    ),
+    **dict.fromkeys(
+        "generation_config seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
+        "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
+        "goes into generate(), with the prompts",
+    ),
+    "attn_implementation": "is not taken: attention is this library's own (see `backend`)",
+}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*")
 
 
@@ -61,14 +84,17 @@ class BatchConfig:
         _whole(self, "keep_prefixes", 0)
         for name in ("share_prefixes", "cuda_graphs", "fuse"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"`{name}` must be True or False, not {getattr(self, name)!r}")
+                raise ConfigError(f"`{name}` must be True or False, not {shown(getattr(self, name))}")
         self.kv_bytes(free=1 << 40)  # says what is wrong with it before any work
         if isinstance(self.scheduler, str):
             _choice(self, "scheduler", ("groups", "fifo"))
+        elif isinstance(self.scheduler, type):
+            name = self.scheduler.__name__
+            raise ConfigError(f"`scheduler` is the class {name}: pass an object of it, {name}()")
         elif not all(callable(getattr(self.scheduler, name, None)) for name in ("start", "next", "finish")):
             raise ConfigError(
                 f'`scheduler` must be "groups", "fifo" or an object with start(), next() and finish() '
-                f"(see hf_batchllm.scheduler.Scheduler), not {self.scheduler!r}"
+                f"(see hf_batchllm.scheduler.Scheduler), not {shown(self.scheduler)}"
             )
         _choice(self, "backend", ("auto", "torch", "triton"))
 
@@ -76,13 +102,12 @@ class BatchConfig:
     def of(cls, config: BatchConfig | None, fields: dict[str, Any]) -> BatchConfig:
         """The config given, with ``fields`` (keyword arguments of a caller) on top."""
         if config is not None and not isinstance(config, cls):
-            raise ConfigError(f"`config` must be a BatchConfig, not {type(config).__name__}")
+            hint = ": pass BatchConfig(**config), or the fields by name" if isinstance(config, dict) else ""
+            raise ConfigError(f"`config` must be a BatchConfig, not {a_kind(config)}{hint}")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f" Did you mean `{near[0]}`?" if near else f" The fields are: {', '.join(names)}."
-                raise ConfigError(f"`{name}` is not a field of BatchConfig.{hint}")
+                raise ConfigError(f"`{name}` {_unknown_field(name, names)}")
         return dataclasses.replace(config or cls(), **fields)
 
     def kv_bytes(self, free: int) -> int | None:
@@ -94,31 +119,46 @@ class BatchConfig:
             found = _SIZE.fullmatch(size)
             unit = _UNITS.get(found.group(2).upper()) if found else None
             if found is None or unit is None:
-                raise ConfigError(f'`kv_memory` must be a size such as "20GiB" or "500MB", not {size!r}')
+                raise ConfigError(f'`kv_memory` must be a size such as "20GiB" or "500MB", not {shown(size)}')
             size = int(float(found.group(1)) * unit)
-        elif isinstance(size, bool) or not isinstance(size, int | float):
-            raise ConfigError(f"`kv_memory` must be bytes, a string such as '20GiB' or a fraction, not {size!r}")
         elif isinstance(size, float):
             if not 0.0 < size <= 1.0:
-                raise ConfigError(f"`kv_memory` as a fraction of the free memory must lie in (0, 1], not {size!r}")
+                raise ConfigError(
+                    f"`kv_memory` as a float is a fraction of the free memory, from 0 to 1, not {size!r}: "
+                    'for bytes pass an int, or a string such as "20GiB"'
+                )
             size = int(size * free)
+        elif isinstance(size, bool) or not isinstance(size, Integral):
+            raise ConfigError(
+                f'`kv_memory` must be bytes, a string such as "20GiB" or a fraction such as 0.5, not {shown(size)}'
+            )
         if size <= 0:
             raise ConfigError(f"`kv_memory` must be more than nothing, not {self.kv_memory!r}")
-        return size
+        return int(size)
+
+
+def _unknown_field(name: str, names: list[str]) -> str:
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean `{near[0]}`?" if near else f"; the fields are {', '.join(names)}"
+    return f"is not a field of BatchConfig{hint}"
 
 
 def _whole(config: BatchConfig, name: str, least: int, optional: bool = False) -> None:
     value = getattr(config, name)
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         none = " or None" if optional else ""
-        raise ConfigError(f"`{name}` must be a whole number of at least {least}{none}, not {value!r}")
+        raise ConfigError(f"`{name}` must be a whole number of at least {least}{none}, not {shown(value)}")
+    object.__setattr__(config, name, int(value))  # NumPy's integers, too
 
 
 def _choice(config: BatchConfig, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f' Did you mean "{near[0]}"?' if near else ""
-        raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, choices))}, not {value!r}.{hint}")
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        quoted = [f'"{choice}"' for choice in choices]
+        raise ConfigError(f"`{name}` must be {either(quoted)}, not {shown(value)}{hint}")

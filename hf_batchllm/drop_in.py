@@ -20,7 +20,14 @@ from transformers import GenerationMixin
 from .architecture import base_model
 from .attention import ATTENTION_NAME
 from .config import BatchConfig
-from .errors import BatchLLMError, GeneratorBusyError, PromptError, UnsupportedModelError, UnsupportedOptionError
+from .errors import (
+    BatchLLMError,
+    GeneratorBusyError,
+    OptionValueError,
+    PromptError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from .generator import BatchGenerator
 from .patches.attention_swap import AttentionSwap
 from .results import RunReport
@@ -145,7 +152,7 @@ class _StandIn:
         return report is not None
 
     def _run_original(self, reason: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(reason, BatchLLMError):
+        if isinstance(reason, BatchLLMError) and not isinstance(reason, OptionValueError):
             self._say(reason)
             return self._original(*args, **kwargs)
         # Most likely generate refuses the call, too, and then its own error says everything.

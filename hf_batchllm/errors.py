@@ -6,14 +6,24 @@ are ``ValueError`` as well, so that code which guards ``model.generate`` guards 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-_SHOWN = 8  # problems spelled out in a message; the rest are counted
+_SHOWN = 8  # reasons spelled out in a message, and stretches of prompts named for each; the rest are counted
 
 
 class BatchLLMError(Exception):
     """Base of every error that this library raises on purpose."""
+
+    def __reduce__(self) -> Any:
+        # By its state rather than by the arguments of the class: errors cross from one process to another.
+        return _revived, (type(self), self.args), self.__dict__
+
+
+def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class PromptError(BatchLLMError, ValueError):
@@ -21,16 +31,36 @@ class PromptError(BatchLLMError, ValueError):
 
     def __init__(self, problems: Mapping[int, str]) -> None:
         self.problems = dict(sorted(problems.items()))
-        lines = [f"prompt {index}: {why}" for index, why in self.problems.items()]
-        hidden = len(lines) - _SHOWN
-        if len(lines) == 1:
-            message = lines[0]
-        else:
+        alike: dict[str, list[int]] = {}
+        for index, why in self.problems.items():
+            alike.setdefault(why, []).append(index)
+        lines = [f"{_named(indices)} {why}" for why, indices in alike.items()]
+        if len(lines) > 1:
+            hidden = sum(map(len, list(alike.values())[_SHOWN:]))
             shown = [f"  {line}" for line in lines[:_SHOWN]]
-            if hidden > 0:
-                shown.append(f"  ... and {hidden} more (all of them in .problems)")
-            message = "\n".join([f"{len(lines)} prompts cannot be run:", *shown])
-        super().__init__(message)
+            if hidden:
+                shown.append(f"  ... and {hidden:,} more (all of them in .problems)")
+            lines = [f"{len(self.problems):,} prompts cannot be run:", *shown]
+        super().__init__("\n".join(lines))
+
+
+def _named(indices: list[int]) -> str:
+    """``prompt 3``, or ``prompts 0-2, 7: each``."""
+    if len(indices) == 1:
+        return f"prompt {indices[0]}"
+    stretches: list[list[int]] = []
+    for index in indices:
+        if stretches and index == stretches[-1][1] + 1:
+            stretches[-1][1] = index
+        else:
+            stretches.append([index, index])
+    named = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in stretches[:_SHOWN])
+    more = sum(last - first + 1 for first, last in stretches[_SHOWN:])
+    return f"prompts {named}{f' and {more:,} more' if more else ''}: each"
+
+
+class PromptsTypeError(BatchLLMError, TypeError):
+    """What was passed in as ``prompts`` is no list of prompts at all."""
 
 
 class UnsupportedModelError(BatchLLMError, ValueError):
@@ -38,15 +68,23 @@ class UnsupportedModelError(BatchLLMError, ValueError):
 
 
 class UnsupportedOptionError(BatchLLMError, ValueError):
-    """An option of ``generate`` that cannot be honoured; ``option`` is its name."""
+    """An option of ``generate`` that cannot be honoured, or not with this value; ``option`` is its name."""
 
     def __init__(self, option: str, why: str) -> None:
         self.option = option
         super().__init__(f"`{option}` {why}")
 
 
+class OptionValueError(UnsupportedOptionError):
+    """A value that makes no sense for any model; ``generate`` itself would refuse it."""
+
+
 class ConfigError(BatchLLMError, ValueError):
-    """A field of ``BatchConfig`` has a value that cannot be used."""
+    """``BatchGenerator`` was made with something that cannot be used: a field of ``BatchConfig``, or a tokenizer."""
+
+
+class TokenizerError(BatchLLMError, ValueError):
+    """There is text to encode and no tokenizer to do it."""
 
 
 class GeneratorBusyError(BatchLLMError, RuntimeError):
@@ -62,4 +100,19 @@ class GenerationInterrupted(KeyboardInterrupt):
 
     def __init__(self, result: Any, finished: int, total: int) -> None:
         self.result = result
-        super().__init__(f"interrupted: {finished} of {total} sequences had finished; they are in .result")
+        if not total:
+            message = "interrupted before the first sequence began"
+        elif not finished:
+            message = f"interrupted: none of {total:,} sequences had finished"
+        else:
+            message = f"interrupted: {finished:,} of {total:,} sequences had finished; they are in .result"
+        super().__init__(message)
+
+    def __reduce__(self) -> Any:
+        return _revived, (type(self), self.args), self.__dict__
+
+
+def either(names: Iterable[str]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last

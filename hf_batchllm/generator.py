@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -16,8 +16,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from .architecture import base_model, inspect_model, look_again
 from .call import Call, Work, make_plan
 from .config import BatchConfig
-from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PromptError
+from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
+from .kinds import a_kind, shown
 from .memory import CacheHome
+from .notices import Notices
 from .options import Options, inferred_mask, resolve_options
 from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
@@ -25,6 +27,15 @@ from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
 from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
+
+_STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
+
+
+@dataclass
+class _Turn:
+    """Who has the generator."""
+
+    call: Call | None = None
 
 
 class BatchGenerator:
@@ -47,19 +58,19 @@ class BatchGenerator:
         self.config = BatchConfig.of(config, fields)
         if self.config.backend == "triton":
             raise ConfigError('`backend="triton"` is not there yet: use "auto" or "torch"')
+        self._notices = Notices()
+        self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self.model = model
         self.architecture = inspect_model(model)
         if self.architecture.device.type != "cpu":
-            warnings.warn(
+            self._notices(
+                "slow",
                 f"attention on {self.architecture.device} runs in plain PyTorch, which is correct and slow: "
                 "the Triton kernels are not there yet",
-                UserWarning,
-                stacklevel=2,
             )
-        self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._home = CacheHome(model, self.architecture, self.config)
         self.last_report: RunReport | None = None
-        self._running = False
+        self._running: _Turn | None = None
         self._closed = False
 
     # -- the public calls --------------------------------------------------------------------------------------
@@ -108,9 +119,11 @@ class BatchGenerator:
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
         done: dict[tuple[int, int], Generation] = {}
-        sequences, report = 0, None
-        try:
-            with self._busy(), self._call() as call:
+        sequences, report, turn = 0, None, None
+        try:  # everything: an interrupt may come at any moment
+            turn = _Turn()
+            _check_progress(progress)
+            with self._busy(turn) as call:
                 padded = take_padded(prompts, generate_kwargs)
                 given = prompts if padded is None else padded
                 work = self._check(given, generation_config, seed, on_error, generate_kwargs)
@@ -123,12 +136,15 @@ class BatchGenerator:
                             bar.finish(request)
                 finally:
                     self.last_report = report = call.report()
+            rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
+            result = BatchResult([rows[key] for key in sorted(rows)], report)
+            return result if padded is None else _as_tensors(padded, result, work.options)
         except KeyboardInterrupt:
-            finished = BatchResult([done[key] for key in sorted(done)], report)
-            raise GenerationInterrupted(finished, len(done), sequences) from None
-        done |= {(failure.index, failure.sample): failure for failure in self._failures(work)}
-        result = BatchResult([done[key] for key in sorted(done)], report)
-        return result if padded is None else _as_tensors(padded, result, work.options)
+            self._end(turn)
+        # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
+        call = turn = None
+        finished = BatchResult([done[key] for key in sorted(done)], report)
+        raise GenerationInterrupted(finished, len(done), sequences)
 
     def stream(
         self,
@@ -144,10 +160,15 @@ class BatchGenerator:
         Whether each prompt fits into the KV cache is known when the first result is asked for. An interrupt comes out
         as a plain KeyboardInterrupt: what had finished has been handed out already.
         """
-        with self._busy():
-            if take_padded(prompts, generate_kwargs) is not None:
-                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-            work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+        turn = _Turn()
+        try:
+            with self._busy(turn):
+                if take_padded(prompts, generate_kwargs) is not None:
+                    raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
+                work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+        except KeyboardInterrupt:
+            self._end(turn)
+            raise
         return self._results(work, strict=on_error == "raise")
 
     def plan(self, prompts: Any) -> SharingPlan:
@@ -160,22 +181,26 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._running:
-            raise GeneratorBusyError("a call is running: close() has to wait until it has ended")
+        if self._running is not None:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
         self._home.clear()
         self._closed = True
 
     def forget_prefixes(self) -> None:
         """Drop the prefixes kept from earlier calls, after a change that is not to be seen: a hook that steers, say."""
-        if self._running:
-            raise GeneratorBusyError("a call is running: forget_prefixes() has to wait until it has ended")
+        if self._running is not None:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}, then forget_prefixes()")
         self._home.clear()
 
     def __enter__(self) -> BatchGenerator:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close()
+        except GeneratorBusyError:
+            if kind is None:  # else an error is on its way that says more
+                raise
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.architecture.layers} layers on {self.architecture.device}"
@@ -188,24 +213,29 @@ class BatchGenerator:
             raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
 
     @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def _busy(self, turn: _Turn) -> Iterator[Call]:
         self._refuse_if_closed()
-        if self._running:
-            raise GeneratorBusyError(
-                "a call is running already, or a stream is still open (exhaust it, or call its close()): one at a time"
-            )
+        if self._running is not None:
+            raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
         try:
             # A plain flag: between acquiring a lock and noting that one has it, an interrupt could leave it locked.
             # Neither an interrupt nor another thread comes between the test above and this.
-            self._running = True
+            self._running = turn
             self.last_report = None
             self.architecture = self._home.architecture = look_again(self.architecture, self.model)
-            yield
+            turn.call = Call(self.model, self.architecture, self.config, self._home, self._notices)
+            with turn.call:
+                yield turn.call
         finally:
-            self._running = False
+            self._end(turn)
 
-    def _call(self) -> Call:
-        return Call(self.model, self.architecture, self.config, self._home)
+    def _end(self, turn: _Turn | None) -> None:
+        """After a call; and once more after an interrupt, which may have come in the way of the first time."""
+        if turn is None or self._running is not turn:
+            return
+        if turn.call is not None:
+            turn.call.make_sure()
+        self._running = None
 
     def _check(
         self,
@@ -217,13 +247,13 @@ class BatchGenerator:
     ) -> Work:
         """Everything that can be said before any work."""
         if on_error not in ("raise", "record"):
-            raise ValueError(f'`on_error` must be "raise" or "record", not {on_error!r}')
+            raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
-            raise ValueError('`on_error="record"` needs a list of prompts: a tensor has no place for an error')
+            raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
         if seed is not None:
             seed = _checked_seed(seed)
-        options = resolve_options(self.model, generation_config, generate_kwargs, padded)
+        options = resolve_options(self.model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
         if padded is None:
             checked, problems = self._checked_prompts(prompts)
@@ -256,15 +286,19 @@ class BatchGenerator:
         layers = (module for module in self.model.modules() if isinstance(module, nn.Dropout))
         config = base_model(self.model).config.get_text_config(decoder=True)
         if self.model.training and (any(layer.p > 0 for layer in layers) or getattr(config, "attention_dropout", 0)):
-            warnings.warn(
+            self._notices(
+                "dropout",
                 "the model is in training mode and has dropout: results are random in a way that no seed governs "
                 "(and dropout inside attention is left out). Call model.eval() first",
-                UserWarning,
-                stacklevel=4,
             )
 
     def _checked_prompts(self, prompts: Any) -> tuple[list[Prompt | None], dict[int, str]]:
-        return check_prompts(prompts, tokenizer=self._tokenizer.required, vocab_size=self.architecture.vocab_size)
+        return check_prompts(
+            prompts,
+            tokenizer=self._tokenizer.required,
+            vocab_size=self.architecture.vocab_size,
+            notices=self._notices,
+        )
 
     def _default_limit(self) -> int | None:
         return getattr(base_model(self.model).config, "max_position_embeddings", None)
@@ -295,14 +329,19 @@ class BatchGenerator:
     # -- results -----------------------------------------------------------------------------------------------
 
     def _results(self, work: Work, strict: bool) -> Iterator[Generation]:
-        with self._busy(), self._call() as call:
-            call.begin(work, strict)
-            yield from self._failures(work)
-            try:
-                for request in call.run():
-                    yield self._generation(request)
-            finally:
-                self.last_report = call.report()
+        turn = _Turn()
+        try:
+            with self._busy(turn) as call:
+                call.begin(work, strict)
+                yield from self._failures(work)
+                try:
+                    for request in call.run():
+                        yield self._generation(request)
+                finally:
+                    self.last_report = call.report()
+        except KeyboardInterrupt:
+            self._end(turn)
+            raise
 
     def _generation(self, request: Request, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
@@ -332,5 +371,12 @@ def _checked_seed(seed: Any) -> int:
     except TypeError:
         number = -1
     if isinstance(seed, bool) or not 0 <= number < 2**64:
-        raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, not {seed!r}")
+        raise OptionValueError("seed", f"must be a whole number from 0 to 2**64 - 1, not {shown(seed)}")
     return number
+
+
+def _check_progress(progress: Any) -> None:
+    if progress is not None and not isinstance(progress, bool):
+        why = f"must be True, False, or None for long lists only, not {a_kind(progress)}"
+        raise OptionValueError("progress", why)
+

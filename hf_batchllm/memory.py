@@ -62,6 +62,8 @@ class CacheHome:
             raise
 
     def clear(self) -> None:
+        if self.storage is not None:
+            self.storage.release()
         self.cache = self.storage = None
 
     def _affordable(self, held: int = 0) -> int:
@@ -86,7 +88,6 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-@torch.no_grad()
 def weights_fingerprint(model: nn.Module) -> object:
     """Changes when weights do (in place and behind PyTorch's back, too), and when adapters are switched or scaled.
 
@@ -94,7 +95,7 @@ def weights_fingerprint(model: nn.Module) -> object:
     """
     tensors = [*model.parameters(), *model.buffers()]
     # Writing through .data moves no version counter: what the weights add up to shows it.
-    sums = [tensor.sum(dtype=torch.float64) for tensor in tensors]
+    sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
     identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
     adapters = []
     for module in model.modules():

@@ -7,12 +7,8 @@ this module looks at the outcome and at nothing else.
 from __future__ import annotations
 
 import copy
-import dataclasses
-import difflib
 import inspect
-import warnings
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,8 +16,9 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
-from .config import BatchConfig
-from .errors import UnsupportedOptionError
+from .errors import OptionValueError, UnsupportedOptionError
+from .notices import Notices
+from .option_checks import check_generation_config, check_sampling, check_values, unknown_option, warn_of_options
 from .tensors import PaddedBatch
 
 HONOURED = frozenset(
@@ -91,45 +88,36 @@ def resolve_options(
     generation_config: GenerationConfig | None,
     kwargs: dict[str, Any],
     padded: PaddedBatch | None = None,
+    notices: Notices | None = None,
 ) -> Options:
     """As ``generate`` resolves them; UnsupportedOptionError for what cannot be honoured.
 
     ``padded``: the tensors that the prompts came in, if they did; some lengths then count the padding.
     """
     inner = base_model(model)
-    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
-        raise UnsupportedOptionError(
-            "generation_config", f"must be a transformers.GenerationConfig, not {type(generation_config).__name__}"
-        )
+    notices = notices or Notices()
+    check_generation_config(generation_config)
     _refuse_arguments(kwargs, inner)
     kwargs = _without_token_types(kwargs, inner, padded)
+    check_values(kwargs)
+    _refuse_greedy_samples(kwargs, generation_config, inner)
     given = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*given, inner.generation_config.max_length))
     asked = {name: value for name, value in kwargs.items() if name not in REFUSED_ARGUMENTS}
     config, leftover = inner._prepare_generation_config(generation_config, **asked)
     for name in leftover:
         if name not in ("output_attentions", "output_hidden_states") and leftover[name] is not None:
-            raise _unknown(name, config, inner)
+            fields = [field for field in vars(config) if not field.startswith("_")]
+            raise unknown_option(name, [*fields, "input_ids", "attention_mask", *REFUSED_ARGUMENTS], inner)
     _refuse_fields(config, HONOURED if padded is None else HONOURED | {"return_dict_in_generate"})
-    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
-        value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise ValueError(f"`{name}` must be a whole number, not {value!r}")
-    if config.num_return_sequences is not None and config.num_return_sequences < 1:
-        raise ValueError(f"`num_return_sequences` must be at least 1, but is {config.num_return_sequences}")
-    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
-        raise ValueError(
-            "Greedy methods without beam search do not support `num_return_sequences` different than 1 "
-            f"(got {config.num_return_sequences}): set `do_sample=True`"
-        )
-    if config.max_new_tokens is not None and config.max_new_tokens <= 0:
-        raise ValueError(f"`max_new_tokens` must be greater than 0, but is {config.max_new_tokens}")
+    check_values(vars(config))
+    check_sampling(config)
+    warn_of_options(config, asked, generation_config, notices)
     if has_default_length and config.max_new_tokens is None:
-        warnings.warn(
-            f"No length was given, so {config.max_length} new tokens are generated for each prompt, "
-            "which is generate's default. Set `max_new_tokens`.",
-            UserWarning,
-            stacklevel=4,
+        notices(
+            "length",
+            f"no length was given, so {config.max_length} new tokens are generated for each prompt, "
+            "which is generate's default. Set `max_new_tokens`",
         )
     if padded is not None:
         _leave_out_the_padding(config, padded.width, has_default_length, inner)
@@ -241,15 +229,12 @@ def _refuse_fields(config: GenerationConfig, honoured: frozenset[str]) -> None:
         raise UnsupportedOptionError(name, f"{_REASONS.get(name, 'is not supported yet')} (it is set to {value!r})")
 
 
-def _unknown(name: str, config: GenerationConfig, model: PreTrainedModel) -> UnsupportedOptionError:
-    if name in (field.name for field in dataclasses.fields(BatchConfig)):
-        return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
-    if name in inspect.signature(model.forward).parameters:
-        return UnsupportedOptionError(
-            name, f"is an input of {type(model).__name__} that is not supported: prompts are text or token ids"
-        )
-    known = [field for field in vars(config) if not field.startswith("_")]
-    known += ["seed", "on_error", "progress", "input_ids", "attention_mask", *REFUSED_ARGUMENTS]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
-    return UnsupportedOptionError(name, f"is not an option of generate{hint}")
+def _refuse_greedy_samples(kwargs: dict[str, Any], given: GenerationConfig | None, model: PreTrainedModel) -> None:
+    def resolved(name: str) -> Any:
+        values = (kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None))
+        return next((value for value in values if value is not None), None)
+
+    samples = resolved("num_return_sequences") or 1
+    if samples > 1 and not resolved("do_sample") and (resolved("num_beams") or 1) == 1:
+        why = f"is {samples}, and greedy decoding gives one sequence for each prompt: set `do_sample=True`"
+        raise OptionValueError("num_return_sequences", why)

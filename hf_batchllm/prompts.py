@@ -7,20 +7,24 @@ large inputs, so no Python loop walks over their tokens unless a prompt is alrea
 from __future__ import annotations
 
 import gc
-import sys
+import itertools
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .errors import PromptError
+from .chats import NO_TEMPLATE, chat_problem, is_bare_chat, is_chat, is_message
+from .errors import PromptError, PromptsTypeError, TokenizerError
+from .kinds import a_kind, first_line, is_array, is_bool, is_number, kind, shown
+from .notices import Notices
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
 _PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
 _ID_LIMIT = 2**31  # ids are kept as int32
+_COLUMNS = ("messages", "prompt_token_ids", "prompt", "text", "question", "instruction")  # of a data set's rows
 _TOKENIZER_BATCH = 1024  # a fast tokenizer holds ~100 bytes a token until its call returns: bound that
 
 
@@ -39,18 +43,17 @@ class _Refused(Exception):
     """Why one prompt cannot be run."""
 
 
-def prepare_prompts(
-    prompts: Any,
-    *,
-    tokenizer: Callable[[], Any] | None = None,
-    vocab_size: int | None = None,
-    max_length: int | None = None,
-    key: Hashable = None,
-) -> list[Prompt]:
-    """All of ``prompts``, or a ``PromptError`` that names every bad one. Arguments as in ``check_prompts``."""
-    checked, problems = check_prompts(
-        prompts, tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, key=key
-    )
+class _NoTokens(_Refused):
+    pass
+
+
+class _OutsideVocabulary(_Refused):
+    pass
+
+
+def prepare_prompts(prompts: Any, **options: Any) -> list[Prompt]:
+    """All of ``prompts``, or a ``PromptError`` that names every bad one. Options as in ``check_prompts``."""
+    checked, problems = check_prompts(prompts, **options)
     if problems:
         raise PromptError(problems)
     return [prompt for prompt in checked if prompt is not None]
@@ -63,12 +66,13 @@ def check_prompts(
     vocab_size: int | None = None,
     max_length: int | None = None,
     key: Hashable = None,
+    notices: Notices | None = None,
 ) -> tuple[list[Prompt | None], dict[int, str]]:
     """Each prompt, or None where it cannot be run; and, for those, the reason by index.
 
     ``tokenizer`` is a function without arguments that *returns* the tokenizer (or raises); it is called once, and only
     when a string or a chat is met. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt.
-    A ``prompts`` that is not a list of prompts at all is a ``TypeError``.
+    A ``prompts`` that is not a list of prompts at all is a ``PromptsTypeError``.
     """
     given = _as_list(prompts)
     id_limit = _ID_LIMIT if vocab_size is None else min(vocab_size, _ID_LIMIT)
@@ -83,7 +87,7 @@ def check_prompts(
             if max_length is not None and len(packed) > 4 * max_length:
                 raise _Refused(f"has {len(packed) // 4} tokens, more than the {max_length} that fit")
         except _Refused as refusal:
-            problems[index] = str(refusal)
+            problems[index] = _seen_from(given[index], refusal)
         else:
             # An array over immutable bytes is read-only, and the plan sorts those same bytes without a copy.
             checked[index] = Prompt(np.frombuffer(packed, np.int32), key)
@@ -92,22 +96,31 @@ def check_prompts(
         for index, prompt in enumerate(given):
             if isinstance(prompt, str):
                 texts.append(index)
-            elif _is_chat(prompt):
-                chats.append(index)
+            elif is_chat(prompt):
+                why = chat_problem(prompt)
+                if why is None:
+                    chats.append(index)
+                else:
+                    problems[index] = why
             else:
                 settle(index, prompt)
 
     if texts or chats:
-        loaded = tokenizer() if tokenizer is not None else None
-        for indices, kind, encode in ((texts, "string", _encode_texts), (chats, "chat", _encode_chats)):
+        loaded, missing = _loaded(tokenizer)
+        for indices, encode in ((texts, _encode_texts), (chats, _encode_chats)):
             if loaded is None:
-                problems.update(dict.fromkeys(indices, f"is a {kind}, and there is no tokenizer; pass `tokenizer=`"))
+                problems.update((index, f"is {_described(given[index])}, and {missing}") for index in indices)
                 continue
             for index, ids in zip(indices, _encoded([given[i] for i in indices], loaded, encode), strict=True):
                 if isinstance(ids, Exception):
-                    problems[index] = f"is a {kind} that the tokenizer refused: {_first_line(ids)}"
+                    problems[index] = _refused_by_tokenizer(given[index], loaded, ids)
                 else:
                     settle(index, ids)
+        empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
+        if empty is not None:
+            (notices or Notices())(
+                "empty", f"prompt {empty} is an empty string: the model sees the tokenizer's special tokens alone"
+            )
     return checked, problems
 
 
@@ -130,37 +143,108 @@ def _as_list(prompts: Any) -> Sequence[Any]:
     """The prompts one by one; a bare prompt is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "UO":
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "UTO":
         prompts = prompts.tolist()  # a column of strings or of lists, not of token ids
-    if _is_array(prompts):
+    if is_array(prompts):
+        if prompts.ndim == 0:
+            raise PromptsTypeError(f"prompts is a 0-D {kind(prompts)}; {A_PROMPT_IS}")
         if prompts.ndim != 1:
-            raise TypeError(f"prompts is a {prompts.ndim}-D {_kind(prompts)}; {_PADDED_TENSOR}")
+            raise PromptsTypeError(f"prompts is a {prompts.ndim}-D {kind(prompts)}; {_PADDED_TENSOR}")
         return [prompts]
-    if isinstance(prompts, Mapping):
-        if "input_ids" in prompts:
-            raise TypeError(
-                f"prompts is a {_kind(prompts)}; pass the texts themselves, or a list of token ids for each prompt"
-            )
-        hint = "; a chat is a list of such messages" if "role" in prompts else ""
-        raise TypeError(f"prompts is a {_kind(prompts)}{hint}; {A_PROMPT_IS}")
-    if isinstance(prompts, (Set, bytes, bytearray)) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts is {_a(prompts)}; pass a list of prompts, where {A_PROMPT_IS}")
-    listed = prompts if isinstance(prompts, (list, tuple)) else list(prompts)
+    why = _no_list(prompts)
+    if why is not None:
+        raise PromptsTypeError(f"prompts is {why}")
+    listed = prompts if isinstance(prompts, (list, tuple)) else _read(prompts)
     return [listed] if _is_bare(listed) else listed
+
+
+def _no_list(prompts: Any) -> str | None:
+    """What ``prompts`` is, if there is no walking through it prompt by prompt."""
+    if isinstance(prompts, Mapping):
+        return _as_mapping(prompts)
+    columns = getattr(prompts, "columns", None)
+    if columns is None:
+        columns = getattr(prompts, "column_names", None)
+    if columns is not None and not isinstance(prompts, (list, tuple)):
+        # Walking through a table gives its columns' names, or its rows as dicts.
+        names = [name for name in columns if isinstance(name, str)] if isinstance(columns, Iterable) else []
+        column = next((name for name in (*_COLUMNS, *names) if name in names), "text")
+        return f"{a_kind(prompts)}; pass one of its columns, such as prompts[{column!r}]"
+    if isinstance(prompts, (itertools.count, itertools.cycle)):
+        return f"{a_kind(prompts)}, which never ends; pass a list of prompts (itertools.islice cuts one off)"
+    bad = (set, frozenset, bytes, bytearray, memoryview, type)
+    if isinstance(prompts, bad) or not isinstance(prompts, Iterable):
+        hint = " (decode them first)" if isinstance(prompts, (bytes, bytearray)) else ""
+        hint = " (a set has no order)" if isinstance(prompts, (set, frozenset)) else hint
+        return f"{a_kind(prompts)}{hint}; pass a list of prompts, where {A_PROMPT_IS}"
+    return None
+
+
+def _as_mapping(given: Mapping[Any, Any]) -> str:
+    if "input_ids" in given:
+        return f"{a_kind(given)}; pass the texts themselves, or the token ids in its 'input_ids'"
+    if is_message(given):
+        return f"{a_kind(given)}; a chat is a list of such messages: [{{'role': ..., 'content': ...}}]"
+    column = next((name for name in _COLUMNS if name in given), None)
+    if column is not None:
+        return f"{a_kind(given)}; pass what it holds as {column!r}"
+    return f"{a_kind(given)}; {A_PROMPT_IS}, and several are a list"
+
+
+def _read(prompts: Iterable[Any]) -> list[Any]:
+    listed: list[Any] = []
+    try:
+        listed.extend(prompts)
+    except Exception as error:
+        error.add_note(f"raised by the iterator of prompts, when it was asked for prompt {len(listed)}")
+        raise
+    return listed
 
 
 def _is_bare(listed: Sequence[Any]) -> bool:
     """Whether the list is one prompt (token ids, or a chat) rather than a list of prompts."""
-    if _is_chat(listed):
+    if is_bare_chat(listed):
         return True
     # With a string or a list among the numbers it is a list of prompts with some bad ones.
-    return bool(listed) and _is_number(listed[0]) and all(_is_number(item) or item is None for item in listed)
+    return bool(listed) and is_number(listed[0]) and all(is_number(item) or item is None for item in listed)
 
 
-def _is_chat(prompt: Any) -> bool:
-    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[0], Mapping):
-        return False
-    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+def _loaded(tokenizer: Callable[[], Any] | None) -> tuple[Any, str]:
+    """The tokenizer, or why there is none."""
+    try:
+        return (None if tokenizer is None else tokenizer()), "there is no tokenizer: pass `tokenizer=`"
+    except TokenizerError as error:
+        return None, str(error)
+
+
+def _described(prompt: Any) -> str:
+    return "a string" if isinstance(prompt, str) else "a chat"
+
+
+def _seen_from(prompt: Any, refusal: _Refused) -> str:
+    """The reason in terms of what was passed in, where that was not token ids."""
+    text = isinstance(prompt, str)
+    if not text and not is_chat(prompt):
+        return str(refusal)
+    if isinstance(refusal, _NoTokens):
+        return f"is {'an empty string' if prompt == '' else _described(prompt)}, of which the tokenizer makes no tokens"
+    if isinstance(refusal, _OutsideVocabulary):
+        return f"{refusal}: is the tokenizer another model's, or has it more tokens than the model's embedding?"
+    return str(refusal)
+
+
+def _refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as half:
+            return f"is a string with half a character (a lone surrogate) at position {half.start}"
+    # Some tokenizers do without a template, so it is only asked for once they have failed for want of it.
+    elif not hasattr(tokenizer, "apply_chat_template") or (
+        getattr(tokenizer, "chat_template", None) is None and "chat_template" in str(error)
+    ):
+        return f"is a chat, and {NO_TEMPLATE}"
+    return f"is {_described(prompt)} that the tokenizer refused: {first_line(error)}"
 
 
 def _encoded(
@@ -174,7 +258,7 @@ def _encoded(
         except Exception:
             rows = [_encoded_alone(item, tokenizer, encode) for item in batch]
         if len(rows) != len(batch):
-            raise TypeError(f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts; pass another `tokenizer=`")
+            raise TokenizerError(f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another one")
         yield from rows
 
 
@@ -187,7 +271,8 @@ def _encoded_alone(item: Any, tokenizer: Any, encode: Callable[[Any, list[Any]],
 
 
 def _encode_texts(tokenizer: Any, texts: list[str]) -> Sequence[Any]:
-    return tokenizer(texts)["input_ids"]
+    # A processor for several media takes images first; it holds the tokenizer.
+    return getattr(tokenizer, "tokenizer", tokenizer)(texts)["input_ids"]
 
 
 def _encode_chats(tokenizer: Any, chats: list[Any]) -> Sequence[Any]:
@@ -202,104 +287,76 @@ def _packed_ids(prompt: Any, id_limit: int) -> bytes:
     """The token ids as int32 in native byte order; raises ``_Refused`` unless each is an integer in range."""
     if isinstance(prompt, (list, tuple)):
         return _packed_list(prompt, id_limit)
-    if not _is_array(prompt):
-        raise _Refused(f"is {_a(prompt)}; {A_PROMPT_IS}")
+    if isinstance(prompt, Mapping):
+        raise _Refused(f"is {_as_mapping(prompt)}")
+    if isinstance(prompt, (float, np.floating)) and np.isnan(prompt):
+        raise _Refused(f"is NaN, as missing values are; {A_PROMPT_IS}")
+    if not is_array(prompt):
+        raise _Refused(f"is {a_kind(prompt)}; {A_PROMPT_IS}")
     if prompt.ndim != 1:
-        raise _Refused(f"is a {prompt.ndim}-D {_kind(prompt)}; {_PADDED_TENSOR}")
-    values = prompt if isinstance(prompt, np.ndarray) else _to_numpy(prompt)
+        raise _Refused(f"is a {prompt.ndim}-D {kind(prompt)}; {_PADDED_TENSOR}")
+    try:
+        values = prompt if isinstance(prompt, np.ndarray) else _to_numpy(prompt)
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, say, or on the meta device
+        raise _Refused(f"is a tensor that cannot be read: {first_line(error)}") from None
     if values.size == 0:
-        raise _Refused("is empty: it has no token ids")
+        raise _NoTokens("is empty: it has no token ids")
     if values.dtype.kind not in "iu":
-        raise _Refused(f"is a {_kind(prompt)} of {prompt.dtype}; token ids are integers")
+        raise _Refused(f"is a {kind(prompt)} of {prompt.dtype}; token ids are integers")
     if int(values.min()) < 0 or int(values.max()) >= id_limit:
         position = int(np.argmax((values < 0) | (values >= id_limit)))
-        raise _Refused(_out_of_range(int(values[position]), position, id_limit))
+        raise _out_of_range(int(values[position]), position, id_limit)
     return values.astype(np.int32).tobytes()
 
 
 def _packed_list(ids: Sequence[Any], id_limit: int) -> bytes:
     if not ids:
-        raise _Refused("is empty: it has no token ids")
+        raise _NoTokens("is empty: it has no token ids")
     try:
         # "I" is twice as fast as "i" and refuses floats and negative numbers; what is too large is seen below.
         packed = array("I", ids)
     except (TypeError, ValueError, OverflowError):
-        raise _Refused(_first_bad_element(ids, id_limit)) from None
+        raise _first_bad_element(ids, id_limit) from None
     values = np.frombuffer(packed, np.uint32)
     # A bool passes for 0 or 1, so only those places are looked at.
     if values.max() >= id_limit or (
-        values.min() <= 1 and any(_is_bool(ids[position]) for position in np.flatnonzero(values <= 1).tolist())
+        values.min() <= 1 and any(is_bool(ids[position]) for position in np.flatnonzero(values <= 1).tolist())
     ):
-        raise _Refused(_first_bad_element(ids, id_limit))
+        raise _first_bad_element(ids, id_limit)
     return packed.tobytes()
 
 
-def _first_bad_element(ids: Sequence[Any], id_limit: int) -> str:
+def _first_bad_element(ids: Sequence[Any], id_limit: int) -> _Refused:
     """Says what is wrong with a list already known to be bad, so it may take its time."""
     for position, item in enumerate(ids):
         if item is None:
-            return f"holds None at position {position}, where a token id should be"
-        if isinstance(item, Mapping):
-            return f"holds {_a(item)} at position {position}; a chat is a list of messages, each with a 'role'"
+            return _Refused(f"holds None at position {position}, where a token id should be")
         if isinstance(item, str):
-            return f"holds a string at position {position}; give each string as a prompt of its own"
-        if isinstance(item, (list, tuple)) or (_is_array(item) and item.ndim > 0):
-            return f"holds {_a(item)} at position {position}; the token ids of a prompt are a flat list"
+            return _Refused(f"holds a string at position {position}; give each string as a prompt of its own")
+        if isinstance(item, (list, tuple, Mapping)) or (is_array(item) and item.ndim > 0):
+            return _Refused(f"holds {a_kind(item)} at position {position}; the token ids of a prompt are a flat list")
         try:
-            value = None if _is_bool(item) else item.__index__()
+            value = None if is_bool(item) else item.__index__()
         except (AttributeError, TypeError, ValueError):
             value = None
         if value is None:
-            return f"holds {item!r} at position {position}, {_a(item)}; token ids are integers"
+            return _Refused(f"holds {shown(item)} at position {position}, {a_kind(item)}; token ids are integers")
         if not 0 <= value < id_limit:
             return _out_of_range(value, position, id_limit)
-    return f"holds something that is not a token id; {A_PROMPT_IS}"
+    return _Refused(f"holds something that is not a token id; {A_PROMPT_IS}")
 
 
-def _out_of_range(value: int, position: int, id_limit: int) -> str:
+def _out_of_range(value: int, position: int, id_limit: int) -> _Refused:
     if value < 0:
-        return f"token id {value} at position {position} is negative"
+        return _Refused(f"has token id {value} at position {position}; token ids are not negative")
     if id_limit == _ID_LIMIT:
-        return f"token id {value} at position {position} does not fit in 32 bits"
-    return f"token id {value} at position {position} is outside the model's vocabulary of {id_limit}"
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # no tensor without torch, and no need to import it to find out
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or _is_tensor(value)
+        return _Refused(f"has token id {value} at position {position}, which does not fit in 32 bits")
+    return _OutsideVocabulary(
+        f"has token id {value} at position {position}, outside the model's vocabulary of {id_limit}"
+    )
 
 
 def _to_numpy(tensor: Any) -> np.ndarray:
     if tensor.is_floating_point() or tensor.is_complex():
         return np.zeros(len(tensor))  # refused for its dtype; NumPy has no bfloat16 to convert it to
     return tensor.detach().cpu().numpy()
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_)) or (_is_tensor(value) and str(value.dtype) == "torch.bool")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number, np.bool_)) or (_is_array(value) and value.ndim == 0)
-
-
-def _kind(value: Any) -> str:
-    if _is_tensor(value):
-        return "tensor"
-    return "NumPy array" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def _a(value: Any) -> str:
-    if value is None:
-        return "None"
-    kind = _kind(value)
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

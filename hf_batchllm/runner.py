@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from .architecture import Architecture, base_model
-from .attention import ATTENTION_NAME, AttentionBackend, attention_context
+from .attention import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    AttentionContext,
+    attention_context,
+    context_in_use,
+    use_context,
+)
 from .batch import ModelBatch
 from .errors import UnsupportedModelError
 from .patches.attention_swap import AttentionSwap
@@ -23,11 +30,18 @@ class ModelRunner:
         self._swap = AttentionSwap(model)
         self._head = HeadSwap(model, base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
+        self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
-    @torch.no_grad()
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary] float32
         """Run the step's tokens; the logits of those rows that are sampled."""
+        self._outside = torch.is_grad_enabled(), context_in_use()
+        with torch.no_grad():
+            logits = self._step(batch)
+        self._outside = None
+        return logits
+
+    def _step(self, batch: ModelBatch) -> torch.Tensor:
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         keep = {"logits_to_keep": tokens.logits_rows} if self._selects_rows else {}
@@ -62,6 +76,11 @@ class ModelRunner:
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
-        """Once more, should an interrupt have come while a step put the model back."""
+        """Once more, should an interrupt have come while a step put things back."""
         self._head.restore()
         self._swap.restore()
+        if self._outside is not None:
+            grad_mode, context = self._outside
+            torch.set_grad_enabled(grad_mode)
+            use_context(context)
+            self._outside = None

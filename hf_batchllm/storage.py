@@ -44,6 +44,10 @@ class KVStorage:
             self._layers[layer] = (k, v)
         self.num_pages = len(pages)
 
+    def release(self) -> None:
+        """Let the memory go now: the traceback of an error that is kept somewhere would hold on to this object."""
+        self._layers.clear()
+
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)

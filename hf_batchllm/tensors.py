@@ -78,8 +78,8 @@ class PaddedBatch:
     def _outside(self, token: int, column: int, vocab_size: int) -> str:
         hint = ". Is it padding? Then pass an `attention_mask`" if self.mask is None else ""
         if token < 0:
-            return f"token id {token} in column {column} is negative{hint}"
-        return f"token id {token} in column {column} is outside the model's vocabulary of {vocab_size}{hint}"
+            return f"has token id {token} in column {column}; token ids are not negative{hint}"
+        return f"has token id {token} in column {column}, outside the model's vocabulary of {vocab_size}{hint}"
 
 
 def take_padded(prompts: Any, kwargs: dict[str, Any]) -> PaddedBatch | None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from .config import BatchConfig
+from .errors import ConfigError, TokenizerError
+from .kinds import a_kind, first_line
+
+_PASS_ONE = "pass BatchGenerator(model, tokenizer)"
 
 
 class TokenizerLoader:
     """The tokenizer that was given, else the one saved beside the model; looked for when it is first needed."""
 
     def __init__(self, given: Any, model: PreTrainedModel) -> None:
+        _refuse_what_is_no_tokenizer(given)
         self._tokenizer = given
         self._beside = getattr(model.config, "_name_or_path", "") or ""
         self._searched = given is not None
@@ -20,13 +29,13 @@ class TokenizerLoader:
         """For prompts that are text: raises if there is none."""
         if self._tokenizer is None:
             if not self._beside:
-                raise ValueError("the model does not say where its tokenizer is: pass BatchGenerator(model, tokenizer)")
+                raise TokenizerError(f"the model does not say where its tokenizer is: {_PASS_ONE}")
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self._beside)
             except Exception as error:
-                raise ValueError(
-                    f"no tokenizer could be loaded from {self._beside!r}, where the model came from: "
-                    f"pass BatchGenerator(model, tokenizer)"
+                raise TokenizerError(
+                    f"no tokenizer could be loaded from {self._beside!r}, where the model came from "
+                    f"({first_line(error)}): {_PASS_ONE}"
                 ) from error
         return self._tokenizer
 
@@ -35,8 +44,28 @@ class TokenizerLoader:
             self._searched = True
             if self._tokenizer is None and self._beside:
                 # What is not on this machine is not fetched merely to decode: then results are token ids without text.
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(Exception):
                     self._tokenizer = AutoTokenizer.from_pretrained(self._beside, local_files_only=True)
         if self._tokenizer is None:
             return None
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _refuse_what_is_no_tokenizer(given: Any) -> None:
+    if given is None:
+        return
+    if isinstance(given, str | os.PathLike):
+        hint = f": pass the tokenizer itself, AutoTokenizer.from_pretrained({os.fspath(given)!r})"
+    elif isinstance(given, BatchConfig):
+        hint = ": pass it by name, BatchGenerator(model, config=...)"
+    elif isinstance(given, GenerationConfig):
+        hint = ": it goes into generate(), with the prompts"
+    elif isinstance(given, nn.Module):
+        hint = ": the tokenizer comes second, after the model"
+    elif type(given).__module__.partition(".")[0] == "tokenizers":
+        hint = ": wrap it, PreTrainedTokenizerFast(tokenizer_object=...)"
+    elif isinstance(given, type) or not callable(given) or not callable(getattr(given, "decode", None)):
+        hint = ": pass what AutoTokenizer.from_pretrained gives"
+    else:
+        return
+    raise ConfigError(f"`tokenizer` is {a_kind(given)}{hint}")

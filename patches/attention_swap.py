@@ -25,10 +25,12 @@ class AttentionSwap:
         self._configs = attention_configs(model)
         self._lock = _locks.setdefault(id(self._configs[0]), threading.RLock())
         self._before: list[Any] | None = None
+        self._locked = False  # or about to be
 
     @contextmanager
     def applied(self, name: str) -> Iterator[None]:
         """While the block runs, the model uses the attention registered as ``name``; then what it used before."""
+        self._locked = True
         self._lock.acquire()
         self._before = [config.__dict__.get(_FIELD, _ABSENT) for config in self._configs]
         try:
@@ -46,15 +48,18 @@ class AttentionSwap:
 
     def restore(self) -> None:
         """What was there before, if it is not there yet."""
-        if self._before is None:
-            return
-        for config, value in zip(self._configs, self._before, strict=True):
+        for config, value in zip(self._configs, self._before or (), strict=self._before is not None):
             if value is _ABSENT:
                 config.__dict__.pop(_FIELD, None)
             else:
                 config.__dict__[_FIELD] = value
-        self._before = None
-        self._lock.release()
+        if not self._locked:
+            return
+        self._before, self._locked = None, False
+        try:  # noqa: SIM105 -- an interrupt might come in the code of `suppress`, but none before the lock is free
+            self._lock.release()
+        except RuntimeError:
+            pass  # it never was ours: an interrupt came while it waited
 
 
 def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:

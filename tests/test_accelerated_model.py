@@ -185,7 +185,7 @@ def test_a_wrapper_that_is_not_known_calls_what_it_wraps(model: Any, inputs: dic
     with reasons() as said, accelerated(wrapper):
         assert same(wrapper.generate(**inputs, max_new_tokens=4), expected)
         assert same(copy.deepcopy(wrapper).generate(**inputs, max_new_tokens=4), expected)
-    assert len(said) == 1 and "not Foreign" in said[0]
+    assert len(said) == 1 and "not a Foreign" in said[0]
     with accelerated(model):  # where it can be done
         assert same(wrapper.generate(**inputs, max_new_tokens=4), expected)
         assert model.generate.last_report.sequences == 3
@@ -198,7 +198,7 @@ def test_settings_are_those_of_a_batch_generator(model: Any, tokenizer: PreTrain
         assert model.generate.last_report.cached_tokens == 0
         model.generate(ids, max_new_tokens=2)
         assert model.generate.last_report.cached_tokens == 80
-    with pytest.raises(ConfigError, match="Did you mean `page_size`"), accelerated(model, tokenizer, page_sise=8):
+    with pytest.raises(ConfigError, match="did you mean `page_size`"), accelerated(model, tokenizer, page_sise=8):
         pass
     for wrong in ("some/model", pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu"), None):
         with pytest.raises(UnsupportedModelError, match="takes a model that has a `generate`"), accelerated(wrong):  # type: ignore[type-var]

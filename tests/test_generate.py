@@ -289,7 +289,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"page_sise": 16}, "Did you mean `page_size`"),
+        ({"page_sise": 16}, "did you mean `page_size`"),
         ({"page_size": 0}, "`page_size` must be a whole number of at least 1"),
         ({"page_size": 2.5}, "`page_size`"),
         ({"max_batch_tokens": -1}, "`max_batch_tokens`"),
@@ -297,7 +297,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ({"kv_memory": 1.5}, "fraction"),
         ({"kv_memory": 0}, "more than nothing"),
         ({"share_prefixes": 1}, "True or False"),
-        ({"scheduler": "group"}, 'Did you mean "groups"'),
+        ({"scheduler": "group"}, 'did you mean "groups"'),
         ({"scheduler": 3}, "start"),
         ({"backend": "cuda"}, "`backend`"),
         ({"backend": "triton"}, "not there yet"),

@@ -8,38 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build, random_prompts
+from families import FAMILIES, build
 from harness import assert_parity, counted_tokens
 from harness import watched as watched  # a fixture
 from torch import nn
+from untouched import FAMILY, NEW_TOKENS, assert_untouched, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
 from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.runner import ModelRunner
 from hf_batchllm.scheduler import GroupScheduler
 from hf_batchllm.storage import KVStorage
-
-FAMILY = "gemma2"  # windows, caps, two kinds of layers
-NEW_TOKENS = 8
-
-
-def prompts(kind: str = "mixed", count: int = 14, seed: int = 4) -> list[list[int]]:
-    return random_prompts(random.Random(seed), 97, kind, count)
-
-
-def fingerprint(model: Any) -> Any:
-    """Everything about a model that a call might have changed."""
-    modules = {}
-    for name, module in model.named_modules():
-        plain = {key: repr(value) for key, value in vars(module).items() if not isinstance(value, dict | nn.Module)}
-        hooks = {key: list(value) for key, value in vars(module).items() if key.endswith("_hooks")}
-        modules[name] = (type(module), plain, hooks, sorted(vars(module)), id(getattr(module, "config", None)))
-    tensors = {
-        name: (id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad, tensor.is_inference())
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-    configs = {key: repr(value) for key, value in vars(model.config).items()}
-    return modules, tensors, configs, repr(vars(model.generation_config)), sorted(vars(model.config))
 
 
 class Boom(RuntimeError):
@@ -68,14 +47,6 @@ def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException,
             handle.remove()
 
     monkeypatch.setattr(ModelRunner, "step", failing)
-
-
-def assert_untouched(generator: BatchGenerator, before: Any, caches: list[Any]) -> None:
-    assert fingerprint(build(FAMILY)) == before
-    for cache in caches:
-        cache.check_integrity()
-        assert cache.free_pages == cache.num_pages
-    assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
 
 
 def test_after_a_call_the_model_is_as_it_was(watched: list[Any]) -> None:

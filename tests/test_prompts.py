@@ -151,11 +151,11 @@ def test_real_tokenizer_adds_what_it_adds_by_default():
     ("prompt", "why"),
     [
         (None, "is None; a prompt is a string, a list of token ids, a 1-D tensor or a chat"),
-        ({"role": "user", "content": "hello"}, "is a dict; a prompt is"),
+        ({"role": "user", "content": "hello"}, "is a dict; a chat is a list of such messages"),
         ({1, 2}, "is a set; a prompt is"),
         (7, "is an int; a prompt is"),
         (1.5, "is a float; a prompt is"),
-        (b"bytes", "is a bytes; a prompt is"),
+        (b"bytes", "is bytes; a prompt is"),
         (object(), "is an object; a prompt is"),
         ([], "is empty"),
         ((), "is empty"),
@@ -170,14 +170,14 @@ def test_real_tokenizer_adds_what_it_adds_by_default():
         ([1, [2, 3]], "holds a list at position 1; the token ids of a prompt are a flat list"),
         ([torch.tensor([1, 2])], "holds a tensor at position 0; the token ids of a prompt are a flat list"),
         (["a", "b"], "holds a string at position 0; give each string as a prompt of its own"),
-        ([{"content": "hello"}], "holds a dict at position 0; a chat is a list of messages, each with a 'role'"),
+        ([{"content": "hello"}], "is a chat whose message 0 has no 'role'; a message is a dict such as"),
         ([object()], "at position 0, an object; token ids are integers"),
-        ([1, -100], "token id -100 at position 1 is negative"),
-        (np.array([1, -100]), "token id -100 at position 1 is negative"),
-        (torch.tensor([1, -100]), "token id -100 at position 1 is negative"),
-        ([1, 2**31], "token id 2147483648 at position 1 does not fit in 32 bits"),
-        ([1, 2**80], "at position 1 does not fit in 32 bits"),
-        (np.array([2**40]), "at position 0 does not fit in 32 bits"),
+        ([1, -100], "has token id -100 at position 1; token ids are not negative"),
+        (np.array([1, -100]), "has token id -100 at position 1; token ids are not negative"),
+        (torch.tensor([1, -100]), "has token id -100 at position 1; token ids are not negative"),
+        ([1, 2**31], "has token id 2147483648 at position 1, which does not fit in 32 bits"),
+        ([1, 2**80], "at position 1, which does not fit in 32 bits"),
+        (np.array([2**40]), "at position 0, which does not fit in 32 bits"),
         (np.array([1.0, 2.0]), "is a NumPy array of float64; token ids are integers"),
         (np.array([True]), "is a NumPy array of bool; token ids are integers"),
         (torch.tensor([1.0, 2.0]), "is a tensor of torch.float32; token ids are integers"),
@@ -185,8 +185,8 @@ def test_real_tokenizer_adds_what_it_adds_by_default():
         (torch.tensor([True]), "is a tensor of torch.bool; token ids are integers"),
         (torch.tensor([[1, 2]]), "is a 2-D tensor; a padded tensor goes to generate"),
         (np.array([[1, 2]]), "is a 2-D NumPy array; a padded tensor goes to generate"),
-        ("text", "is a string, and there is no tokenizer; pass `tokenizer=`"),
-        (CHAT, "is a chat, and there is no tokenizer; pass `tokenizer=`"),
+        ("text", "is a string, and there is no tokenizer: pass `tokenizer=`"),
+        (CHAT, "is a chat, and there is no tokenizer: pass `tokenizer=`"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -198,7 +198,7 @@ def test_bad_prompt_is_named_with_the_reason(prompt, why):
 def test_ids_outside_the_vocabulary(kind):
     given = kind([1, 2, 3, 50300])
     assert reason(given, vocab_size=50257) == (
-        "token id 50300 at position 3 is outside the model's vocabulary of 50257"
+        "has token id 50300 at position 3, outside the model's vocabulary of 50257"
     )
     assert ids_of([given], vocab_size=50301) == [[1, 2, 3, 50300]]
 
@@ -209,10 +209,11 @@ def test_prompt_that_is_too_long():
 
 
 def test_text_that_gives_no_ids_or_cannot_be_encoded_spares_the_others():
-    checked, problems = check_prompts(["a", "", "unreadable", [{"role": "alien"}], "b"], tokenizer=WordTokenizer)
+    alien = [{"role": "alien", "content": "?"}]
+    checked, problems = check_prompts(["a", "", "unreadable", alien, "b"], tokenizer=WordTokenizer)
     assert [prompt is None for prompt in checked] == [False, True, True, True, False]
     assert problems == {
-        1: "is empty: it has no token ids",
+        1: "is an empty string, of which the tokenizer makes no tokens",
         2: "is a string that the tokenizer refused: cannot read this",
         3: "is a chat that the tokenizer refused: Unknown role",
     }
@@ -228,9 +229,9 @@ def test_every_bad_prompt_is_reported_at_once():
 
 
 def test_flat_list_with_a_bad_number_is_one_bad_prompt():
-    with pytest.raises(PromptError, match=r"prompt 0: holds 1\.5 at position 1"):
+    with pytest.raises(PromptError, match=r"prompt 0 holds 1\.5 at position 1"):
         prepare_prompts([1, 1.5, 2])
-    with pytest.raises(PromptError, match="prompt 0: holds None at position 1"):
+    with pytest.raises(PromptError, match="prompt 0 holds None at position 1"):
         prepare_prompts([1, None, 2])
 
 
@@ -250,7 +251,7 @@ def test_number_among_prompts_is_a_bad_prompt():
         (None, "prompts is None; pass a list of prompts"),
         (7, "prompts is an int; pass a list of prompts"),
         ({"a", "b"}, "prompts is a set"),
-        (b"abc", "prompts is a bytes"),
+        (b"abc", "prompts is bytes"),
     ],
     ids=lambda value: type(value).__name__,
 )
