@@ -16,7 +16,7 @@ import triton.language as tl
 from . import small_torch
 from .small_torch import SAMPLE_BLOCK, Rows
 
-GREEDY_BLOCK = 4096  # tokens of the vocabulary
+GREEDY_BLOCK = 2048  # tokens of the vocabulary
 ADVANCE_BLOCK = 64  # rows
 
 _RUNNING = tl.constexpr(small_torch.RUNNING)

@@ -3,7 +3,9 @@
 What they do costs nothing but reading and writing, so each reads its inputs once, in 16-byte pieces, and writes its
 results where they are wanted: rotated keys straight into the cache, the residual in place. They round to the tensors'
 dtype wherever the modules of transformers do. Then only the order of a sum, and the last bit of exp or rsqrt, can make
-a difference. The figures behind the choices are in docs/attention-notes.md.
+a difference. The compiler does not respect that by itself: it sees that a product rounded to half precision can be made
+in half precision, and then fuses it with the sum that follows, which drops the rounding. ``enable_fp_fusion=False``
+forbids it wherever there is such a sum. The figures behind the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def _weighted(x, weight, UNIT_OFFSET: tl.constexpr):
 
 @triton.jit
 def _rounded_product(a, b):
-    """Rounded to b's dtype: a product alone, which no fused multiply-add may swallow in half precision."""
+    """Rounded to b's dtype, as a product of tensors is."""
     return (a.to(tl.float32) * b.to(tl.float32)).to(b.dtype).to(tl.float32)
 
 
@@ -174,6 +176,7 @@ def rope_and_write(
         NORM_Q=q_weight is not None, NORM_K=k_weight is not None, UNIT_OFFSET=unit_offset,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROTARY=rotary, BLOCK_H=lines,
         num_warps=max(1, min(4, lines * dim // 512)),  # 8 elements of each half for a thread
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -227,6 +230,8 @@ def add_rms_norm(
             x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
             HIDDEN=hidden, ADD=residual is not None, INNER=inner_weight is not None, UNIT_OFFSET=unit_offset,
             num_warps=max(1, min(16, triton.next_power_of_2(hidden) // (32 * NORM_ELEMENTS))),
+            # Llama's form adds a product to the residual; Gemma's is made in float32, and its rounding stays.
+            enable_fp_fusion=inner_weight is None or unit_offset,
         )  # fmt: skip
     return out
 

@@ -102,7 +102,6 @@ def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
 
 def check_rope(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
     given = rope_case(seed, shape, dtype, most)
-    exact = "q_weight" not in given and given["cos"] is not None and given["cos"].dtype == dtype != torch.float32
 
     def ours(merged: torch.Tensor, **rest: Any) -> None:
         small_triton.rope_and_write(*parts(merged, shape), **rest)
@@ -110,7 +109,8 @@ def check_rope(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int)
     def twin(merged: torch.Tensor, **rest: Any) -> None:
         small_torch.rope_and_write(*parts(merged, shape), **rest)
 
-    compare(ours, twin, given, exact or (given["cos"] is None and "q_weight" not in given))
+    # Products and sums alone are rounded one by one in every dtype; a norm's sum has an order of its own.
+    compare(ours, twin, given, exact="q_weight" not in given)
 
 
 @kernel
