@@ -193,6 +193,9 @@ def test_sampled_calls_match_generate_where_both_draw_the_most_likely(
 
 
 class Shuffled(FifoScheduler):
+    def __repr__(self) -> str:
+        return "shuffled"  # in the names of tests, which every process must make alike
+
     def _ordered(self, requests: Sequence[Request]) -> list[Request]:
         return random.Random(8).sample(list(requests), len(requests))
 
