@@ -1,4 +1,4 @@
-"""What ``generate`` promises beyond greedy parity: options, sampling, text, and errors before any work."""
+"""What ``generate`` promises beyond greedy parity: options, text, and errors before any work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from families import build, random_prompts
-from harness import watched as watched  # a fixture
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_batchllm import (
     BatchConfig,
@@ -21,7 +20,6 @@ from hf_batchllm import (
     UnsupportedModelError,
     UnsupportedOptionError,
     accelerated,
-    sampling,
 )
 
 FAMILY = "llama"
@@ -44,13 +42,6 @@ def stock(prompt: list[int], **options: Any) -> list[int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about lengths that cannot be had; ours is held against what comes out
         return model.generate(ids, **options)[0, len(prompt) :].tolist()
-
-
-@pytest.fixture
-def most_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides draw the most likely token, so that sampled calls can be compared token by token."""
-    monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmax(dim=-1, keepdim=True))
-    monkeypatch.setattr(sampling, "_draw", lambda scores, uniform: scores.argmax(dim=-1))
 
 
 # -- options ---------------------------------------------------------------------------------------------------
@@ -77,37 +68,6 @@ def test_greedy_options_mean_what_they_mean_to_generate(generator: BatchGenerato
     result = generator.generate(given, **options)
     for prompt, generation in zip(given, result, strict=True):
         assert generation.token_ids == stock(prompt, **{"use_cache": True, **options})
-
-
-@pytest.mark.usefixtures("most_likely")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.4},
-        {"top_k": 3, "repetition_penalty": 1.5},
-        {"top_p": 0.7, "temperature": 1.8},
-        {"min_p": 0.2, "top_k": 0},
-        {"repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": list(range(50))},
-    ],
-    ids=str,
-)
-def test_sampling_options_go_through_transformers_processors(
-    generator: BatchGenerator, options: dict[str, Any]
-) -> None:
-    given = prompts()
-    result = generator.generate(given, do_sample=True, max_new_tokens=6, seed=1, **options)
-    for prompt, generation in zip(given, result, strict=True):
-        assert generation.token_ids == stock(prompt, do_sample=True, max_new_tokens=6, **options)
-
-
-def test_what_a_warper_hides_is_never_drawn(generator: BatchGenerator) -> None:
-    given = prompts("prefix", 6)
-    result = generator.generate(given, do_sample=True, top_k=2, max_new_tokens=1, num_return_sequences=40, seed=5)
-    model: Any = build(FAMILY)
-    for index, prompt in enumerate(given):
-        allowed = model(torch.tensor([prompt])).logits[0, -1].topk(2).indices.tolist()
-        drawn = {generation.token_ids[0] for generation in result if generation.index == index}
-        assert drawn <= set(allowed)
 
 
 def test_defaults_come_from_the_models_generation_config(generator: BatchGenerator) -> None:
@@ -141,63 +101,6 @@ def test_finish_reasons_and_the_eos_in_the_tokens(generator: BatchGenerator) -> 
         assert not any(stopped[:-1])
         assert generation.finish_reason == ("stop" if stopped[-1] else "length")
         assert stopped[-1] or len(generation.token_ids) == 12
-
-
-# -- sampling --------------------------------------------------------------------------------------------------
-
-
-def test_noise_depends_on_seed_prompt_sample_and_position_alone(watched: list[Any]) -> None:
-    given = prompts()
-    options = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 3, "seed": 11, "top_k": 0}
-    configs: list[dict[str, Any]] = [
-        {},
-        {"share_prefixes": False},
-        {"max_batch_tokens": 3, "page_size": 2, "min_shared_tokens": 1},
-        {"scheduler": "fifo"},
-    ]
-    results = [BatchGenerator(build(FAMILY), **config).generate(given, **options).token_ids for config in configs]
-    assert all(result == results[0] for result in results)
-    alone = BatchGenerator(build(FAMILY)).generate(given[:1], **options).token_ids
-    assert alone == results[0][:3]
-
-
-def test_samples_and_seeds_differ_and_rows_are_flat(generator: BatchGenerator) -> None:
-    given = prompts(count=14)[:4]
-    options = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3, "temperature": 3.0, "top_k": 0}
-    first = generator.generate(given, seed=1, **options)
-    assert [(g.index, g.sample) for g in first] == [(i, j) for i in range(4) for j in range(3)]
-    assert len({tuple(tokens) for tokens in first.token_ids}) == 12
-    assert generator.generate(given, seed=1, **options).token_ids == first.token_ids
-    assert generator.generate(given, seed=2, **options).token_ids != first.token_ids
-    assert first.report.seed == 1
-    assert generator.generate(given, max_new_tokens=2).report.seed is None
-
-
-def test_torchs_generator_is_read_only_when_it_must(generator: BatchGenerator) -> None:
-    options = {"do_sample": True, "max_new_tokens": 6, "temperature": 3.0, "top_k": 0}
-    set_seed(42)
-    first = generator.generate(prompts(), **options)
-    set_seed(42)
-    assert generator.generate(prompts(), **options).token_ids == first.token_ids
-    set_seed(42)
-    assert generator.generate(prompts(), seed=first.report.seed, **options).token_ids == first.token_ids
-    before = torch.get_rng_state()
-    BatchGenerator(build(FAMILY)).generate(prompts(), seed=3, **options)
-    generator.generate(prompts(), max_new_tokens=3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_draw_inverts_the_exact_distribution() -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(1, 50) * 4
-    scores[0, [0, 7, 49]] = float("-inf")
-    probabilities = scores.double().softmax(-1)[0]
-    uniform = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    drawn = sampling._draw(scores.expand(len(uniform), -1), uniform)
-    share = torch.bincount(drawn, minlength=50) / len(uniform)
-    assert (share - probabilities).abs().max() < 2e-5
-    edges = sampling._draw(scores.expand(2, -1), torch.tensor([0.0, 1.0], dtype=torch.float64))
-    assert edges.tolist() == [1, 48]  # never a token without probability
 
 
 # -- text ------------------------------------------------------------------------------------------------------
@@ -384,11 +287,6 @@ def test_a_model_that_cannot_be_right_is_refused() -> None:
 def test_notes_in_a_generation_config_and_empty_lists_ask_for_nothing(generator: BatchGenerator) -> None:
     config = GenerationConfig(max_new_tokens=3, suppress_tokens=[], chat_format="own", user_token_id=7)
     assert generator.generate([[5, 6]], config)[0].token_ids == stock([5, 6], max_new_tokens=3)
-
-
-def test_logits_that_are_not_numbers_are_not_drawn_from() -> None:
-    with pytest.raises(RuntimeError, match="not numbers"):
-        sampling._draw(torch.full((2, 5), float("nan")), torch.tensor([0.5, 0.5], dtype=torch.float64))
 
 
 # -- reports ---------------------------------------------------------------------------------------------------
