@@ -82,6 +82,9 @@ class Ours:
 class NoTokenizer:
     """Prompts are token ids here, and nobody reads the text."""
 
+    def __call__(self, texts: list[str]) -> dict[str, Tokens]:
+        raise NotImplementedError
+
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
         return ""
 
