@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import ATTENTION_NAME, AttentionCall, attention_context
+from .attention import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from .errors import UnsupportedModelError
 from .kinds import a_kind
 from .mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
@@ -207,15 +207,20 @@ def _noted_passes(model: PreTrainedModel, device: torch.device, name: str) -> li
     return calls
 
 
-@torch.no_grad()
 def _noted_pass(model: PreTrainedModel, device: torch.device, attention: str) -> list[AttentionCall]:
     notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
-    with AttentionSwap(model).applied(attention), attention_context(notes):
-        # Without a cache transformers looks into the positions for packed sequences before it describes a mask;
-        # where there is no data, there is nothing to look at.
-        model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
+    swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
+    try:
+        with torch.no_grad(), swap.applied(attention), attention_context(notes):
+            # Without a cache transformers looks into the positions for packed sequences before it describes a mask;
+            # where there is no data, there is nothing to look at.
+            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
+    finally:  # once more: an interrupt may have come while the block above put things back
+        swap.restore()
+        torch.set_grad_enabled(grad_mode)
+        use_context(context)
     return notes.noted
 
 

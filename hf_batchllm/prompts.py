@@ -212,9 +212,12 @@ def _is_bare(listed: Sequence[Any]) -> bool:
 def _loaded(tokenizer: Callable[[], Any] | None) -> tuple[Any, str]:
     """The tokenizer, or why there is none."""
     try:
-        return (None if tokenizer is None else tokenizer()), "there is no tokenizer: pass `tokenizer=`"
+        loaded = None if tokenizer is None else tokenizer()
     except TokenizerError as error:
         return None, str(error)
+    if loaded is not None and not callable(loaded):
+        return None, f"`tokenizer` is {a_kind(loaded)}: pass what AutoTokenizer.from_pretrained gives"
+    return loaded, "there is no tokenizer: pass `tokenizer=`"
 
 
 def _described(prompt: Any) -> str:

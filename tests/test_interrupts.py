@@ -128,6 +128,19 @@ def test_at_any_line_of_a_stream(expected: dict[int, list[int]]) -> None:
         assert_as_before(generator, before, expected)
 
 
+def test_at_any_line_of_making_one() -> None:
+    """The architecture is looked at, and for some models by a pass over two tokens."""
+    files = ("architecture.py", "attention_swap.py", "attention.py", "mask_probe.py")
+    before, random_state = fingerprint(build(FAMILY)), torch.get_rng_state()
+    every = Stop(0, files)
+    every.during(make)
+    for at in random.Random(6).sample(range(1, every.count), 15):
+        with pytest.raises(KeyboardInterrupt):
+            Stop(at, files).during(make)
+        assert fingerprint(build(FAMILY)) == before
+        assert torch.equal(torch.get_rng_state(), random_state)
+
+
 def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
     """A real SIGINT, over all of a call: it comes out as GenerationInterrupted, unless the call was over."""
     before, generator = fingerprint(build(FAMILY)), make()
