@@ -379,4 +379,3 @@ def _check_progress(progress: Any) -> None:
     if progress is not None and not isinstance(progress, bool):
         why = f"must be True, False, or None for long lists only, not {a_kind(progress)}"
         raise OptionValueError("progress", why)
-
