@@ -54,8 +54,8 @@ def test_it_ends_full_when_answers_stop_early_and_when_memory_is_short(
 ) -> None:
     generator = BatchGenerator(build("llama"))
     page = generator.architecture.kv_bytes_per_token * 8
-    generator = BatchGenerator(build("llama"), page_size=8, kv_memory=16 * page)
-    options = {"do_sample": True, "num_return_sequences": 3, "eos_token_id": list(range(5, 15))}
+    generator = BatchGenerator(build("llama"), page_size=8, kv_memory=10 * page)
+    options = {"do_sample": True, "num_return_sequences": 3, "eos_token_id": [5, 6, 7]}
     result = generator.generate(prompts(20), max_new_tokens=30, seed=1, progress=True, **options)
     assert result.report.preemptions
     assert {generation.finish_reason for generation in result} == {"stop", "length"}
