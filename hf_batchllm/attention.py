@@ -146,6 +146,11 @@ def attention_forward(
             raise UnsupportedModelError(f"{name} hands `{given}` to its attention; that is not supported")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
+    dtype = query.dtype
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)  # what torch's own attention would be given
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out = context.attend(
         AttentionCall(
             layer=module,

@@ -64,7 +64,8 @@ class Scratch:
         size = keys.numel() * cache[0].numel()
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != cache.dtype:
-            flat = self._flat[name] = cache.new_empty(size)
+            with torch.inference_mode(False):  # it may be used outside, too
+                flat = self._flat[name] = torch.empty(size, dtype=cache.dtype, device=cache.device)
         copied = flat[:size].view(keys.numel(), *cache.shape[1:])
         torch.index_select(cache, 0, keys.flatten(), out=copied)
         return copied.view(*keys.shape, *cache.shape[1:])

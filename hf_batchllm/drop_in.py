@@ -53,7 +53,7 @@ def accelerated(
     at by itself: what several have in common is computed once only with ``keep_prefixes``. How a call went is in
     ``model.generate.last_report``. ``tokenizer``, ``config`` and ``fields`` are those of BatchGenerator.
     """
-    if not callable(getattr(model, "generate", None)):
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         inside = ": does it hold one, as .model?" if hasattr(model, "model") else ""
         raise UnsupportedModelError(
             f"accelerated(model) takes a model that has a `generate`, not {type(model).__name__}{inside}"

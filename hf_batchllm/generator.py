@@ -153,12 +153,14 @@ class BatchGenerator:
         *,
         seed: int | None = None,
         on_error: str = "raise",
+        progress: bool | None = None,
         **generate_kwargs: Any,
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
 
         Whether each prompt fits into the KV cache is known when the first result is asked for. An interrupt comes out
-        as a plain KeyboardInterrupt: what had finished has been handed out already.
+        as a plain KeyboardInterrupt: what had finished has been handed out already. A bar is shown with
+        ``progress=True`` only.
         """
         turn = _Turn()
         try:
@@ -169,7 +171,7 @@ class BatchGenerator:
         except KeyboardInterrupt:
             self._end(turn)
             raise
-        return self._results(work, strict=on_error == "raise")
+        return self._results(work, on_error == "raise", progress or False)
 
     def plan(self, prompts: Any) -> SharingPlan:
         """What sharing these prompts would save. Runs no model."""
@@ -328,15 +330,17 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _results(self, work: Work, strict: bool) -> Iterator[Generation]:
+    def _results(self, work: Work, strict: bool, progress: bool) -> Iterator[Generation]:
         turn = _Turn()
         try:
             with self._busy(turn) as call:
                 call.begin(work, strict)
                 yield from self._failures(work)
                 try:
-                    for request in call.run():
-                        yield self._generation(request)
+                    with call.progress(progress) as bar:
+                        for request in call.run(bar.step):
+                            bar.finish(request)
+                            yield self._generation(request)
                 finally:
                     self.last_report = call.report()
         except KeyboardInterrupt:

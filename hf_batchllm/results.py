@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -73,6 +74,14 @@ class RunReport:
     @property
     def tokens_per_second(self) -> float:
         return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def _repr_html_(self) -> str:
+        rows = (line.split("  ", 1) if "  " in line else ("", line) for line in str(self).splitlines())
+        cells = (
+            f"<tr><th style='text-align:left'>{what}</th><td>{html.escape(text.strip())}</td></tr>"
+            for what, text in rows
+        )
+        return f"<table>{''.join(cells)}</table>"
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"

@@ -28,7 +28,7 @@ class ModelRunner:
         self.architecture = architecture
         self.backend = backend
         self._swap = AttentionSwap(model)
-        self._head = HeadSwap(model, base_model(model).get_output_embeddings())
+        self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
@@ -72,7 +72,8 @@ class ModelRunner:
             return logits.float()
         # On a CPU, new memory for so many numbers costs more than the numbers.
         if self._logits is None or self._logits.shape[0] < len(logits):
-            self._logits = torch.empty(logits.shape, dtype=torch.float32)
+            with torch.inference_mode(False):  # a later step may run outside
+                self._logits = torch.empty(logits.shape, dtype=torch.float32)
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:

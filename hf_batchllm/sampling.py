@@ -98,7 +98,7 @@ class Sampler:
         if not rows or not eos:
             return scores
         where = np.repeat(rows, len(eos)), np.tile(eos, len(rows))
-        nothing = torch.full((), -torch.inf, device=scores.device)
+        nothing = torch.full((), -torch.inf, dtype=scores.dtype, device=scores.device)
         return scores.index_put(tuple(_to(index, scores.device) for index in where), nothing)
 
     def _processors(self, request: Request) -> tuple[LogitsProcessorList, LogitsProcessorList]:

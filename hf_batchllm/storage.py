@@ -18,10 +18,12 @@ class KVStorage:
         """The K and V of one layer, [slots, kv_heads, dim]; made when the layer first runs, as its k and v are."""
         if layer not in self._layers:
             slots = self.num_pages * self.page_size
-            self._layers[layer] = (
-                torch.empty(slots, *k.shape[1:], dtype=k.dtype, device=k.device),
-                torch.empty(slots, *v.shape[1:], dtype=v.dtype, device=v.device),
-            )
+            # It outlives a step, and the next one may run outside an inference mode that this one runs in.
+            with torch.inference_mode(False):
+                self._layers[layer] = (
+                    torch.empty(slots, *k.shape[1:], dtype=k.dtype, device=k.device),
+                    torch.empty(slots, *v.shape[1:], dtype=v.dtype, device=v.device),
+                )
         return self._layers[layer]
 
     def grow(self, num_pages: int) -> None:

@@ -21,9 +21,9 @@ _WIDE = 16384  # a vocabulary for which it pays
 class HeadSwap:
     """``restore`` may be called again and again: an interrupt may come in the midst of it."""
 
-    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
-        self._model = model
+    def __init__(self, head: nn.Module | None) -> None:
         self._head = head
+        self._own_references = 0
         self._logits: torch.Tensor | None = None
         self._applied = False
 
@@ -31,8 +31,6 @@ class HeadSwap:
     def applied(self) -> Iterator[None]:
         """While the block runs, the head multiplies our way, if it is plain enough. Its hooks run as ever."""
         if self._is_plain():
-            if any(module._forward_hooks for module in self._model.modules()):
-                self._logits = None  # a hook may have kept what it was shown: never write to that again
             self._applied = True
             self._head.__dict__["forward"] = self._forward
         try:
@@ -61,11 +59,19 @@ class HeadSwap:
         rows, vocabulary = hidden.shape[-2], weight.shape[0]
         if hidden.ndim != 3 or hidden.shape[0] != 1 or not _FEW <= rows <= _MANY or hidden.dtype != weight.dtype:
             return nn.functional.linear(hidden, weight)
-        if self._logits is None or self._logits.shape[0] < rows:
-            self._logits = weight.new_empty(rows, vocabulary)
+        if self._logits is None or self._logits.shape[0] < rows or _references(self._logits) > self._own_references:
+            # Also where somebody (a hook, a wrapper) has kept what an earlier step gave: never write to that again.
+            with torch.inference_mode(False):
+                self._logits = torch.empty(rows, vocabulary, dtype=weight.dtype)
+            self._own_references = _references(self._logits)
         logits = self._logits[:rows]
         across = hidden[0].t().contiguous()  # [width, rows]
         for begin in range(0, vocabulary, _BLOCK):
             block = weight[begin : begin + _BLOCK]
             logits[:, begin : begin + _BLOCK].copy_(torch.mm(block, across).t())
         return logits[None]
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """How many tensors there are over the same memory, views and the like."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

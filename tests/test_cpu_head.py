@@ -23,17 +23,13 @@ def a_head(**options: Any) -> nn.Linear:
     return nn.Linear(24, VOCABULARY, **{"bias": False, **options})
 
 
-def swap_of(head: nn.Module | None) -> HeadSwap:
-    return HeadSwap(nn.Sequential() if head is None else nn.Sequential(head), head)
-
-
 @pytest.mark.parametrize("rows", [1, 11, 12, 64, 65, 512, 513])
 def test_the_logits_are_those_of_the_plain_head(rows: int) -> None:
     head = a_head()
     hidden = torch.randn(1, rows, 24)
     with torch.no_grad():
         plain = head(hidden)
-        with swap_of(head).applied():
+        with HeadSwap(head).applied():
             assert "forward" in vars(head)
             ours = head(hidden)
     assert ours.shape == plain.shape
@@ -43,7 +39,7 @@ def test_the_logits_are_those_of_the_plain_head(rows: int) -> None:
 
 def test_fewer_rows_after_more_are_not_those_of_before() -> None:
     head = a_head()
-    swap = swap_of(head)
+    swap = HeadSwap(head)
     for rows in (40, 13, 60, 20):
         hidden = torch.randn(1, rows, 24)
         with torch.no_grad(), swap.applied():
@@ -57,23 +53,37 @@ def test_hooks_of_the_head_run_as_ever() -> None:
     head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     with torch.no_grad():
         plain = head(hidden)
-        with swap_of(head).applied():
+        with HeadSwap(head).applied():
             torch.testing.assert_close(head(hidden), plain, rtol=1e-5, atol=1e-6)
     assert seen == [(1, 16, VOCABULARY)] * 2
 
 
-def test_what_a_hook_keeps_is_never_written_to_again() -> None:
+def test_what_somebody_keeps_is_never_written_to_again() -> None:
     head = a_head()
     kept: list[torch.Tensor] = []
-    head.register_forward_hook(lambda module, args, output: kept.append(output))
-    hidden = [torch.randn(1, 16, 24) for _ in range(2)]
-    swap = swap_of(head)
+    hidden = [torch.randn(1, 16, 24) for _ in range(3)]
+    swap = HeadSwap(head)
     with torch.no_grad():
         for states in hidden:
             with swap.applied():
-                head(states)
+                kept.append(head(states)[0][:, 5:])
+        kept = [
+            torch.cat([states[0] @ head.weight[:5].t(), view], -1)[None]
+            for states, view in zip(hidden, kept, strict=True)
+        ]
         for states, output in zip(hidden, kept, strict=True):
             torch.testing.assert_close(output, nn.functional.linear(states, head.weight), rtol=1e-5, atol=1e-6)
+
+
+def test_what_nobody_keeps_is_used_again() -> None:
+    head = a_head()
+    swap = HeadSwap(head)
+    places = set()
+    with torch.no_grad():
+        for inference in (True, False, True, False):
+            with swap.applied(), torch.inference_mode(inference):
+                places.add(head(torch.randn(1, 16, 24)).data_ptr())
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize(
@@ -89,21 +99,21 @@ def test_what_a_hook_keeps_is_never_written_to_again() -> None:
     ids=["bias", "bfloat16", "narrow", "parametrized", "subclass", "none"],
 )
 def test_other_heads_are_left_alone(head: nn.Module | None) -> None:
-    with swap_of(head).applied():
+    with HeadSwap(head).applied():
         assert head is None or "forward" not in vars(head)
 
 
 def test_a_forward_of_the_users_own_is_left_alone() -> None:
     head = a_head()
     head.forward = own = lambda hidden: hidden  # type: ignore[method-assign, assignment]
-    with swap_of(head).applied():
+    with HeadSwap(head).applied():
         assert head.forward is own
     assert head.forward is own
 
 
 def test_an_exception_leaves_nothing_behind() -> None:
     head = a_head()
-    with pytest.raises(RuntimeError), swap_of(head).applied():
+    with pytest.raises(RuntimeError), HeadSwap(head).applied():
         head(torch.zeros(1, 16, 7))
     assert "forward" not in vars(head)
 

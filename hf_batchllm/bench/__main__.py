@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from ..config import BatchConfig
 from .contenders import Generate, GenerateBatch, Ours, Prompts, Tokens, best_batch_size, timed
 from .models import SHAPES, load_model
 from .pieces import Pieces, bare_pieces
@@ -49,11 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked.requests, asked.shared, asked.own, asked.new, asked.degree, not asked.sorted, asked.seed
         )
         fields = dict(_setting(text) for text in asked.set)
-    except ValueError as error:
+        BatchConfig.of(None, fields)
+        device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if asked.json and not asked.json.parent.is_dir():
+            raise ValueError(f"--json {asked.json}: there is no folder {asked.json.parent}")
+        if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
+            raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
+    except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, asked.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -206,6 +212,12 @@ def _setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _rivals(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name and name != "none")
     for name in names:
@@ -228,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, else bfloat16"
     )
-    parser.add_argument("--threads", type=int, help="of torch on a CPU")
+    parser.add_argument("--threads", type=_positive, help="of torch on a CPU")
     parser.add_argument("--requests", type=int, default=64, help="prompts (default: %(default)s)")
     parser.add_argument("--degree", type=int, default=16, help="prompts that share a prefix (default: %(default)s)")
     parser.add_argument("--shared", type=int, default=512, help="tokens of a prefix (default: %(default)s)")
@@ -236,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=32, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--sorted", action="store_true", help="hand the prompts over group by group, not shuffled")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--runs", type=int, default=3, help="of each; the median counts (default: %(default)s)")
+    parser.add_argument("--runs", type=_positive, default=3, help="of each; the median counts (default: %(default)s)")
     parser.add_argument(
         "--rivals",
         type=_rivals,
@@ -244,12 +256,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"{','.join(_RIVALS)} (default: both), or none",
     )
-    parser.add_argument("--rival-requests", type=int, help="give the rivals only the first so many prompts")
-    parser.add_argument("--rival-runs", type=int, help="fewer runs of the rivals, where they take long")
+    parser.add_argument("--rival-requests", type=_positive, help="give the rivals only the first so many prompts")
+    parser.add_argument("--rival-runs", type=_positive, help="fewer runs of the rivals, where they take long")
     parser.add_argument("--no-pieces", action="store_true", help="do not time the bare pieces")
     parser.add_argument(
         "--batch-sizes",
-        type=lambda text: [int(size) for size in text.split(",")],
+        type=lambda text: [_positive(size) for size in text.split(",")],
         default=[1, 2, 4, 8, 16, 32, 64],
         help="those that model.generate is tried with (default: 1,2,4,...,64)",
     )
