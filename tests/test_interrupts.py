@@ -142,6 +142,7 @@ def test_at_any_line_of_making_one() -> None:
         assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
     """A real SIGINT, over all of a call: it comes out as GenerationInterrupted, unless the call was over."""
     before, generator = fingerprint(build(FAMILY)), make()
@@ -240,6 +241,15 @@ def test_twice(monkeypatch: pytest.MonkeyPatch, expected: dict[int, list[int]]) 
     assert_as_before(generator, before, expected)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As a program is from the start, whatever other tests, or the libraries that they call, have made of it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
     held, over = threading.Event(), threading.Event()
