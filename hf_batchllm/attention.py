@@ -148,7 +148,7 @@ def attention_forward(
         raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
     dtype = query.dtype
     kind = query.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)  # what torch's own attention would be given
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out = context.attend(

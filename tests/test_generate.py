@@ -308,3 +308,34 @@ def test_the_report_says_how_it_went(generator: BatchGenerator) -> None:
     assert "30 new tokens" in text
     assert f"{report.saving:.1%} saved" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_under_autocast(family: str) -> None:
+    """There queries, keys and values come in different dtypes, and ``generate`` runs all the same."""
+    model, given = build(family), [[5, 6, 7], [8, 9]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = BatchGenerator(model).generate(given, max_new_tokens=2)
+        for prompt, generation in zip(given, result, strict=True):
+            alone = model.generate(torch.tensor([prompt]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+            assert generation.token_ids == alone[0, len(prompt) :].tolist()
+
+
+def test_steps_in_and_out_of_inference_mode() -> None:
+    generator = BatchGenerator(build("llama"), max_batch_tokens=4)  # not all of them end in the same step
+    given = [[index + 1] * (index + 2) for index in range(9)]
+    expected = generator.generate(given, max_new_tokens=6).token_ids
+    stream = generator.stream(given, max_new_tokens=6)
+    with torch.inference_mode():
+        got = [next(stream)]
+    got += list(stream)
+    assert [one.token_ids for one in sorted(got, key=lambda one: one.index)] == expected
+
+
+def test_a_minimum_under_another_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        result = BatchGenerator(build("llama")).generate([[1, 2]], max_new_tokens=4, min_new_tokens=4, eos_token_id=[5])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(result[0].token_ids) == 4 and 5 not in result[0].token_ids[:3]
