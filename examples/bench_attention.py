@@ -28,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import cascade_triton as ct
+from hf_batchllm.kernels import work_lists as wl
 
 PAGE = 64
 DEFAULT = ["16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "256x1:0+1024"]
@@ -81,7 +82,7 @@ class Batch:
     def pages(self) -> int:
         return sum(int((-(-size // PAGE)).sum()) for size in self.sizes)
 
-    def ranges(self, sharing: bool) -> ct.Ranges:
+    def ranges(self, sharing: bool) -> wl.Ranges:
         """The shared prefixes, then what each row owns; without sharing a row reads everything alone."""
         shared, own = self.sizes
         # One piece for each prefix and each row; pages lie scattered.
@@ -106,7 +107,7 @@ class Batch:
         # A row's own last page may hold as much as a page can: the rows' lengths say how far it is filled.
         tokens = np.where(piece < self.groups, np.minimum(PAGE, size[piece] - nth * PAGE), PAGE)
         page_begin = np.concatenate([[0], np.cumsum(pages[pieces])[np.cumsum(in_range) - 1]])
-        return ct.Ranges(
+        return wl.Ranges(
             row_begin, row_end, level, page_begin, numbers[begin[piece] + nth], tokens, start[piece] + nth * PAGE
         )
 
@@ -165,7 +166,7 @@ def measure(
     """Milliseconds for one step, and its error. ``only`` leaves out the other launches (and the check)."""
     batch = inputs.batch
     kv_heads, dim = inputs.caches[0][0].shape[2:]
-    work = ct.build_work(
+    work = wl.build_work(
         batch.ranges(sharing),
         batch.lengths,
         kv_heads=kv_heads,

@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import prefill_triton as pt
+from hf_batchllm.kernels import work_lists as wl
 
 DEFAULT = ["8x1024", "4x2048", "1x8192", "4x2000+16x200"]
 TOLERANCE = 8e-3  # bfloat16 weights and output against float32
@@ -70,7 +71,7 @@ class Batch:
         """(row, key) pairs."""
         return sum(rows * first + rows * (rows + 1) // 2 for _, rows, first in self.spans)
 
-    def layout(self) -> tuple[pt.Chunks, int]:
+    def layout(self) -> tuple[wl.Chunks, int]:
         """What each chunk reads, and how many pages there are."""
         sizes = [self.earlier + self.rows] * self.chunks + [self.member_rows] * (self.chunks * self.members)
         pages = [-(-size // PAGE) for size in sizes]
@@ -86,7 +87,7 @@ class Batch:
         ]
         rows = np.array([rows for _, rows, _ in self.spans])
         page, tokens, first = np.concatenate(reads, axis=1)
-        chunks = pt.Chunks(
+        chunks = wl.Chunks(
             row_begin=np.cumsum(rows) - rows,
             row_end=np.cumsum(rows),
             position=np.array([first for *_, first in self.spans]),
@@ -103,7 +104,7 @@ class Inputs:
     batch: Batch
     q: torch.Tensor  # [rows, heads, dim]
     caches: list[tuple[torch.Tensor, torch.Tensor]]  # each [pages, PAGE, kv_heads, dim]
-    chunks: pt.Chunks
+    chunks: wl.Chunks
     want: torch.Tensor  # [rows, heads, dim]  of the first cache
 
     @classmethod
@@ -115,7 +116,7 @@ class Inputs:
         return cls(batch, q, pairs, chunks, cls._reference(chunks, q, *pairs[0]))
 
     @staticmethod
-    def _reference(chunks: pt.Chunks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _reference(chunks: wl.Chunks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, device="cuda")
         group = q.shape[1] // k.shape[2]
         for i, (begin, end) in enumerate(zip(chunks.row_begin, chunks.row_end, strict=True)):
@@ -138,7 +139,7 @@ def measure(inputs: Inputs, tile: int, warps: int, stages: int, replays: int) ->
     """Milliseconds for one step, and its error."""
     kv_heads, dim = inputs.caches[0][0].shape[2:]
     group = inputs.q.shape[1] // kv_heads
-    work = pt.build_prefill(inputs.chunks, group=group, page_size=PAGE, tile=tile).to("cuda")
+    work = wl.build_prefill(inputs.chunks, group=group, page_size=PAGE, tile=tile).to("cuda")
     out = torch.full_like(inputs.q, float("nan"))
     options = {"num_warps": warps, "num_stages": stages}
 

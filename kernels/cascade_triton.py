@@ -14,145 +14,21 @@ single part skips it. The figures behind the choices are in docs/attention-notes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-TILES = (16, 64)  # BLOCK_M: the lines of a tile, query rows x the heads that share a KV head
-ITEM_FIELDS = tl.constexpr(8)  # row, rows, begin, full, end, part, and two spare: a record is one 32-byte sector
-ENTRY_FIELDS = tl.constexpr(4)  # page, tokens, first, and one spare
-BLOCKS, MIN_PAGES = {16: 4, 64: 2}, 4  # to split: blocks for each multiprocessor, but no items below so many pages
+from .work_lists import ENTRY_FIELDS, ITEM_FIELDS, WorkLists
+
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # Small blocks, several to a multiprocessor, for the short items; room to fetch ahead where a page is more work.
 LAUNCHES = {16: {"num_warps": 2, "num_stages": 2}, 64: {"num_warps": 4, "num_stages": 3}}
 MERGE_HEADS, MERGE_PARTS = 4, 8  # for each block, of one warp: no sum crosses warps
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Which rows read which pages together. Ranges nest: of one ``level``, no two share a row."""
-
-    row_begin: np.ndarray  # [ranges]
-    row_end: np.ndarray  # [ranges]
-    level: np.ndarray  # [ranges]
-    page_begin: np.ndarray  # [ranges + 1]  a range's pages are [page_begin[i], page_begin[i + 1])
-    page: np.ndarray  # [pages]
-    tokens: np.ndarray  # [pages]  valid ones; all of the page where the unit may still grow into it
-    first: np.ndarray  # [pages]  position of the page's first token; a range may have holes in position
-
-
-@dataclass(frozen=True)
-class WorkLists:
-    """One step's work, for all layers that attend in the same way."""
-
-    items: dict[int, torch.Tensor]  # of each tile: [capacity, ITEM_FIELDS] int32, longest first
-    counts: dict[int, torch.Tensor]  # of each tile: [1] int32, the items that there are
-    entries: torch.Tensor  # [entries, ENTRY_FIELDS] int32
-    row_parts: torch.Tensor  # [rows + 1] int32  row i's partial results are [row_parts[i], row_parts[i + 1])
-    parts: int  # partial results in all
-    merges: bool  # False where no row has more than one part
-
-    def to(self, device: torch.device | str) -> WorkLists:
-        return replace(
-            self,
-            items={tile: items.to(device) for tile, items in self.items.items()},
-            counts={tile: count.to(device) for tile, count in self.counts.items()},
-            entries=self.entries.to(device),
-            row_parts=self.row_parts.to(device),
-        )
-
-
-def build_work(
-    ranges: Ranges,
-    lengths: np.ndarray,  # [rows]  how many positions each row sees as the lists are made
-    *,
-    kv_heads: int,
-    group: int,  # query heads for each KV head
-    page_size: int,
-    multiprocessors: int,  # of the device
-    most_pages: int | None = None,  # for one item; by default a fair share of what runs at once
-    window: int | None = None,
-    ahead: int = 0,  # with a window: the lists must hold until the rows have grown by this much
-    capacity: int = 1,  # room in each list for this many times its items (a graph's bucket)
-    direct: bool = True,  # False: rows with one part go through the merge too (sinks are applied there)
-) -> WorkLists:
-    rows, count = len(lengths), len(ranges.row_begin)
-    assert group <= TILES[-1], "the heads that share a KV head must fit a tile"
-    owner = np.repeat(np.arange(count), np.diff(ranges.page_begin))  # [pages]
-    bounds = np.stack([ranges.row_begin, ranges.row_end], axis=1).ravel()
-    padded = np.append(lengths, lengths[-1])  # reduceat takes no index past the end
-    shortest = np.minimum.reduceat(padded, bounds)[::2][owner]  # [pages]
-    longest = np.maximum.reduceat(padded, bounds)[::2][owner]
-    masked = (ranges.tokens < page_size) | (ranges.first + page_size > shortest)
-    if window is not None:
-        masked |= ranges.first < longest + ahead - window  # not all rows see all of it
-    # Keys may come in any order: full pages stand first, so that the loop over them needs no masks.
-    order = np.lexsort((masked, owner))
-    if window is not None:
-        order = order[(ranges.first + ranges.tokens > shortest - window)[order]]  # some row sees some of it
-    entries = np.zeros((max(1, len(order)), ENTRY_FIELDS.value), dtype=np.int32)
-    for field, values in enumerate((ranges.page, ranges.tokens, ranges.first)):
-        entries[: len(order), field] = values[order]
-    pages = np.bincount(owner[order], minlength=count)
-    begin = np.cumsum(pages) - pages
-    full = begin + pages - np.bincount(owner[order], weights=masked[order], minlength=count).astype(np.int64)
-
-    in_range = ranges.row_end - ranges.row_begin
-    tile = np.where(in_range * group <= TILES[0], TILES[0], TILES[1])  # [ranges]
-    tile_rows = tile // group
-    blocks = -(-in_range // tile_rows)
-    if most_pages is None:
-        slots = multiprocessors * np.where(tile == TILES[0], *BLOCKS.values())  # [ranges]
-        share = np.maximum(MIN_PAGES, (pages * blocks).sum() * kv_heads / slots)
-        splits = np.maximum(np.rint(pages / share), pages > 0).astype(np.int64)  # [ranges]
-    else:
-        splits = -(-pages // most_pages)
-    part, in_row = _ordinals(ranges, splits, rows)
-    row_parts = np.concatenate([[0], np.cumsum(in_row)]).astype(np.int32)
-
-    # One item for each block of rows and each split of a range.
-    made = splits * blocks
-    source = np.repeat(np.arange(count), made)  # [items]
-    index = np.arange(len(source)) - np.repeat(np.cumsum(made) - made, made)
-    nth_split, nth_block = index // blocks[source], index % blocks[source]  # blocks of the same keys are neighbours
-    records = np.zeros((len(source), ITEM_FIELDS.value), dtype=np.int32)
-    row = ranges.row_begin[source] + nth_block * tile_rows[source]
-    records[:, 0] = row
-    records[:, 1] = np.minimum(tile_rows[source], ranges.row_end[source] - row)
-    records[:, 2] = begin[source] + pages[source] * nth_split // splits[source]
-    records[:, 4] = begin[source] + pages[source] * (nth_split + 1) // splits[source]
-    records[:, 3] = np.clip(full[source], records[:, 2], records[:, 4])
-    records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
-    items, counts = {}, {}
-    for size in TILES:
-        mine = records[tile[source] == size]
-        if len(mine):
-            padded = np.zeros((capacity * len(mine), ITEM_FIELDS.value), dtype=np.int32)
-            padded[: len(mine)] = mine[np.argsort(mine[:, 2] - mine[:, 4], kind="stable")]  # longest first
-            items[size] = torch.from_numpy(padded)
-            counts[size] = torch.tensor([len(mine)], dtype=torch.int32)
-    merges = not direct or bool((in_row != 1).any())
-    return WorkLists(items, counts, torch.from_numpy(entries), torch.from_numpy(row_parts), int(row_parts[-1]), merges)
-
-
-def _ordinals(ranges: Ranges, splits: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each range's first part among its rows' parts [ranges]; how many parts each row has [rows]."""
-    part = np.zeros(len(splits), dtype=np.int64)
-    in_row = np.zeros(rows, dtype=np.int64)
-    for level in np.unique(ranges.level):
-        mine = ranges.level == level
-        part[mine] = in_row[ranges.row_begin[mine]]
-        steps = np.zeros(rows + 1, dtype=np.int64)
-        np.add.at(steps, ranges.row_begin[mine], splits[mine])
-        np.add.at(steps, ranges.row_end[mine], -splits[mine])
-        in_row += np.cumsum(steps)[:rows]
-    return part, in_row
 
 
 @triton.jit
@@ -237,7 +113,7 @@ def _attend_items(
     # The heads of an item are neighbours in the grid: together they read whole rows of the cache.
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
-    record = items + item * ITEM_FIELDS
+    record = items + item * _ITEM_FIELDS
     row = tl.load(record)
     rows = tl.load(record + 1)
     begin = tl.load(record + 2)
@@ -246,7 +122,7 @@ def _attend_items(
     part = tl.load(record + 5)
     if item >= tl.load(n_items):  # after the record, so that all these loads are under way together
         return
-    page = tl.load(entries + begin * ENTRY_FIELDS)
+    page = tl.load(entries + begin * _ENTRY_FIELDS)
     length = tl.load(lengths + row)
     length = tl.where(rows == 1, length, 1 << 30)  # what several rows read is behind all of them
 
@@ -266,17 +142,17 @@ def _attend_items(
 
     # A page's entry is read one turn ahead: with a load of the same turn in the address, nothing would be prefetched.
     for i in tl.range(begin, full):
-        next_page = tl.load(entries + tl.minimum(i + 1, end - 1) * ENTRY_FIELDS)
+        next_page = tl.load(entries + tl.minimum(i + 1, end - 1) * _ENTRY_FIELDS)
         acc, peak, total = _meet_page(
             acc, peak, total, query, k_pages, v_pages, kv_head, page, PAGE, 0, sees_from, scale, softcap,
             False, WINDOW, SOFTCAP, PAGE, QK_BLOCK, V_BLOCK,
         )  # fmt: skip
         page = next_page
-    entry = entries + tl.minimum(full, end - 1) * ENTRY_FIELDS
+    entry = entries + tl.minimum(full, end - 1) * _ENTRY_FIELDS
     tokens = tl.load(entry + 1)
     first = tl.load(entry + 2)
     for i in tl.range(full, end):
-        entry = entries + tl.minimum(i + 1, end - 1) * ENTRY_FIELDS
+        entry = entries + tl.minimum(i + 1, end - 1) * _ENTRY_FIELDS
         next_page = tl.load(entry)
         next_tokens = tl.load(entry + 1)
         next_first = tl.load(entry + 2)

@@ -12,44 +12,16 @@ The figures behind the choices are in docs/attention-notes.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from .cascade_triton import _by_page
+from .work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
-ITEM_FIELDS = tl.constexpr(12)  # row, rows, position, short, shorts, rest, full_from, full_to, pages, and three spare
-ENTRY_FIELDS = tl.constexpr(4)  # page, tokens, first, and one spare
+_CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
+_ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Which rows are computed, and which pages each of them reads."""
-
-    row_begin: np.ndarray  # [chunks]
-    row_end: np.ndarray  # [chunks]
-    position: np.ndarray  # [chunks]  of the first row; the others follow
-    page_begin: np.ndarray  # [chunks + 1]  a chunk's pages are [page_begin[i], page_begin[i + 1])
-    page: np.ndarray  # [pages]
-    tokens: np.ndarray  # [pages]  valid ones; all of the page where the unit may still grow into it
-    first: np.ndarray  # [pages]  position of the page's first token; ascends within a chunk
-
-
-@dataclass(frozen=True)
-class PrefillWork:
-    """One step's work, for all layers that attend in the same way."""
-
-    items: torch.Tensor  # [capacity, ITEM_FIELDS] int32, longest first
-    count: torch.Tensor  # [1] int32, the items that there are
-    entries: torch.Tensor  # [entries, ENTRY_FIELDS] int32
-    tile: int  # lines: query rows x the heads that share a KV head
-
-    def to(self, device: torch.device | str) -> PrefillWork:
-        return replace(self, items=self.items.to(device), count=self.count.to(device), entries=self.entries.to(device))
 
 
 def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[str, int]:
@@ -65,60 +37,6 @@ def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[s
         tile = triton.next_power_of_2(group)
         warps, stages = (4, 2) if itemsize < 4 and tile == 128 and widest <= 128 else (8, 1)
     return {"tile": tile, "num_warps": warps, "num_stages": stages}
-
-
-def build_prefill(
-    chunks: Chunks,
-    *,
-    group: int,  # query heads for each KV head
-    page_size: int,
-    tile: int,
-    window: int | None = None,
-    capacity: int = 1,  # room for this many times the items (a graph's bucket)
-) -> PrefillWork:
-    assert group <= tile, "the heads that share a KV head must fit a tile"
-    count = len(chunks.row_begin)
-    owner = np.repeat(np.arange(count), np.diff(chunks.page_begin))  # [pages]
-
-    # One item for each block of rows; its rows stand at the positions from ``low`` to ``high``.
-    tile_rows = tile // group
-    made = -(-(chunks.row_end - chunks.row_begin) // tile_rows)
-    chunk = np.repeat(np.arange(count), made)  # [items]
-    offset = (np.arange(len(chunk)) - np.repeat(np.cumsum(made) - made, made)) * tile_rows
-    row = chunks.row_begin[chunk] + offset
-    rows = np.minimum(tile_rows, chunks.row_end[chunk] - row)
-    low = chunks.position[chunk] + offset
-    high = low + rows - 1
-    reach = window or int(high.max(initial=0)) + 1
-    low_from, high_from = np.maximum(0, low - reach + 1), np.maximum(0, high - reach + 1)  # what these rows see first
-
-    ends = chunks.first + chunks.tokens
-    stride = int(max(ends.max(initial=0), high.max(initial=0))) + 2
-
-    def pages_upto(which: np.ndarray, at: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """How many pages of those with ``at <= last`` there are, for each item; all of earlier chunks' among them."""
-        return np.searchsorted((owner * stride + at)[which], chunk * stride + last, side="right")
-
-    # Keys may come in any order. Partly filled pages stand apart: what all rows of a tile see whole is then one run.
-    short = chunks.tokens < page_size
-    shorts_begin = pages_upto(short, ends, low_from)
-    shorts = pages_upto(short, chunks.first, high) - shorts_begin
-    begin = pages_upto(~short, ends, low_from)
-    full_end = pages_upto(~short, ends, low + 1)
-    full_begin = np.minimum(pages_upto(~short, chunks.first, high_from - 1), full_end)
-    pages = shorts + pages_upto(~short, chunks.first, high) - begin
-    rest = begin - shorts + int(short.sum())  # the place of a page that is not short, less its number in the item
-    full_from, full_to = shorts + full_begin - begin, shorts + full_end - begin
-    entries = np.zeros((max(1, len(owner)), ENTRY_FIELDS.value), dtype=np.int32)
-    for field, values in enumerate((chunks.page, chunks.tokens, chunks.first)):
-        entries[: len(owner), field] = np.concatenate([values[short], values[~short]])
-    items = np.zeros((capacity * len(chunk), ITEM_FIELDS.value), dtype=np.int32)
-    longest_first = np.argsort(-pages, kind="stable")
-    for field, values in enumerate((row, rows, low, shorts_begin, shorts, rest, full_from, full_to, pages)):
-        items[: len(chunk), field] = values[longest_first]
-    return PrefillWork(
-        torch.from_numpy(items), torch.tensor([len(chunk)], dtype=torch.int32), torch.from_numpy(entries), tile
-    )
 
 
 @triton.jit
@@ -148,7 +66,7 @@ def _attend_chunks(
     # The heads of an item are neighbours in the grid: together they read whole rows of the cache.
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
-    record = items + item * ITEM_FIELDS
+    record = items + item * _CHUNK_FIELDS
     row = tl.load(record)
     rows = tl.load(record + 1)
     position = tl.load(record + 2)
@@ -160,7 +78,7 @@ def _attend_chunks(
     pages = tl.load(record + 8)
     if item >= tl.load(n_items):  # after the record, so that all these loads are under way together
         return
-    entry = entries + tl.where(shorts > 0, short, rest) * ENTRY_FIELDS
+    entry = entries + tl.where(shorts > 0, short, rest) * _ENTRY_FIELDS
     page = tl.load(entry)
     tokens = tl.load(entry + 1)
     first = tl.load(entry + 2)
@@ -183,7 +101,7 @@ def _attend_chunks(
     # with a load of the same turn in the address, nothing would be prefetched.
     for i in tl.range(0, pages):
         ahead = tl.minimum(i + 1, pages - 1)
-        entry = entries + (ahead + tl.where(ahead < shorts, short, rest)) * ENTRY_FIELDS
+        entry = entries + (ahead + tl.where(ahead < shorts, short, rest)) * _ENTRY_FIELDS
         next_page = tl.load(entry)
         next_tokens = tl.load(entry + 1)
         next_first = tl.load(entry + 2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_batchllm.kernels import cascade_triton as ct
+from hf_batchllm.kernels import work_lists as wl
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,7 +41,7 @@ class Shape:
 @dataclass
 class Case:
     shape: Shape
-    ranges: ct.Ranges
+    ranges: wl.Ranges
     lengths: np.ndarray  # [rows]
     keys: list[tuple[np.ndarray, np.ndarray]]  # of each row: the slots of its keys and their positions
     q: torch.Tensor
@@ -90,7 +91,7 @@ def make_case(seed: int, shape: Shape, dtype: torch.dtype, most: int = 70) -> Ca
         reads[row] += own
         lengths[row] = start + size
     pages = np.array([page for *_, pages in ranges for page in pages]).reshape(-1, 3)
-    built = ct.Ranges(
+    built = wl.Ranges(
         row_begin=np.array([low for low, *_ in ranges]),
         row_end=np.array([high for _, high, *_ in ranges]),
         level=np.array([level for _, _, level, _ in ranges]),
@@ -144,7 +145,7 @@ def reference(
 
 def run(
     case: Case,
-    work: ct.WorkLists,
+    work: wl.WorkLists,
     lengths: np.ndarray,
     scale: float,
     window: int | None = None,
@@ -167,10 +168,10 @@ def run(
     return out.cpu()
 
 
-def build(case: Case, **options: Any) -> ct.WorkLists:
+def build(case: Case, **options: Any) -> wl.WorkLists:
     shape = case.shape
     heads = {"kv_heads": shape.kv_heads, "group": shape.heads // shape.kv_heads}
-    return ct.build_work(case.ranges, case.lengths, **heads, page_size=shape.page, multiprocessors=2, **options)
+    return wl.build_work(case.ranges, case.lengths, **heads, page_size=shape.page, multiprocessors=2, **options)
 
 
 def check(case: Case, split: int | None, tolerance: float, window: int | None = None, **options: Any) -> None:
@@ -276,7 +277,7 @@ def test_work_lists_are_longest_first_and_within_the_split() -> None:
 def test_items_are_cut_to_the_share_of_a_block() -> None:
     """One row with 40 pages and 2 KV heads: 80 pages for 4 blocks on each multiprocessor."""
     pages = np.arange(40)
-    ranges = ct.Ranges(
+    ranges = wl.Ranges(
         row_begin=np.array([0]),
         row_end=np.array([1]),
         level=np.array([0]),
@@ -285,8 +286,8 @@ def test_items_are_cut_to_the_share_of_a_block() -> None:
         tokens=np.full(40, 16),
         first=pages * 16,
     )
-    for multiprocessors, parts in ((1, 2), (2, 4), (100, 40 // ct.MIN_PAGES)):
-        work = ct.build_work(
+    for multiprocessors, parts in ((1, 2), (2, 4), (100, 40 // wl.MIN_PAGES)):
+        work = wl.build_work(
             ranges, np.array([640]), kv_heads=2, group=2, page_size=16, multiprocessors=multiprocessors
         )
         assert work.parts == parts

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_batchllm.kernels import prefill_triton as pt
+from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.attention_torch import apply_sinks, attend
 
 GPU = torch.cuda.is_available()
@@ -38,7 +39,7 @@ class Shape:
 @dataclass
 class Case:
     shape: Shape
-    chunks: pt.Chunks
+    chunks: wl.Chunks
     keys: list[np.ndarray]  # of each chunk: the slots of the keys at positions 0, 1, ...
     q: torch.Tensor
     k: torch.Tensor  # [pages, page, kv_heads, qk_dim]
@@ -87,7 +88,7 @@ def make_case(seed: int, shape: Shape, dtype: torch.dtype, chunks: int = 4, most
         written[keys[-1]] = True
     row += 1
     flat = np.array([entry for entries in reads for entry in entries]).reshape(-1, 3)
-    built = pt.Chunks(
+    built = wl.Chunks(
         row_begin=np.array(row_begin),
         row_end=np.array(row_end),
         position=np.array(position),
@@ -153,8 +154,8 @@ def check(
     assert error.nan_to_num(0.0).max() < tolerance, f"{error.nan_to_num(0.0).max()}"
 
 
-def build(case: Case, **options: Any) -> pt.PrefillWork:
-    return pt.build_prefill(
+def build(case: Case, **options: Any) -> wl.PrefillWork:
+    return wl.build_prefill(
         case.chunks, group=case.shape.heads // case.shape.kv_heads, page_size=case.shape.page, **options
     )
 
