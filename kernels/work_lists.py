@@ -37,26 +37,111 @@ class Ranges:
     causal: np.ndarray | None = None  # [ranges] bool; None: none of them is
 
 
-@dataclass(frozen=True)
 class WorkLists:
-    """One step's work, for all layers that attend in the same way."""
+    """One step's work, for all layers that attend in the same way.
 
-    items: dict[int, torch.Tensor]  # of each tile: [capacity, ITEM_FIELDS] int32, longest first
-    counts: dict[int, torch.Tensor]  # of each tile: [1] int32, the items that there are
-    entries: torch.Tensor  # [entries, ENTRY_FIELDS] int32
-    row_parts: torch.Tensor  # [rows + 1] int32  row i's partial results are [row_parts[i], row_parts[i + 1])
-    parts: int  # partial results in all
-    merges: bool  # False where no row has more than one part
-    causal: bool  # whether some item has several rows that do not all see the same
+    All lists lie in one piece of memory, so that they travel in one copy.
+    """
 
-    def to(self, device: torch.device | str) -> WorkLists:
-        return replace(
-            self,
-            items={tile: items.to(device) for tile, items in self.items.items()},
-            counts={tile: count.to(device) for tile, count in self.counts.items()},
-            entries=self.entries.to(device),
-            row_parts=self.row_parts.to(device),
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        rows: int,
+        room: dict[int, int],  # of each tile: items
+        entries: int,
+        *,
+        parts: int,
+        merges: bool,
+        causal: bool,
+        direct: bool,
+    ) -> None:
+        self.packed = packed  # int32
+        self.rows = rows
+        self.parts = parts  # partial results in all
+        self.merges = merges  # False where no row has more than one part
+        self.causal = causal  # whether some item has several rows that do not all see the same
+        self.direct = direct  # whether a row's only part is its output
+        self.counts: dict[int, torch.Tensor] = {}  # of each tile: [1], the items that there are
+        self.items: dict[int, torch.Tensor] = {}  # of each tile: [room, ITEM_FIELDS], longest first
+        for tile, size in room.items():
+            at = _sections(rows, room, entries)[tile]
+            self.counts[tile] = packed[at : at + 1]
+            self.items[tile] = packed[at + _ALIGN :][: size * ITEM_FIELDS].view(size, ITEM_FIELDS)
+        at = _sections(rows, room, entries)["row_parts"]
+        self.row_parts = packed[at : at + rows + 1]  # row i's partial results are [row_parts[i], row_parts[i + 1])
+        at = _sections(rows, room, entries)["entries"]
+        self.entries = packed[at:][: entries * ENTRY_FIELDS].view(entries, ENTRY_FIELDS)
+
+    @classmethod
+    def room(
+        cls,
+        *,
+        rows: int,
+        items: dict[int, int],
+        entries: int,
+        parts: int,
+        device: torch.device | str,
+        causal: bool = False,
+        direct: bool = True,
+    ) -> WorkLists:
+        """Lists without work, to be filled again and again: what a captured graph reads."""
+        packed = torch.zeros(_sections(rows, items, entries)["end"], dtype=torch.int32, device=device)
+        return cls(packed, rows, items, entries, parts=parts, merges=True, causal=causal, direct=direct)
+
+    def fill(self, work: WorkLists) -> None:
+        """Take over the work of other lists, in place. Rows that those do not have get no work: zeros."""
+        self.packed.copy_(self.fitted(work).packed, non_blocking=True)
+
+    def fitted(self, work: WorkLists) -> WorkLists:
+        """The work of other lists on the host, in lists of the same form as these."""
+        have = {tile: len(items) for tile, items in self.items.items()}
+        want = {tile: int(work.counts[tile]) for tile in work.items}
+        for name, needed, there in (
+            ("rows", work.rows, self.rows),
+            ("entries", len(work.entries), len(self.entries)),
+            ("parts", work.parts, self.parts),
+            *((f"items of {tile} lines", size, have.get(tile, 0)) for tile, size in want.items()),
+        ):
+            if needed > there:
+                raise ValueError(f"{needed} {name} do not fit into lists with room for {there}")
+        if work.causal > self.causal or work.direct != self.direct:
+            raise ValueError("lists that were made for other kernels")
+        made = WorkLists.room(
+            rows=self.rows, items=have, entries=len(self.entries), parts=self.parts,
+            device="cpu", causal=self.causal, direct=self.direct,
+        )  # fmt: skip
+        for tile, size in want.items():
+            made.items[tile][:size] = work.items[tile][:size]
+            made.counts[tile].fill_(size)
+        made.entries[: len(work.entries)] = work.entries
+        made.row_parts[: work.rows + 1] = work.row_parts
+        made.row_parts[work.rows + 1 :] = work.row_parts[-1]
+        return made
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> WorkLists:
+        return WorkLists(
+            self.packed.to(device, non_blocking=non_blocking),
+            self.rows,
+            {tile: len(items) for tile, items in self.items.items()},
+            len(self.entries),
+            parts=self.parts,
+            merges=self.merges,
+            causal=self.causal,
+            direct=self.direct,
         )
+
+
+_ALIGN = 8  # int32: each list starts with a sector
+
+
+def _sections(rows: int, items: dict[int, int], entries: int) -> dict[int | str, int]:
+    """Where each list starts."""
+    at, starts = 0, {}
+    sizes: dict[int | str, int] = {tile: _ALIGN + size * ITEM_FIELDS for tile, size in items.items()}
+    for name, size in (sizes | {"row_parts": rows + 1, "entries": entries * ENTRY_FIELDS, "end": 0}).items():
+        starts[name] = at
+        at += -(-size // _ALIGN) * _ALIGN
+    return starts
 
 
 def build_work(
@@ -70,83 +155,114 @@ def build_work(
     most_pages: int | None = None,  # for one item; by default a fair share of what runs at once
     window: int | None = None,
     ahead: int = 0,  # with a window: the lists must hold until the rows have grown by this much
-    capacity: int = 1,  # room in each list for this many times its items (a graph's bucket)
+    capacity: int = 1,  # room in each list for this many times its items
     direct: bool = True,  # False: rows with one part go through the merge too (sinks are applied there)
 ) -> WorkLists:
-    rows, count = len(lengths), len(ranges.row_begin)
+    rows = len(lengths)
     assert group <= TILES[-1], "the heads that share a KV head must fit a tile"
-    owner = np.repeat(np.arange(count), np.diff(ranges.page_begin))  # [pages]
-    bounds = np.stack([ranges.row_begin, ranges.row_end], axis=1).ravel()
-    padded = np.append(lengths, lengths[-1])  # reduceat takes no index past the end
-    shortest = np.minimum.reduceat(padded, bounds)[::2][owner]  # [pages]
-    longest = np.maximum.reduceat(padded, bounds)[::2][owner]
-    masked = (ranges.tokens < page_size) | (ranges.first + page_size > shortest)
-    if window is not None:
-        masked |= ranges.first < longest + ahead - window  # not all rows see all of it
-    # Keys may come in any order: full pages stand first, so that the loop over them needs no masks.
-    order = np.lexsort((masked, owner))
-    if window is not None:
-        order = order[(ranges.first + ranges.tokens > shortest - window)[order]]  # some row sees some of it
-    entries = np.zeros((max(1, len(order)), ENTRY_FIELDS), dtype=np.int32)
-    for field, values in enumerate((ranges.page, ranges.tokens, ranges.first)):
-        entries[: len(order), field] = values[order]
-    pages = np.bincount(owner[order], minlength=count)
-    begin = np.cumsum(pages) - pages
-    full = begin + pages - np.bincount(owner[order], weights=masked[order], minlength=count).astype(np.int64)
+    page, tokens, first, begin, pages, full = _in_order(ranges, lengths, page_size, window, ahead)
 
     in_range = ranges.row_end - ranges.row_begin
-    tile = np.where(in_range * group <= TILES[0], TILES[0], TILES[1])  # [ranges]
-    tile_rows = tile // group
-    blocks = -(-in_range // tile_rows)
+    small = in_range * group <= TILES[0]  # [ranges]
+    tile_rows = np.where(small, TILES[0] // group, TILES[1] // group)
+    blocks = -(-in_range // np.maximum(tile_rows, 1))
     if most_pages is None:
-        slots = multiprocessors * np.where(tile == TILES[0], *BLOCKS.values())  # [ranges]
-        share = np.maximum(MIN_PAGES, (pages * blocks).sum() * kv_heads / slots)
+        share = (pages * blocks).sum() * kv_heads / multiprocessors
+        share = np.where(small, *(max(MIN_PAGES, share / at_once) for at_once in BLOCKS.values()))  # [ranges]
         splits = np.maximum(np.rint(pages / share), pages > 0).astype(np.int64)  # [ranges]
     else:
         splits = -(-pages // most_pages)
     part, in_row = _ordinals(ranges, splits, rows)
-    row_parts = np.concatenate([[0], np.cumsum(in_row)]).astype(np.int32)
-
-    # One item for each block of rows and each split of a range.
-    made = splits * blocks
-    source = np.repeat(np.arange(count), made)  # [items]
-    index = np.arange(len(source)) - np.repeat(np.cumsum(made) - made, made)
-    nth_split, nth_block = index // blocks[source], index % blocks[source]  # blocks of the same keys are neighbours
-    records = np.zeros((len(source), ITEM_FIELDS), dtype=np.int32)
-    row = ranges.row_begin[source] + nth_block * tile_rows[source]
-    records[:, 0] = row
-    records[:, 1] = np.minimum(tile_rows[source], ranges.row_end[source] - row)
-    records[:, 2] = begin[source] + pages[source] * nth_split // splits[source]
-    records[:, 4] = begin[source] + pages[source] * (nth_split + 1) // splits[source]
-    records[:, 3] = np.clip(full[source], records[:, 2], records[:, 4])
-    records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
+    row_parts = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(in_row, out=row_parts[1:])
     causal = ranges.causal is not None and bool(ranges.causal.any())
-    if causal:
-        records[:, 6] = ranges.causal[source]
-    items, counts = {}, {}
-    for size in TILES:
-        mine = records[tile[source] == size]
-        if len(mine):
-            padded = np.zeros((capacity * len(mine), ITEM_FIELDS), dtype=np.int32)
-            padded[: len(mine)] = mine[np.argsort(mine[:, 2] - mine[:, 4], kind="stable")]  # longest first
-            items[size] = torch.from_numpy(padded)
-            counts[size] = torch.tensor([len(mine)], dtype=torch.int32)
-    merges = not direct or bool((in_row != 1).any())
-    return WorkLists(
-        items, counts, torch.from_numpy(entries), torch.from_numpy(row_parts), int(row_parts[-1]), merges, causal
+
+    of_tile = {}
+    for size, mine in zip(TILES, (small, ~small), strict=True):
+        which = np.flatnonzero(mine & (splits > 0))
+        if len(which):
+            # One item for each block of rows and each split of a range; blocks of the same keys are neighbours.
+            source = np.repeat(which, (splits * blocks)[which])  # [items]
+            records = np.zeros((len(source), ITEM_FIELDS), dtype=np.int32)
+            row, cuts = ranges.row_begin[source], splits[source]
+            nth_split = 0
+            if len(source) > len(which):
+                made = (splits * blocks)[which]
+                index = np.arange(len(source)) - np.repeat(np.cumsum(made) - made, made)
+                nth_split, nth_block = np.divmod(index, blocks[source])
+                row = row + nth_block * tile_rows[source]
+            low = begin[source] + pages[source] * nth_split // cuts
+            high = begin[source] + pages[source] * (nth_split + 1) // cuts
+            records[:, 0] = row
+            records[:, 1] = np.minimum(tile_rows[source], ranges.row_end[source] - row)
+            records[:, 2] = low
+            records[:, 3] = np.clip(full[source], low, high)
+            records[:, 4] = high
+            records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
+            if causal:
+                records[:, 6] = ranges.causal[source]  # type: ignore[index]
+            of_tile[size] = records[np.argsort(low - high, kind="stable")]  # longest first
+
+    work = WorkLists.room(
+        rows=rows,
+        items={size: capacity * len(records) for size, records in of_tile.items()},
+        entries=max(1, len(page)),
+        parts=int(row_parts[-1]),
+        device="cpu",
+        causal=causal,
+        direct=direct,
     )
+    work.merges = not direct or bool((in_row != 1).any())
+    for size, records in of_tile.items():
+        work.items[size].numpy()[: len(records)] = records
+        work.counts[size].fill_(len(records))
+    work.row_parts.numpy()[:] = row_parts
+    for field, values in enumerate((page, tokens, first)):
+        work.entries.numpy()[: len(page), field] = values
+    return work
+
+
+def _in_order(
+    ranges: Ranges, lengths: np.ndarray, page_size: int, window: int | None, ahead: int
+) -> tuple[np.ndarray, ...]:
+    """The pages to read, range by range, those first of which all rows see all that a page can hold.
+
+    Keys may come in any order, and the loop over the first ones then needs no masks. Returns what each page is, its
+    tokens and first position [pages]; where each range's begin, how many they are, and where those end [ranges].
+    """
+    bounds = np.empty(2 * len(ranges.row_begin), dtype=np.int64)
+    bounds[::2], bounds[1::2] = ranges.row_begin, ranges.row_end
+    padded = np.append(lengths, lengths[-1:])  # reduceat takes no index past the end
+    pages = np.diff(ranges.page_begin)
+    page, tokens, first = ranges.page, ranges.tokens, ranges.first
+    shortest = np.repeat(np.minimum.reduceat(padded, bounds)[::2], pages)  # [pages]
+    masked = (tokens < page_size) | (first + page_size > shortest)
+    owner = np.repeat(np.arange(len(pages)), pages)
+    if window is not None:
+        longest = np.repeat(np.maximum.reduceat(padded, bounds)[::2], pages)
+        masked |= first < longest + ahead - window  # not all rows see all of it
+        seen = first + tokens > shortest - window  # some row sees some of it
+        page, tokens, first, masked, owner = (of_page[seen] for of_page in (page, tokens, first, masked, owner))
+        pages = np.bincount(owner, minlength=len(pages))
+    begin = np.cumsum(pages) - pages
+    full = begin + pages - np.bincount(owner[masked], minlength=len(pages))
+    key = 2 * owner + masked
+    if (key[1:] < key[:-1]).any():
+        order = np.argsort(key, kind="stable")
+        page, tokens, first = page[order], tokens[order], first[order]
+    return page, tokens, first, begin, pages, full
 
 
 def _ordinals(ranges: Ranges, splits: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The place of each range's first part among its rows' parts [ranges]; how many parts each row has [rows]."""
     part = np.zeros(len(splits), dtype=np.int64)
     in_row = np.zeros(rows, dtype=np.int64)
-    for level in np.unique(ranges.level):
-        mine = ranges.level == level
+    for level in range(int(ranges.level.max(initial=-1)) + 1):
+        mine = np.flatnonzero(ranges.level == level)
         part[mine] = in_row[ranges.row_begin[mine]]
-        steps = np.zeros(rows + 1, dtype=np.int64)
-        np.add.at(steps, ranges.row_begin[mine], splits[mine])
-        np.add.at(steps, ranges.row_end[mine], -splits[mine])
+        steps = np.zeros(rows + 1, dtype=np.int64)  # ranges of one level share no row
+        steps[ranges.row_begin[mine]] += splits[mine]
+        steps[ranges.row_end[mine]] -= splits[mine]
         in_row += np.cumsum(steps)[:rows]
     return part, in_row
 
