@@ -1,0 +1,135 @@
+"""What the work lists mean, in plain PyTorch: twins of the attention kernels of ``cascade_triton``, ``prefill_triton``.
+
+Same signatures, same lists, any device, any dtype: half precision is computed in float32, float64 stays what it is. A
+whole engine can run over the work lists without a GPU, and the kernels are held against these in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .attention_torch import apply_sinks, attend
+from .work_lists import PrefillWork, WorkLists
+
+_EVERYTHING = 1 << 40  # a position behind all others
+
+
+def attend_items(
+    tile: int,
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k_pages: torch.Tensor,  # [pages, page_size, kv_heads, qk_dim]
+    v_pages: torch.Tensor,  # [pages, page_size, kv_heads, v_dim]
+    out: torch.Tensor,  # [rows, heads, v_dim]
+    part_out: torch.Tensor,  # [parts, heads, v_dim]
+    part_lse: torch.Tensor,  # [parts, heads]  log2
+    work: WorkLists,
+    lengths: torch.Tensor,  # [rows]  how many positions a row sees
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """All items of one tile."""
+    for row, rows, begin, _, end, part, causal in work.items[tile][: int(work.counts[tile]), :7].tolist():
+        here = slice(row, row + rows)
+        sees_to = lengths[here].long()
+        sees_from = sees_to - (window or _EVERYTHING)
+        if rows > 1 and not causal:  # what several rows read is behind all of them
+            sees_to = torch.full_like(sees_to, _EVERYTHING)
+        attended, lse = _attend_pages(
+            q[here], k_pages, v_pages, work.entries[begin:end], sees_from, sees_to, scale, softcap
+        )
+        if part < 0:
+            out[here] = attended.to(out.dtype)
+        else:
+            at = work.row_parts[here] + part
+            part_out[at] = attended.to(part_out.dtype)
+            part_lse[at] = (lse / math.log(2)).to(part_lse.dtype)
+
+
+def merge_parts(
+    out: torch.Tensor,  # [rows, heads, v_dim]
+    part_out: torch.Tensor,  # [parts, heads, v_dim]
+    part_lse: torch.Tensor,  # [parts, heads]  log2
+    work: WorkLists,
+    *,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> None:
+    """Join each row's parts. With sinks the lists must have been built with ``direct=False``."""
+    begin = work.row_parts[: len(out) + 1].long()
+    counts = begin.diff()  # [rows]
+    rows = torch.arange(len(out), device=out.device)
+    if sinks is None:
+        rows = rows[counts != 1]  # the only item of such a row has written the output
+    counts = counts[rows]
+    owner = torch.repeat_interleave(torch.arange(len(rows), device=out.device), counts)  # [parts that are joined]
+    nth = torch.arange(len(owner), device=out.device) - (counts.cumsum(0) - counts)[owner]
+    part = begin[rows][owner] + nth
+    lse = part_lse[part] * math.log(2)
+    peak = lse.new_full((len(rows), out.shape[1]), -torch.inf)
+    peak.scatter_reduce_(0, owner[:, None].expand_as(lse), lse, "amax")
+    peak = torch.where(peak == -torch.inf, 0.0, peak)  # a row that saw nothing: any finite number does
+    weights = torch.exp(lse - peak[owner])
+    total = torch.zeros_like(peak).index_add_(0, owner, weights)
+    joined = part_out.new_zeros(len(rows), *out.shape[1:])
+    joined.index_add_(0, owner, part_out[part] * weights.to(part_out.dtype).unsqueeze(-1))
+    joined /= torch.where(total > 0, total, 1.0).unsqueeze(-1)
+    if sinks is not None:
+        apply_sinks(joined, peak + total.log(), sinks)
+    out[rows] = joined.to(out.dtype)
+
+
+def attend_chunks(
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k_pages: torch.Tensor,  # [pages, page_size, kv_heads, qk_dim]
+    v_pages: torch.Tensor,  # [pages, page_size, kv_heads, v_dim]
+    out: torch.Tensor,  # [rows, heads, v_dim]  rows of no chunk are left as they are
+    work: PrefillWork,
+    scale: float,
+    *,
+    window: int | None = None,  # as the lists were built
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [heads]
+    options: dict[str, int] | None = None,  # for the kernel alone
+) -> None:
+    """All rows of all chunks."""
+    for row, rows, position, short, shorts, rest, _, _, pages in work.items[: int(work.count), :9].tolist():
+        # First the partly filled pages, then the others, which stand elsewhere in the list.
+        entries = torch.cat([work.entries[short : short + shorts], work.entries[rest + shorts : rest + pages]])
+        sees_to = torch.arange(position + 1, position + rows + 1, device=q.device)
+        sees_from = sees_to - (window or _EVERYTHING)
+        here = slice(row, row + rows)
+        attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, sees_from, sees_to, scale, softcap)
+        if sinks is not None:
+            apply_sinks(attended, lse, sinks)
+        out[here] = attended.to(out.dtype)
+
+
+def _attend_pages(
+    q: torch.Tensor,  # [rows, heads, qk_dim]
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    entries: torch.Tensor,  # [entries, ENTRY_FIELDS]
+    sees_from: torch.Tensor,  # [rows]  a row sees the positions [sees_from, sees_to)
+    sees_to: torch.Tensor,  # [rows]
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some rows against the pages of some entries, in float32 or float64; the LSE is a natural logarithm."""
+    page, tokens, first = entries[:, :3].long().unbind(1)
+    offset = torch.arange(k_pages.shape[1], device=q.device)
+    at = (first[:, None] + offset)[None]  # [1, entries, page_size]
+    visible = (at >= sees_from[:, None, None]) & (at < sees_to[:, None, None]) & (offset < tokens[:, None])
+    # What no row sees is not even read: a free page may hold NaN, and 0 x NaN is NaN.
+    entry, offset = visible.any(0).nonzero(as_tuple=True)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    if len(entry) == 0:
+        nothing = q.new_zeros(*q.shape[:2], v_pages.shape[3], dtype=exact)
+        return nothing, q.new_full(q.shape[:2], -torch.inf, dtype=exact)
+    mask: torch.Tensor | None = visible[:, entry, offset]  # [rows, keys]
+    keys, values = (pages[page[entry], offset].to(exact) for pages in (k_pages, v_pages))
+    if mask.all():
+        mask = None
+    return attend(q.to(exact), keys, values, scale, mask=mask, softcap=softcap)
