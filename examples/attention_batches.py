@@ -148,8 +148,8 @@ class DecodeBatch:
     def slots(self) -> list[np.ndarray]:
         return slots_of(make_chunks(self.units, self.readers, page_size=PAGE), self.lengths)
 
-    def ranges(self, gate: float = GATE, gate_merged: float = GATE_MERGED) -> Ranges:
-        return make_ranges(self.units, self.readers, page_size=PAGE, gate=gate, gate_merged=gate_merged)
+    def ranges(self, gate: float = GATE, gate_merged: float = GATE_MERGED, window: int | None = None) -> Ranges:
+        return make_ranges(self.units, self.readers, page_size=PAGE, window=window, gate=gate, gate_merged=gate_merged)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def time_rival(ways: dict[str, Make], problem: Problem, replays: int) -> Outcome
         except Unfit as reason:
             unfit.append(str(reason))
         except Exception as error:  # a rival may fail in any way; it is reported, and the others go on
-            first = next(iter(str(error).strip().splitlines()), "")
-            outcome.notes.append(f"{way}: {type(error).__name__}: {first[:150]}")
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            outcome.notes.append(f"{way}: {type(error).__name__}: {' / '.join(lines[:2])[:200]}")
         del steps
         torch.cuda.empty_cache()
     if outcome.ms is None and not outcome.notes:
@@ -156,8 +156,9 @@ def flex_decode(**kernel_options: int) -> Make:
         if (problem.rows > 1).any():
             raise Unfit("for decode rows")
         pages = problem.caches[0][0].shape[0]
-        valid = torch.zeros(pages * PAGE, dtype=torch.bool, device=problem.q.device)
-        valid[torch.from_numpy(np.concatenate(problem.slots)).to(valid.device)] = True
+        seen = torch.zeros(len(problem.slots), pages * PAGE, dtype=torch.bool, device=problem.q.device)
+        for row, slots in zip(seen, problem.slots, strict=True):
+            row[torch.from_numpy(slots).to(row.device)] = True
         # [part or all of it seen, rows]
         counts = np.zeros((2, len(problem.slots)), dtype=np.int64)
         indices = np.zeros((2, len(problem.slots), pages), dtype=np.int64)
@@ -172,7 +173,8 @@ def flex_decode(**kernel_options: int) -> Make:
             for count, index in zip(counts, indices, strict=True)
         )
         mask = BlockMask.from_kv_blocks(
-            *part, *whole, BLOCK_SIZE=(128, PAGE), mask_mod=lambda b, h, q, kv: valid[kv], seq_lengths=(1, len(valid))
+            *part, *whole, BLOCK_SIZE=(128, PAGE), seq_lengths=(1, pages * PAGE),
+            mask_mod=lambda b, h, q, kv: seen[b, kv],
         )  # fmt: skip
         attend = _compiled(problem)
         q = problem.q[:, :, None]  # [rows, heads, 1, dim]

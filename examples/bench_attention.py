@@ -113,7 +113,7 @@ def measure(
     batch = inputs.batch
     kv_heads, dim = inputs.caches[0][0].shape[2:]
     work = wl.build_work(
-        batch.ranges(gate, gate_merged),
+        batch.ranges(gate, gate_merged, inputs.window),
         batch.lengths,
         kv_heads=kv_heads,
         group=inputs.heads // kv_heads,

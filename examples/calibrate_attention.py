@@ -18,6 +18,7 @@ least, against the better of both in each cell. Every cell is checked before it 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -44,6 +45,7 @@ SPLIT_BATCHES = [
     *("32x1:0+8000~", "8x1:0+32000", "4x1:0+2000", "256x1:0+1024", "random:40"),
 ]
 MOST_PAGES = [8, 16, 32, 64, 10**6]
+SHORT = {"BLOCKS[16]": "B16", "BLOCKS[64]": "B64", "MIN_PAGES": "MIN"}
 TILES = {"BLOCKS[16]": 16, "BLOCKS[64]": 64}
 VALUES = {"BLOCKS[16]": [2, 3, 4, 5, 6], "BLOCKS[64]": [1, 2, 3, 4], "MIN_PAGES": [2, 4, 8]}
 ROWS, WINDOW = 256, 1024
@@ -71,7 +73,7 @@ class Cell:
 
 def best_gate(cells: list[Cell]) -> int:
     """Of the gates whose worst choice costs the least, to 0.1 %, one whose choices cost the least together."""
-    candidates = range(8, int(max(cell.weight for cell in cells)) + 16, 8)
+    candidates = range(16, int(max(cell.weight for cell in cells)) + 16, 8)
 
     def cost(gate: int) -> tuple[float, float]:
         losses = [cell.loss(gate) for cell in cells]
@@ -114,8 +116,10 @@ def in_force(name: str) -> int:
 
 def splits(make: Make, names: list[str]) -> dict[str, Any]:
     columns = [f"<= {pages}" if pages < 10**6 else "whole" for pages in MOST_PAGES]
-    columns += [f"{name.replace('BLOCKS', '')[:6]}={value}" for name in VALUES for value in VALUES[name]]
-    print("\nSplits: ms as the rule has it, with items of so many pages, with other constants in the rule")
+    columns += [f"{SHORT[name]}={value}" for name in VALUES for value in VALUES[name]]
+    print(
+        "\nSplits: ms as the rule has it, with items of so many pages, with other constants in the rule (B16: BLOCKS[16])"
+    )
     print(f"{'batch':>16} {'rule':>7}" + "".join(f" {column:>7}" for column in columns))
     now = {name: in_force(name) for name in VALUES}
     ratios: dict[tuple[str, int], list[float]] = {}
@@ -194,6 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     begin = time.perf_counter()
+    gc.freeze()  # capturing a graph may collect garbage first, and there are some 400 graphs
     warm_branches()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};", end=" ")
     print(f"{options.heads} / {options.kv_heads} heads of {options.dim}")
