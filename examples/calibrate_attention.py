@@ -117,9 +117,7 @@ def in_force(name: str) -> int:
 def splits(make: Make, names: list[str]) -> dict[str, Any]:
     columns = [f"<= {pages}" if pages < 10**6 else "whole" for pages in MOST_PAGES]
     columns += [f"{SHORT[name]}={value}" for name in VALUES for value in VALUES[name]]
-    print(
-        "\nSplits: ms as the rule has it, with items of so many pages, with other constants in the rule (B16: BLOCKS[16])"
-    )
+    print("\nSplits: ms with the rule, with items of so many pages, with other constants in it (B16: BLOCKS[16])")
     print(f"{'batch':>16} {'rule':>7}" + "".join(f" {column:>7}" for column in columns))
     now = {name: in_force(name) for name in VALUES}
     ratios: dict[tuple[str, int], list[float]] = {}

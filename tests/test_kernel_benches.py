@@ -21,6 +21,7 @@ import paged_rivals
 from attention_batches import EVERY, NEVER, PAGE, DecodeBatch, PrefillBatch, floor_ms, operations, repage, unique_bytes
 from attention_problem import Problem, Unfit
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # no GPU: no need
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SMALL = ["3x4:200+30", "3x4:200+30~", "6x1:0+90~", "2x1:100+20", "150/2x3:70+9", "random:2@5"]
 GATES = [(EVERY, EVERY), (NEVER, NEVER), (EVERY, NEVER), (128, 64)]
