@@ -2,14 +2,14 @@
 
 A decode step is cut into *ranges*: some rows (neighbours in the batch) against the pages that they all read, be it a
 shared prefix or what one row owns. A range becomes one or more *items*; an item is what one block per KV head does.
-The query rows of an item and the heads that share a KV head are packed into one tile of ``BLOCK_M`` lines, so that K
-and V are read once for all of them. The same source is compiled for tiles of 16 and 64 lines; each is a launch of its
-own with a list of its own, and the launches of a step may run side by side: they write to different places.
+The query rows of an item and the heads that share a KV head are packed into one tile, so that K and V are read once
+for all of them. The same source is compiled for tiles of 16 and 64 lines; each is a launch of its own with a list of
+its own, and the launches of a step may run side by side: they write to different places.
 
 The lists say *what* to do; how far a row sees is read on the device, from ``lengths``. So lists stay valid while rows
-grow, and one captured graph serves every mix of prefixes that fits their capacity. A page is one tile of keys. Partial
-results are float32 and normalised, with the log2 of the softmax sum (LSE); the merge writes the output. A row with a
-single part skips it. The figures behind the choices are in docs/attention-notes.md.
+grow, and one captured graph serves every mix of prefixes that fits their capacity. Partial results are float32 and
+normalised, with the log2 of the softmax sum (LSE); the merge writes the output. A row with a single part skips it. How
+pages are read is in pages_triton.py; the figures behind the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _attend_items(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
     )
     line_row += row
-    line_length = line_row
+    line_length = line_row  # not looked at
     if CAUSAL or WINDOW > 0:
         line_length = tl.load(lengths + line_row, mask=valid, other=0)  # [M]
     factor = scale
@@ -219,7 +219,7 @@ def attend_items(
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]
     options = launch_options(tile, qk_dim, v_dim, q.element_size())
-    slices = tile // options["lines"]
+    slices = triton.cdiv(tile, options["lines"])
     scale, cap = in_log2(scale, softcap)
     _attend_items[(len(items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out, part_out, part_lse,

@@ -26,13 +26,13 @@ _WIDEST_BOX = 64  # tokens
 
 
 @triton.constexpr_function
-def block_of(dim):
+def block_of(dim: int) -> int:
     """The columns of a tile for heads of this dim: a power of two, and a product needs 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @triton.constexpr_function
-def boxes_of(page_size):
+def boxes_of(page_size: int) -> int:
     """How many boxes a page is read in: what fits on chip must not hang on the size of the pages."""
     return max(1, page_size // _WIDEST_BOX)
 

@@ -4,10 +4,10 @@ A chunk is a run of query rows of one unit, at consecutive positions. It reads t
 its unit and those of the unit itself, as a decode row does. But it has rows enough of its own to make the products the
 bound: nothing is read together with other chunks, nothing is cut along the keys, and no partial result is written.
 
-Query rows and the heads that share a KV head are packed into tiles of ``BLOCK_M`` lines, as for decode. A tile then
-holds few positions, so that little is wasted on the diagonal and where a chunk ends. An *item* is one tile of rows, one
-block for each KV head. A page is one tile of keys; only pages that some row does not see whole pay for masks.
-The figures behind the choices are in docs/attention-notes.md.
+Query rows and the heads that share a KV head are packed into tiles, as for decode. A tile then holds few positions, so
+that little is wasted on the diagonal and where a chunk ends. An *item* is one tile of rows, one block for each KV head.
+Only pages that some row does not see whole pay for masks. How pages are read is in pages_triton.py; the figures behind
+the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def attend_chunks(
     if options is None:
         options = launch_options(1, qk_dim, v_dim, q.element_size())
         lines = min(lines, options["tile"])  # more lines than a block takes well are left to several
-    slices = work.tile // lines
+    slices = triton.cdiv(work.tile, lines)
     scale, cap = in_log2(scale, softcap)
     _attend_chunks[(len(work.items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out,

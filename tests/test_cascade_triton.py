@@ -261,13 +261,16 @@ def test_a_row_that_ended_changes_no_other() -> None:
     assert (out[others].double() - want[others]).norm() / want.norm() < 1e-5
 
 
-def causal_case(seed: int, suffixes: tuple[int, ...], shared: int, earlier: int) -> Case:
+def causal_case(
+    seed: int, shape: Shape, dtype: torch.dtype, suffixes: tuple[int, ...], shared: int, earlier: int
+) -> Case:
     """Suffixes of prompts, each of some rows at the last positions of its unit, and three plain rows after them.
 
     All rows read one prefix together; the plain rows read another as well. K and V are NaN beyond the last row's end.
     """
     rng = np.random.default_rng(seed)
-    page, free = SMALL.page, iter(rng.permutation(PAGES))
+    page, pages = shape.page, 200
+    free = iter(rng.permutation(pages))
     ranges: list[tuple[int, int, int, bool, Entries]] = []  # row_begin, row_end, level, causal, pages
 
     def pages_for(start: int, size: int, grows: bool) -> Entries:
@@ -299,19 +302,31 @@ def causal_case(seed: int, suffixes: tuple[int, ...], shared: int, earlier: int)
         causal=np.array([causal for *_, causal, _ in ranges]),
     )
     keys = []
-    written = torch.zeros(PAGES * page, dtype=torch.bool)
+    written = torch.zeros(pages * page, dtype=torch.bool)
     for entries, length in zip(reads, lengths, strict=True):
         slots = np.concatenate([number * page + np.arange(tokens) for number, tokens, _ in entries])
         positions = np.concatenate([first + np.arange(tokens) for _, tokens, first in entries])
         keys.append((slots, positions))
         written[slots[positions < length]] = True
+    generator = torch.Generator().manual_seed(seed)
     caches = []
-    for dim in (SMALL.qk_dim, SMALL.v_dim):
-        cache = torch.randn(PAGES * page, SMALL.kv_heads, dim, generator=torch.Generator().manual_seed(seed + dim))
+    for dim in (shape.qk_dim, shape.v_dim):
+        cache = torch.randn(pages * page, shape.kv_heads, dim, generator=generator).to(dtype)
         cache[~written] = NAN
-        caches.append(cache.view(PAGES, page, SMALL.kv_heads, dim))
-    q = torch.randn(len(reads), SMALL.heads, SMALL.qk_dim, generator=torch.Generator().manual_seed(seed))
-    return Case(replace(SMALL, rows=len(reads)), built, np.array(lengths), keys, q, *caches)
+        caches.append(cache.view(pages, page, shape.kv_heads, dim))
+    q = torch.randn(len(reads), shape.heads, shape.qk_dim, generator=generator).to(dtype)
+    return Case(replace(shape, rows=len(reads)), built, np.array(lengths), keys, q, *caches)
+
+
+def check_causal(case: Case, tolerance: float) -> None:
+    for split in (1, 3):
+        for options in ({}, {"window": 9}, {"window": 1, "softcap": 1.5}):
+            work = build(case, most_pages=split, window=options.get("window"))
+            assert work.causal
+            out = run(case, work, case.lengths, 0.3, **options)
+            want = reference(case, case.lengths, 0.3, options.get("window"), options.get("softcap"), None)
+            error = (out.double() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
+            assert error.max() < tolerance, (split, options, error)  # row by row: NaN is not below anything
 
 
 @pytest.mark.parametrize(
@@ -325,20 +340,12 @@ def causal_case(seed: int, suffixes: tuple[int, ...], shared: int, earlier: int)
 def test_rows_of_a_causal_item_see_as_far_as_their_lengths(
     suffixes: tuple[int, ...], shared: int, earlier: int
 ) -> None:
-    case = causal_case(3, suffixes, shared, earlier)
-    for split in (1, 3):
-        for options in ({}, {"window": 9}, {"window": 1, "softcap": 1.5}):
-            work = build(case, most_pages=split, window=options.get("window"))
-            assert work.causal
-            out = run(case, work, case.lengths, 0.3, **options)
-            want = reference(case, case.lengths, 0.3, options.get("window"), options.get("softcap"), None)
-            error = (out - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
-            assert error.max() < 1e-5, (split, options, error)  # row by row: NaN is not below anything
+    check_causal(causal_case(3, SMALL, torch.float32, suffixes, shared, earlier), 1e-5)
 
 
 def test_a_row_that_ended_changes_no_other_beside_causal_items() -> None:
     """The last of those that read the prefixes among them, to whose length causal items alone may look."""
-    case = causal_case(4, (3, 2), 20, 5)
+    case = causal_case(4, SMALL, torch.float32, (3, 2), 20, 5)
     lengths = case.lengths.copy()
     lengths[[5, 7]] = 0
     out = run(case, build(case, most_pages=1), lengths, 0.3)
@@ -389,3 +396,11 @@ def test_native(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: i
     case = make_case(seed, Shape(40, heads, kv_heads, dim, dim, 64), dtype, most=700)
     check(case, split=3, tolerance=8e-3)
     check(case, split=None, tolerance=8e-3, window=150, softcap=20.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (7, 1, 64)])
+def test_native_causal_items(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    shape = Shape(0, heads, kv_heads, dim, dim, 64)
+    check_causal(causal_case(5, shape, dtype, (16, 1, 3), 150, 60), tolerance=1e-2)
