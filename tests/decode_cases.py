@@ -92,7 +92,15 @@ class DecodeCase:
         return torch.cat(rows)
 
 
-def decode_case(seed: int, variant: Variant, *, rows: int, most: int, suffixes: bool = False) -> DecodeCase:
+def decode_case(
+    seed: int,
+    variant: Variant,
+    *,
+    rows: int,
+    most: int,
+    suffixes: bool = False,
+    prefixes: tuple[float, ...] = (0.85, 0.5, 0.3),  # how likely a group has one, and a group in it, and so on
+) -> DecodeCase:
     """Up to ``rows`` rows under prefixes of up to ``most`` tokens that nest, and as many tokens of their own.
 
     A prefix is a range, or is joined to its readers' own pages. With ``suffixes`` some units have several rows.
@@ -112,7 +120,7 @@ def decode_case(seed: int, variant: Variant, *, rows: int, most: int, suffixes: 
         start = sum(tokens for _, tokens, _ in above)
         while low < high:
             stop = int(rng.integers(low + 1, high + 1))
-            if depth < 3 and rng.random() < (0.85, 0.5, 0.3)[depth]:
+            if depth < len(prefixes) and rng.random() < prefixes[depth]:
                 prefix = pages.take(start, int(rng.integers(1, most)))
                 shared = rng.random() < 0.7
                 if shared:
