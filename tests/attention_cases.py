@@ -15,7 +15,7 @@ import torch
 NAN = float("nan")
 # The error's norm by the result's, over all rows; of a single row it may be twice that.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
-GUARD = 16  # rows before and behind each output
+GUARD = 16  # rows before and behind each output that nobody may touch
 Entries = list[tuple[int, int, int]]  # page, tokens, position of the first
 
 
@@ -56,8 +56,10 @@ class Tensors:
     v: torch.Tensor  # [pages, page, kv_heads, v_dim]
     sinks: torch.Tensor | None  # [heads] float32
 
-    def double(self) -> Tensors:
-        return Tensors(self.q.double(), self.k.double(), self.v.double(), self.sinks)
+    def to(self, to: str | torch.dtype) -> Tensors:
+        """On another device, or in another dtype (which sinks have of their own)."""
+        sinks = self.sinks.to(to) if self.sinks is not None and isinstance(to, str) else self.sinks
+        return Tensors(self.q.to(to), self.k.to(to), self.v.to(to), sinks)
 
 
 class PageList:

@@ -184,18 +184,27 @@ def decode_case(
 
 
 class Outputs:
-    """Where launches write: all NaN, with room around that stays so."""
+    """Where launches write: all NaN, with rows around that stay so."""
 
-    def __init__(self, case: DecodeCase, parts: int, dtype: torch.dtype, device: str) -> None:
-        self.guarded = [
-            torch.full((count + 2 * GUARD, case.variant.heads, *shape), NAN, dtype=kind, device=device)
+    def __init__(self, guarded: list[torch.Tensor], guard: int) -> None:
+        self.guarded, self.guard = guarded, guard
+        self.out, self.part_out, self.part_lse = self.inside = [each[guard : len(each) - guard] for each in guarded]
+
+    @classmethod
+    def empty(cls, case: DecodeCase, parts: int, dtype: torch.dtype, device: str, guard: int = GUARD) -> Outputs:
+        heads, wide = case.variant.heads, torch.promote_types(dtype, torch.float32)
+        made = [
+            torch.full((count + 2 * guard, heads, *shape), NAN, dtype=kind, device=device)
             for count, shape, kind in (
                 (len(case.lengths), [case.variant.v_dim], dtype),
-                (parts, [case.variant.v_dim], torch.promote_types(dtype, torch.float32)),
-                (parts, [], torch.promote_types(dtype, torch.float32)),
+                (parts, [case.variant.v_dim], wide),
+                (parts, [], wide),
             )
         ]
-        self.out, self.part_out, self.part_lse = self.inside = [each[GUARD:-GUARD] for each in self.guarded]
+        return cls(made, guard)
+
+    def to(self, device: str) -> Outputs:
+        return Outputs([each.to(device) for each in self.guarded], self.guard)
 
     def add(self, other: Outputs) -> None:
         """What another launch has written, to other places."""
@@ -205,6 +214,7 @@ class Outputs:
 
     def assert_near(self, twin: Outputs, what: str) -> float:
         """What one launch has written; the worst error."""
+        self.assert_guarded()
         dtype = self.out.dtype
         assert (self.part_lse.isneginf() == twin.part_lse.isneginf()).all(), f"{what}: the LSE of nothing"
         mine, its = (torch.where(each.isneginf(), 0.0, each) for each in (self.part_lse, twin.part_lse))
@@ -215,42 +225,55 @@ class Outputs:
 
     def assert_guarded(self) -> None:
         for each in self.guarded:
-            assert each[:GUARD].isnan().all() and each[-GUARD:].isnan().all(), "written out of bounds"
+            around = torch.cat([each[: self.guard], each[len(each) - self.guard :]])
+            assert around.isnan().all(), "written out of bounds"
 
 
-def check_decode(kernels: ModuleType, case: DecodeCase, device: str) -> dict[str, float]:
-    """A decode step, launch by launch, at each stage of the rows. The worst error of each kernel against its twin."""
-    variant, tensors = case.variant, case.tensors(device)
-    exact = tensors.double()
-    work = case.work(capacity=2).to(device)
-    for tile, items in work.items.items():  # what is beyond the count would do harm
-        items[int(work.counts[tile]) :] = items[0]
-        items[int(work.counts[tile]) :, 5] = -1
+def check_decode(
+    kernels: ModuleType, case: DecodeCase, device: str, *, twins_on: str | None = None, guard: int = GUARD
+) -> dict[str, float]:
+    """A decode step, launch by launch, at each stage of the rows. The worst error of each kernel against its twin.
+
+    Without a guard the outputs end where their memory ends, so that a sanitizer sees what goes beyond.
+    """
+    variant, here = case.variant, twins_on or device
+    tensors = case.tensors(here)
+    exact, given = tensors.to(torch.float64), tensors.to(device)
+    lists = case.work(capacity=2)
+    for tile, items in lists.items.items():  # what is beyond the count would do harm
+        items[int(lists.counts[tile]) :] = items[0]
+        items[int(lists.counts[tile]) :, 5] = -1
+    lists, work = lists.to(here), lists.to(device)
+    options = {"window": variant.window, "softcap": variant.softcap}
     errors: Counter[str] = Counter()
-    for lengths, going in case.stages():
-        on_device = torch.from_numpy(lengths.astype(np.int32)).to(device)
-        ours = Outputs(case, work.parts, variant.dtype, device)
+    for stage, going in case.stages():
+        lengths = torch.from_numpy(stage.astype(np.int32))
+        ours = Outputs.empty(case, work.parts, variant.dtype, here, guard)
         for tile in work.items:
             kernel = "own" if tile == wl.TILES[0] else "segment"
-            got, want = (Outputs(case, work.parts, dtype, device) for dtype in (variant.dtype, torch.float64))
-            for module, given, to in ((kernels, tensors, got), (cascade_torch, exact, want)):
-                module.attend_items(
-                    tile, given.q, given.k, given.v, *to.inside, work, on_device, variant.scale,
-                    window=variant.window, softcap=variant.softcap,
-                )  # fmt: skip
-                to.assert_guarded()
+            got = Outputs.empty(case, work.parts, variant.dtype, device, guard)
+            kernels.attend_items(
+                tile, given.q, given.k, given.v, *got.inside, work, lengths.to(device), variant.scale, **options
+            )
+            got = got.to(here)
+            want = Outputs.empty(case, work.parts, torch.float64, here)
+            cascade_torch.attend_items(
+                tile, exact.q, exact.k, exact.v, *want.inside, lists, lengths.to(here), variant.scale, **options
+            )
             errors[kernel] = max(errors[kernel], got.assert_near(want, f"{kernel}, {variant}"))
             ours.add(got)
-        _assert_parts_are_written(work, ours)
+        _assert_parts_are_written(lists, ours)
         joined = ours.out.double()
-        cascade_torch.merge_parts(joined, ours.part_out.double(), ours.part_lse.double(), work, sinks=tensors.sinks)
-        kernels.merge_parts(*ours.inside, work, sinks=tensors.sinks)
+        cascade_torch.merge_parts(joined, ours.part_out.double(), ours.part_lse.double(), lists, sinks=exact.sinks)
+        merged = ours.to(device)
+        kernels.merge_parts(*merged.inside, work, sinks=given.sinks)
+        ours = merged.to(here)
         ours.assert_guarded()
         errors["merge"] = max(errors["merge"], assert_near(ours.out, joined, variant.dtype, f"merge, {variant}"))
         assert ours.out.isfinite().all()
-        assert (ours.out[torch.from_numpy(case.lengths == 0).to(device)] == 0).all(), "a padding row's output is 0"
-        rows = torch.from_numpy(going).to(device)
-        assert_near(ours.out[rows], case.reference(exact, lengths)[rows], variant.dtype, f"whole step, {variant}")
+        assert (ours.out[torch.from_numpy(case.lengths == 0).to(here)] == 0).all(), "a padding row's output is 0"
+        rows = torch.from_numpy(going).to(here)
+        assert_near(ours.out[rows], case.reference(exact, stage)[rows], variant.dtype, f"whole step, {variant}")
     return dict(errors)
 
 

@@ -129,23 +129,38 @@ def prefill_case(seed: int, variant: Variant, *, chunks: int, most: int) -> Pref
 
 
 def check_prefill(
-    kernels: ModuleType, case: PrefillCase, tile: int, device: str, options: dict[str, int] | None = None
+    kernels: ModuleType,
+    case: PrefillCase,
+    tile: int,
+    device: str,
+    options: dict[str, int] | None = None,
+    *,
+    twins_on: str | None = None,
+    guard: int = GUARD,
 ) -> dict[str, float]:
-    """All chunks in one launch. The error of the kernel against its twin."""
-    variant = case.variant
-    tensors = case.tensors(device)
-    exact = tensors.double()
-    work = case.work(tile, capacity=2).to(device)
+    """All chunks in one launch. The error of the kernel against its twin.
+
+    Without a guard the output ends where its memory ends, so that a sanitizer sees what goes beyond.
+    """
+    variant, here = case.variant, twins_on or device
+    tensors = case.tensors(here)
+    exact = tensors.to(torch.float64)
+    work = case.work(tile, capacity=2)
     beyond = work.items[int(work.count) :]  # would do harm
     beyond.copy_(work.items[:1].expand_as(beyond))
     beyond[:, 2] = 0
-    given = {"window": variant.window, "softcap": variant.softcap, "sinks": tensors.sinks, "options": options}
     outputs = []
-    for module, made in ((kernels, tensors), (cascade_torch, exact)):
-        guarded = torch.full((case.rows + 2 * GUARD, variant.heads, variant.v_dim), NAN, device=device).to(made.q.dtype)
-        outputs.append(guarded[GUARD:-GUARD])
-        module.attend_chunks(made.q, made.k, made.v, outputs[-1], work, variant.scale, **given)
-        assert guarded[:GUARD].isnan().all() and guarded[-GUARD:].isnan().all(), "written out of bounds"
+    for module, given, at in ((kernels, tensors.to(device), device), (cascade_torch, exact, here)):
+        shape = (case.rows + 2 * guard, variant.heads, variant.v_dim)
+        guarded = torch.full(shape, NAN, dtype=given.q.dtype, device=at)
+        out = guarded[guard : len(guarded) - guard]
+        module.attend_chunks(
+            given.q, given.k, given.v, out, work.to(at), variant.scale,
+            window=variant.window, softcap=variant.softcap, sinks=given.sinks, options=options,
+        )  # fmt: skip
+        around = torch.cat([guarded[:guard], guarded[len(guarded) - guard :]])
+        assert around.isnan().all(), "written out of bounds"
+        outputs.append(out.to(here))
     got, twin = outputs
     want = case.reference(exact)
     assert_near(got, want, variant.dtype, f"prefill, {variant}")

@@ -106,7 +106,7 @@ class Step:
     def check(self, case: DecodeCase, run: Callable[[], None]) -> None:
         """Fill the buffers, ``run``, and see what came of it; three times with the same lists."""
         tensors = case.tensors(str(self.out.device))
-        exact, rows = tensors.double(), len(case.lengths)
+        exact, rows = tensors.to(torch.float64), len(case.lengths)
         self.work.fill(case.work())
         for mine, its in ((self.tensors.q, tensors.q), (self.tensors.k, tensors.k), (self.tensors.v, tensors.v)):
             mine.fill_(NAN)
