@@ -1,115 +1,47 @@
-"""How fast decode attention over many shared prefixes is on this GPU, beside the bandwidth of a plain copy.
+"""How fast decode attention over many shared prefixes is on this GPU, beside its limits and beside others.
 
-    python examples/bench_attention.py                        # the four default batches
+    python examples/bench_attention.py                        # the default batches
     python examples/bench_attention.py 16x16:2000+250         # groups x rows : shared + own tokens
+    python examples/bench_attention.py --rivals all           # torch's attention, FlashInfer, ... where installed
     python examples/bench_attention.py --json figures.json
 
-A batch is one decode step of one layer: the segment and own launches on parallel branches, then the merge, captured in
-a CUDA graph. Each graph goes over several caches in turn, so that nothing is left in L2 from the last time, and the
-time is the median of its replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
-"unique" counts the K and V bytes of each token once, however many rows read it; "share" sets them against a
-device-to-device copy (bytes read + bytes written).
+How batches are written, and how the floor is worked out, stands in attention_batches.py; what the rivals are given, in
+attention_rivals.py. A batch is one decode step of one layer: the segment and own launches on parallel branches, then
+the merge, captured in a CUDA graph. Prefixes become segments where the gate of kernels/ranges.py lets them. Each graph
+goes over several caches in turn, so that nothing is left in L2 from the last time, and the time is the median of its
+replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
+
+"GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is its share of a device-to-device
+copy (bytes read + bytes written), "floor" the floor's share of the time. "off" is the time with every row reading all
+of its tokens alone. The bar for random:40 is 60 % of copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import attention_rivals as rivals  # beside this file
 import numpy as np
 import torch
+from attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
+from attention_batches import DecodeBatch as Batch
+from attention_problem import Problem
+from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, warm_branches
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
 
-PAGE = 64
-DEFAULT = ["16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "256x1:0+1024"]
-TOLERANCE = 8e-3  # bfloat16 weights and output against float32
-
-
-@dataclass(frozen=True)
-class Batch:
-    groups: int
-    rows: int  # of each group
-    shared: int  # tokens
-    own: int
-    ragged: bool = False  # each prefix and each row has a length of its own, between 0.2 and 1.8 times these
-
-    @classmethod
-    def parse(cls, text: str) -> Batch:
-        found = re.fullmatch(r"(\d+)x(\d+):(\d+)\+(\d+)(~?)", text)
-        if not found:
-            raise argparse.ArgumentTypeError(f"{text!r} is not GROUPSxROWS:SHARED+OWN, or that with a ~ after it")
-        groups, rows, shared, own = map(int, found.groups()[:4])
-        return cls(groups, rows, shared, own, ragged=bool(found[5]))
-
-    def __str__(self) -> str:
-        return f"{self.groups}x{self.rows}:{self.shared}+{self.own}{'~' * self.ragged}"
-
-    @property
-    def total_rows(self) -> int:
-        return self.groups * self.rows
-
-    @cached_property
-    def sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of each shared prefix [groups] and those of each row's own [rows]."""
-        spread = np.random.default_rng(1).uniform(0.2, 1.8, self.groups + self.total_rows)
-        if not self.ragged:
-            spread[:] = 1
-        return (
-            (spread[: self.groups] * self.shared).astype(np.int64),
-            np.maximum(1, spread[self.groups :] * self.own).astype(np.int64),
-        )
-
-    @cached_property
-    def lengths(self) -> np.ndarray:  # [rows]
-        shared, own = self.sizes
-        return np.repeat(shared, self.rows) + own
-
-    @property
-    def unique_tokens(self) -> int:
-        return sum(int(size.sum()) for size in self.sizes)
-
-    @property
-    def pages(self) -> int:
-        return sum(int((-(-size // PAGE)).sum()) for size in self.sizes)
-
-    def ranges(self, sharing: bool) -> wl.Ranges:
-        """The shared prefixes, then what each row owns; without sharing a row reads everything alone."""
-        shared, own = self.sizes
-        # One piece for each prefix and each row; pages lie scattered.
-        size = np.concatenate([shared, own])
-        start = np.concatenate([np.zeros_like(shared), np.repeat(shared, self.rows)])
-        pages = -(-size // PAGE)
-        begin = np.cumsum(pages) - pages
-        numbers = np.random.default_rng(0).permutation(self.pages)
-        group, row = np.arange(self.groups), np.arange(self.total_rows)
-        if sharing:
-            pieces = np.arange(len(size))[size > 0]  # the piece that each range reads
-            row_begin = np.concatenate([group * self.rows, row])[pieces]
-            row_end = np.concatenate([(group + 1) * self.rows, row + 1])[pieces]
-            level = (pieces >= self.groups).astype(np.int64)
-            in_range = np.ones(len(pieces), dtype=np.int64)
-        else:
-            pieces = np.stack([np.repeat(group, self.rows), self.groups + row], axis=1).ravel()
-            row_begin, row_end, level = row, row + 1, np.zeros_like(row)
-            in_range = np.full(self.total_rows, 2)
-        piece = np.repeat(pieces, pages[pieces])  # of each page read
-        nth = np.arange(len(piece)) - np.repeat(np.cumsum(pages[pieces]) - pages[pieces], pages[pieces])
-        # A row's own last page may hold as much as a page can: the rows' lengths say how far it is filled.
-        tokens = np.where(piece < self.groups, np.minimum(PAGE, size[piece] - nth * PAGE), PAGE)
-        page_begin = np.concatenate([[0], np.cumsum(pages[pieces])[np.cumsum(in_range) - 1]])
-        return wl.Ranges(
-            row_begin, row_end, level, page_begin, numbers[begin[piece] + nth], tokens, start[piece] + nth * PAGE
-        )
+DEFAULT = ["16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "256x1:0+1024", "random:40"]
+BARS = {"random:40": 0.6}  # the least share of copy bandwidth
+TOLERANCE = rivals.TOLERANCE
 
 
 @dataclass
@@ -122,9 +54,19 @@ class Inputs:
     caches: list[tuple[torch.Tensor, torch.Tensor]]  # each [pages, PAGE, kv_heads, dim]
     lengths: torch.Tensor  # [rows]
     want: torch.Tensor  # [rows, heads, dim] float32  of the first cache
+    window: int | None
 
     @classmethod
-    def make(cls, batch: Batch, heads: int, kv_heads: int, dim: int, caches: int, heads_first: bool = False) -> Inputs:
+    def make(
+        cls,
+        batch: Batch,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        caches: int,
+        heads_first: bool = False,
+        window: int | None = None,
+    ) -> Inputs:
         def cache() -> torch.Tensor:
             shape = (batch.pages, kv_heads, PAGE, dim) if heads_first else (batch.pages, PAGE, kv_heads, dim)
             made = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
@@ -133,30 +75,34 @@ class Inputs:
         q = torch.randn(batch.total_rows, heads, dim, dtype=torch.bfloat16, device="cuda")
         pairs = [(cache(), cache()) for _ in range(caches)]
         lengths = torch.from_numpy(batch.lengths.astype(np.int32)).cuda()
-        return cls(batch, heads, q, pairs, lengths, cls._reference(batch, q, *pairs[0]))
+        return cls(batch, heads, q, pairs, lengths, reference(batch, q, *pairs[0], window), window)
 
-    @staticmethod
-    def _reference(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        alone = batch.ranges(sharing=False)
-        token = np.arange(PAGE)[None]
-        out = []
-        for row in range(batch.total_rows):
-            mine = slice(alone.page_begin[row], alone.page_begin[row + 1])
-            first = alone.first[mine, None]
-            seen = (token < alone.tokens[mine, None]) & (first + token < batch.lengths[row])
-            seen = torch.from_numpy(seen).cuda()
-            page = torch.from_numpy(alone.page[mine]).cuda()
-            keys, values = k[page][seen].float(), v[page][seen].float()  # [keys, kv_heads, dim]
-            query = q[row].float().view(keys.shape[1], -1, keys.shape[2])
-            weights = torch.einsum("hgd,khd->hgk", query * keys.shape[2] ** -0.5, keys).softmax(-1)
-            out.append(torch.einsum("hgk,khd->hgd", weights, values).flatten(0, 1))
-        return torch.stack(out)
+    @property
+    def problem(self) -> Problem:
+        """What rivals are given."""
+        batch = self.batch
+        rows = np.ones(batch.total_rows, dtype=np.int64)
+        return Problem(self.q, self.caches, self.want, batch.slots, rows, batch.outer + batch.shared, batch.degrees)
+
+
+def reference(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    k, v = k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])  # [slots, kv_heads, dim]
+    slots = [each[-window:] if window else each for each in batch.slots]
+    places = torch.from_numpy(np.concatenate(slots)).to(k.device)
+    out = []
+    for query, place in zip(q, places.split([len(each) for each in slots]), strict=True):
+        keys, values = k[place].float(), v[place].float()
+        query = query.float().view(k.shape[1], -1, k.shape[2])
+        weights = torch.einsum("hgd,khd->hgk", query * k.shape[2] ** -0.5, keys).softmax(-1)
+        out.append(torch.einsum("hgk,khd->hgd", weights, values).flatten(0, 1))
+    return torch.stack(out)
 
 
 def measure(
     inputs: Inputs,
     *,
-    sharing: bool = True,
+    gate: float = GATE,
+    gate_merged: float = GATE_MERGED,
     most_pages: int | None = None,
     parallel: bool = True,
     only: tuple[str, ...] = (),
@@ -167,13 +113,14 @@ def measure(
     batch = inputs.batch
     kv_heads, dim = inputs.caches[0][0].shape[2:]
     work = wl.build_work(
-        batch.ranges(sharing),
+        batch.ranges(gate, gate_merged, inputs.window),
         batch.lengths,
         kv_heads=kv_heads,
         group=inputs.heads // kv_heads,
         page_size=PAGE,
         multiprocessors=torch.cuda.get_device_properties(inputs.q.device).multi_processor_count,
         most_pages=most_pages,
+        window=inputs.window,
         capacity=capacity,
     ).to("cuda")
     out = torch.empty_like(inputs.q)
@@ -193,7 +140,19 @@ def measure(
         for tile, stream in zip(tiles, branches, strict=False):
             if not only or str(tile) in only:
                 with torch.cuda.stream(stream):
-                    ct.attend_items(tile, inputs.q, k, v, out, part_out, part_lse, work, inputs.lengths, dim**-0.5)
+                    ct.attend_items(
+                        tile,
+                        inputs.q,
+                        k,
+                        v,
+                        out,
+                        part_out,
+                        part_lse,
+                        work,
+                        inputs.lengths,
+                        dim**-0.5,
+                        window=inputs.window,
+                    )
         main.wait_stream(side)
         if work.merges and (not only or "merge" in only):
             with torch.cuda.stream(main):
@@ -213,55 +172,20 @@ def measure(
     return {"ms": graph_ms(steps, replays, main) / len(inputs.caches), "error": error, "parts": work.parts}
 
 
-def graph_ms(function: Callable[[], None], replays: int, stream: torch.cuda.Stream | None = None) -> float:
-    """The median time of a replay of a graph of ``function``."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        function()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for begin, end in events:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return float(np.median([begin.elapsed_time(end) for begin, end in events]))
-
-
-def warm_branches() -> None:
-    """Replay a tiny graph of two branches.
-
-    The first such graph of a process may run its branches one after the other, in every replay until another graph
-    has been launched (seen with CUDA 13.0, where much memory had been allocated before).
-    """
-    main, side = torch.cuda.Stream(), torch.cuda.Stream()
-    one, other = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=main):
-        side.wait_stream(main)
-        one.add_(1)
-        with torch.cuda.stream(side):
-            other.add_(1)
-        main.wait_stream(side)
-    graph.replay()
-    torch.cuda.synchronize()
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written each second by a large copy."""
-    source = torch.randn(1 << 30, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(15):  # not in a graph: there a copy goes another, slower way
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * source.nbytes / float(np.median(times)) * 1e3
+def report(inputs: Inputs, copy: float, matmul: float) -> dict[str, Any]:
+    batch, (kv_heads, dim) = inputs.batch, inputs.caches[0][0].shape[2:]
+    found: dict[str, Any] = measure(inputs)
+    ms = found["ms"]
+    moved = unique_bytes(batch.unique_tokens, kv_heads, dim)
+    computed = operations(batch.pairs, inputs.heads, dim)
+    floor = floor_ms(moved, computed, copy, matmul)
+    off = measure(inputs, gate=NEVER, gate_merged=NEVER)["ms"] if batch.shares else ms
+    return {"batch": str(batch), "rows": batch.total_rows, **found, "unique": moved / ms * 1e3, "off_ms": off} | {
+        "share": moved / ms * 1e3 / copy,
+        "tflops": computed / ms / 1e9,
+        "floor_ms": floor,
+        "floor_share": floor / ms,
+    }
 
 
 def main() -> None:
@@ -271,28 +195,45 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--caches", type=int, default=3, help="how many a graph goes over")
+    parser.add_argument("--rivals", default="none", help=f"a list of {', '.join(rivals.DECODE)}; none; or all")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
+    names, missing = rivals.chosen(options.rivals, rivals.DECODE)
     torch.manual_seed(0)
-    copy = copy_bandwidth()
+    copy, matmul = copy_bandwidth(), matmul_rate()
     warm_branches()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s")
-    print(f"{'batch':>18} {'ms':>8} {'unique GB/s':>12} {'share':>6} {'error':>8} {'sharing off, ms':>16}")
-    figures = []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
+    print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    print(f"{'batch':>16} {'rows':>5} {'ms':>7} {'GB/s':>5} {'copy':>6} {'TFLOP/s':>7} {'floor':>6}", end="")
+    print(f" {'off, ms':>8} {'ratio':>5}" + "".join(f" {name:>10}" for name in names))
+    figures, failures = [], []
     for batch in options.batches:
         inputs = Inputs.make(batch, options.heads, options.kv_heads, options.dim, options.caches)
-        found = measure(inputs)
-        off = measure(inputs, sharing=False) if batch.rows > 1 else found
-        unique = batch.unique_tokens * 2 * options.kv_heads * options.dim * 2 / found["ms"] * 1e3
+        found = report(inputs, copy, matmul)
+        print(f"{batch!s:>16} {batch.total_rows:5} {found['ms']:7.4f} {found['unique'] / 1e9:5.0f}", end="")
         print(
-            f"{batch!s:>18} {found['ms']:8.4f} {unique / 1e9:12.0f} {unique / copy:6.1%} {found['error']:8.1e}"
-            f" {off['ms']:16.4f}",
-            flush=True,
+            f" {found['share']:6.1%} {found['tflops']:7.0f} {found['floor_share']:6.1%} {found['off_ms']:8.4f}", end=""
         )
-        figures.append({"batch": str(batch), **found, "unique": unique, "share": unique / copy, "off_ms": off["ms"]})
-        del inputs
+        print(f" {found['off_ms'] / found['ms']:5.2f}", end="", flush=True)
+        problem, found["rivals"] = inputs.problem, {}
+        for name in names:
+            outcome = rivals.time_rival(rivals.DECODE[name], problem, replays=9)
+            found["rivals"][name] = outcome.ms
+            failures += [f"{batch}, {name}, {note}" for note in outcome.notes if not outcome.unfit]
+            print(f" {outcome!s:>10}", end="", flush=True)
+        print()
+        figures.append(found)
+        del inputs, problem
+    for failure in failures:
+        print(failure)
+    for found in figures:
+        if bar := BARS.get(found["batch"]):
+            print(f"{found['batch']}: {found['share']:.1%} of copy; the bar is {bar:.0%}")
     if options.json:
-        options.json.write_text(json.dumps({"copy": copy, "figures": figures}, indent=1))
+        written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
+        options.json.write_text(json.dumps(written, indent=1))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_attention import copy_bandwidth, graph_ms  # beside this file
+from gpu_timing import copy_bandwidth, graph_ms  # beside this file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 

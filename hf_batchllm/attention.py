@@ -20,7 +20,7 @@ from .batch import AttentionBatch
 from .cascade import CascadePlan, Scratch
 from .errors import UnsupportedModelError
 from .kernels.attention_torch import write_kv
-from .storage import KVStorage
+from .storage import KVStorage, autocast_dtype
 
 # Names that contain "flash", "sdpa" or "flex_attention" mean something to transformers; this one must not. As it is
 # not known to the mask interface either, transformers builds no attention mask at all.
@@ -57,11 +57,15 @@ class AttentionContext(Protocol):
 class AttentionBackend(Protocol):
     """How attention is computed: plain torch on whatever device, or kernels."""
 
+    short_chunk: int  # prompt chunks of no more tokens are to stand before longer ones
+
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
         """Whatever can be worked out for a step once, before its layers run."""
 
 
 class TorchBackend:
+    short_chunk = 0
+
     def __init__(self, storage: KVStorage, device: torch.device) -> None:
         self.storage = storage
         self.device = device
@@ -147,9 +151,8 @@ def attention_forward(
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
     dtype = query.dtype
-    kind = query.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)  # what torch's own attention would be given
+    if dtype != torch.float64:
+        dtype = autocast_dtype(query.device) or dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out = context.attend(
         AttentionCall(

@@ -10,7 +10,7 @@ from .architecture import Architecture
 from .cache import PagedCache
 from .config import BatchConfig
 from .errors import CacheMemoryError
-from .storage import KVStorage
+from .storage import KVStorage, autocast_dtype
 
 _DEFAULT_SHARE = {"cpu": 0.5}  # of the free memory
 _OTHER_SHARE = 0.9
@@ -89,7 +89,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def weights_fingerprint(model: nn.Module) -> object:
-    """Changes when weights do (in place and behind PyTorch's back, too), and when adapters are switched or scaled.
+    """Changes when weights do (in place and behind PyTorch's back, too), when adapters are switched or scaled, and
+    when autocast has keys and values computed in another dtype.
 
     Hooks are left out: most only watch, and what one does cannot be seen.
     """
@@ -102,4 +103,4 @@ def weights_fingerprint(model: nn.Module) -> object:
         if hasattr(module, "disable_adapters"):  # PEFT's layers
             fields = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
             adapters.append([str(getattr(module, name, None)) for name in fields])
-    return identity, torch.stack(sums).tolist(), adapters
+    return identity, torch.stack(sums).tolist(), adapters, autocast_dtype(tensors[0].device)

@@ -53,3 +53,11 @@ class KVStorage:
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What torch's own attention would be given here; None outside autocast."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None

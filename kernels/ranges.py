@@ -54,10 +54,22 @@ class _Nodes:
 
 
 def make_ranges(
-    units: Units, readers: Readers, *, page_size: int, gate: float = GATE, gate_merged: float = GATE_MERGED
+    units: Units,
+    readers: Readers,
+    *,
+    page_size: int,
+    window: int | None = None,
+    gate: float = GATE,
+    gate_merged: float = GATE_MERGED,
 ) -> Ranges:
+    """With a window, what lies before it counts for nothing at the gate; it is left to the lists to leave it out."""
     nodes = _nodes(units, readers)
-    kept = _kept(nodes, units, gate, gate_merged)
+    begin = units.start[nodes.unit]
+    if window is not None and len(nodes):
+        sees_from = readers.end - readers.rows + 1 - window  # [readers]  the first row
+        bounds = np.stack([nodes.first, nodes.end], axis=1).ravel()
+        begin = np.maximum(begin, np.minimum.reduceat(np.append(sees_from, 0), bounds)[::2])
+    kept = _kept(nodes, np.maximum(nodes.upto - begin, 0), gate, gate_merged)
     mine = np.flatnonzero(kept)
     readers_level = np.full(len(readers.unit), nodes.levels, dtype=np.int64)
     piece_range, piece_unit, piece_upto, piece_short = _pieces(nodes, kept, mine, readers)
@@ -131,11 +143,11 @@ def _nodes(units: Units, readers: Readers) -> _Nodes:
     )
 
 
-def _kept(nodes: _Nodes, units: Units, gate: float, gate_merged: float) -> np.ndarray:
-    """Which nodes become ranges of their own [nodes]."""
+def _kept(nodes: _Nodes, size: np.ndarray, gate: float, gate_merged: float) -> np.ndarray:
+    """Which nodes, of so many tokens, become ranges of their own [nodes]."""
     readers = nodes.end - nodes.first
     saved = 1 - 1 / np.maximum(readers, 1)
-    tokens = (nodes.upto - units.start[nodes.unit]).astype(np.float64)
+    tokens = size.astype(np.float64)
     kept = np.zeros(len(nodes), dtype=bool)
     merged = np.zeros(len(nodes), dtype=bool)  # whether this node, or one around it, is kept
     for level in range(nodes.levels):

@@ -85,7 +85,8 @@ class WorkLists:
         direct: bool = True,
     ) -> WorkLists:
         """Lists without work, to be filled again and again: what a captured graph reads."""
-        packed = torch.zeros(_sections(rows, items, entries)["end"], dtype=torch.int32, device=device)
+        # NumPy makes the zeros: torch would start its threads for them, which takes longer than all the other lists.
+        packed = torch.from_numpy(np.zeros(_sections(rows, items, entries)["end"], dtype=np.int32)).to(device)
         return cls(packed, rows, items, entries, parts=parts, merges=True, causal=causal, direct=direct)
 
     def fill(self, work: WorkLists) -> None:

@@ -375,3 +375,16 @@ def test_a_set_up_that_fails_leaves_a_generator_that_works(monkeypatch: pytest.M
         result = generator.generate(given, max_new_tokens=NEW_TOKENS)
         assert_parity(FAMILY, given, result, NEW_TOKENS)
         assert result.report.cached_tokens == cached
+
+
+def test_prefixes_kept_outside_autocast_are_not_used_inside() -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
+    given = questions(document(1))
+    for _ in range(2):
+        outside = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, given, outside, NEW_TOKENS)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for cached in (0, 60):
+                inside = generator.generate(given, max_new_tokens=NEW_TOKENS)
+                assert inside.report.cached_tokens == cached
+        assert outside.report.cached_tokens == 0

@@ -1,0 +1,244 @@
+"""Batches for the attention benches: how they are written, who reads which tokens, and the least that they cost.
+
+Decode, one row each: ``16x16:2000+250`` is groups x rows : tokens that a group shares + tokens of each row's own. With
+a ``~`` behind it each of these lengths is drawn, between 0.2 and 1.8 times as much. ``2000/32x8:100+250`` puts 2,000
+tokens that all rows share in front. ``random:40`` is 40 groups of 1 to 64 rows, which share 100 to 8,000 tokens and
+have 20 to 500 of their own; ``random:40@7`` draws them with another seed.
+
+Prefill, causal: ``4x2048`` is chunks x rows; ``4x2000+16x200`` adds members x rows that read each chunk as their prefix
+in the same step, and ``1x2048@6144`` puts the tokens of earlier steps below each chunk.
+
+**The floor** is the time that no kernel can go below on this GPU: the larger of the bytes of K and V, each token once
+however many rows read it, over the bandwidth of a copy; and the operations over the sustained rate of large matrix
+products. Operations are 4 x heads x dim for each (row, key) pair that counts: a product and a sum for the score, and
+again for the value. Both rates are measured in the same run. Queries, outputs and partial results are left out of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+
+from hf_batchllm.kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
+from hf_batchllm.kernels.work_lists import Chunks, Ranges
+
+PAGE = 64
+EVERY, NEVER = 1e-9, np.inf  # gates: whatever more than one row reads is a segment; nothing is
+
+
+def operations(pairs: int, heads: int, dim: int) -> int:
+    return 4 * heads * dim * pairs
+
+
+def unique_bytes(tokens: int, kv_heads: int, dim: int) -> int:
+    """Of K and V in bf16."""
+    return 2 * 2 * kv_heads * dim * tokens
+
+
+def floor_ms(moved: int, computed: int, copy: float, matmul: float) -> float:
+    return 1e3 * max(moved / copy, computed / matmul)
+
+
+def slots_of(chunks: Chunks, ends: np.ndarray) -> list[np.ndarray]:
+    """The slots of the cache that each reader's last row sees, in order of position."""
+    at = np.arange(PAGE)
+    found = []
+    for i, end in enumerate(ends):
+        mine = slice(chunks.page_begin[i], chunks.page_begin[i + 1])
+        seen = (at < chunks.tokens[mine, None]) & (chunks.first[mine, None] + at < end)
+        found.append((chunks.page[mine, None] * PAGE + at)[seen])
+    return found
+
+
+def _scattered(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pages for units of so many tokens, anywhere in the cache: where each unit's begin, and which they are."""
+    pages = -(-tokens // PAGE)
+    begin = np.concatenate([[0], np.cumsum(pages)])
+    return begin, np.random.default_rng(0).permutation(int(begin[-1]))
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    name: str
+    degrees: np.ndarray  # [groups]  rows of each
+    shared: np.ndarray  # [groups]  tokens
+    own: np.ndarray  # [rows]  tokens
+    outer: int = 0  # tokens that all rows share
+
+    @classmethod
+    def parse(cls, text: str) -> DecodeBatch:
+        if drawn := re.fullmatch(r"random:(\d+)(?:@(\d+))?", text):
+            rng = np.random.default_rng(int(drawn[2] or 0))
+            groups = int(drawn[1])
+            degrees, shared = rng.integers(1, 65, groups), rng.integers(100, 8001, groups)
+            return cls(text, degrees, shared, rng.integers(20, 501, int(degrees.sum())))
+        found = re.fullmatch(r"(?:(\d+)/)?(\d+)x(\d+):(\d+)\+(\d+)(~?)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not GROUPSxROWS:SHARED+OWN, with OUTER/ before or ~ after it, or random:GROUPS[@SEED]"
+            )
+        outer, groups, rows, shared, own = (int(number or 0) for number in found.groups()[:5])
+        spread = np.random.default_rng(1).uniform(0.2, 1.8, groups + groups * rows)
+        if not found[6]:
+            spread[:] = 1
+        return cls(
+            text,
+            np.full(groups, rows),
+            (spread[:groups] * shared).astype(np.int64),
+            np.maximum(1, spread[groups:] * own).astype(np.int64),
+            outer,
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def total_rows(self) -> int:
+        return len(self.own)
+
+    @property
+    def shares(self) -> bool:
+        return bool(self.outer or ((self.degrees > 1) & (self.shared > 0)).any())
+
+    @cached_property
+    def lengths(self) -> np.ndarray:  # [rows]
+        return self.outer + np.repeat(self.shared, self.degrees) + self.own
+
+    @property
+    def unique_tokens(self) -> int:
+        return self.outer + int(self.shared.sum() + self.own.sum())
+
+    @property
+    def pairs(self) -> int:
+        """(row, key) pairs."""
+        return int(self.lengths.sum())
+
+    @property
+    def pages(self) -> int:
+        return len(self.units.page)
+
+    @cached_property
+    def units(self) -> Units:
+        """What all rows share, what each group shares, and what each row owns."""
+        groups = len(self.degrees)
+        page_begin, page = _scattered(np.concatenate([[self.outer], self.shared, self.own]))
+        on_group = 1 + np.repeat(np.arange(groups), self.degrees)
+        return Units(
+            base=np.concatenate([[-1], np.full(groups, 0 if self.outer else -1), on_group]),
+            start=np.concatenate([[0], np.full(groups, self.outer), self.lengths - self.own]),
+            page_begin=page_begin,
+            page=page,
+        )
+
+    @cached_property
+    def readers(self) -> Readers:
+        row = np.arange(self.total_rows)
+        return Readers(1 + len(self.degrees) + row, row, np.ones_like(row), self.lengths)
+
+    @cached_property
+    def slots(self) -> list[np.ndarray]:
+        return slots_of(make_chunks(self.units, self.readers, page_size=PAGE), self.lengths)
+
+    def ranges(self, gate: float = GATE, gate_merged: float = GATE_MERGED, window: int | None = None) -> Ranges:
+        return make_ranges(self.units, self.readers, page_size=PAGE, window=window, gate=gate, gate_merged=gate_merged)
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    chunks: int
+    rows: int
+    members: int = 0  # of each chunk, which they read as their prefix
+    member_rows: int = 0
+    earlier: int = 0  # tokens below each chunk
+
+    @classmethod
+    def parse(cls, text: str) -> PrefillBatch:
+        found = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+)x(\d+))?(?:@(\d+))?", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} is not CHUNKSxROWS, with +MEMBERSxROWS or @EARLIER after it")
+        return cls(*(int(number or 0) for number in found.groups()))
+
+    def __str__(self) -> str:
+        members = f"+{self.members}x{self.member_rows}" if self.members else ""
+        return f"{self.chunks}x{self.rows}{members}" + (f"@{self.earlier}" if self.earlier else "")
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each reader, chunks first: its rows and the position of its first one."""
+        upper = self.earlier + self.rows
+        return [(self.rows, self.earlier)] * self.chunks + [(self.member_rows, upper)] * (self.chunks * self.members)
+
+    @property
+    def total_rows(self) -> int:
+        return sum(rows for rows, _ in self.spans)
+
+    @property
+    def pairs(self) -> int:
+        """(row, key) pairs that causality needs."""
+        return sum(rows * first + rows * (rows + 1) // 2 for rows, first in self.spans)
+
+    @property
+    def unique_tokens(self) -> int:
+        return self.chunks * self.earlier + self.total_rows
+
+    @property
+    def pages(self) -> int:
+        return len(self.units.page)
+
+    @cached_property
+    def units(self) -> Units:
+        upper = self.earlier + self.rows
+        members = np.repeat(np.arange(self.chunks), self.members)  # the chunk of each
+        tokens = np.concatenate([np.full(self.chunks, upper), np.full(len(members), self.member_rows)])
+        start = np.concatenate([np.zeros(self.chunks, dtype=np.int64), np.full(len(members), upper)])
+        page_begin, page = _scattered(tokens)
+        return Units(np.concatenate([np.full(self.chunks, -1), members]), start, page_begin, page)
+
+    @cached_property
+    def readers(self) -> Readers:
+        rows, first = np.array(self.spans, dtype=np.int64).T
+        return Readers(np.arange(len(rows)), np.cumsum(rows) - rows, rows, first + rows)
+
+    @cached_property
+    def layout(self) -> Chunks:
+        return make_chunks(self.units, self.readers, page_size=PAGE)
+
+    @cached_property
+    def slots(self) -> list[np.ndarray]:
+        return slots_of(self.layout, self.readers.end)
+
+
+@dataclass(frozen=True)
+class Paging:
+    """The same K and V in pages as others keep them: only the last one of a reader may be partly filled.
+
+    Where a prefix ends inside a page, each reader has that page for itself.
+    """
+
+    source: np.ndarray  # [pages, size]  the slot that each place is a copy of
+    page: np.ndarray  # a reader's pages are [begin[i], begin[i + 1])
+    begin: np.ndarray  # [readers + 1]
+    last: np.ndarray  # [readers]  tokens in the last page
+
+
+def repage(slots: Sequence[np.ndarray], size: int) -> Paging:
+    lengths = np.array([len(each) for each in slots])
+    pages = -(-lengths // size)
+    filled = np.concatenate([np.append(each, np.repeat(each[-1:], -len(each) % size)) for each in slots])
+    places = filled.reshape(-1, size)
+    # Whoever reads the same first and last slot reads the same page.
+    key = places[:, 0] * (int(filled.max()) + 1) + places[:, -1]
+    _, example, page = np.unique(key, return_index=True, return_inverse=True)
+    number = np.random.default_rng(2).permutation(len(example))
+    source = np.empty((len(example), size), dtype=np.int64)
+    source[number] = places[example]
+    return Paging(source, number[page], np.concatenate([[0], np.cumsum(pages)]), lengths - (pages - 1) * size)

@@ -1,0 +1,244 @@
+"""Where the constants of the decode kernels' work lists come from: tables, and what they suggest, on this GPU.
+
+    python examples/calibrate_attention.py            # some 80 s
+    python examples/calibrate_attention.py --quick    # a smaller grid
+
+**Splits** (BLOCKS and MIN_PAGES in kernels/work_lists.py): a batch's time as the rule cuts its ranges, with items of so
+many pages at most, and with other constants in the rule.
+
+**The gate** (GATE and GATE_MERGED in kernels/ranges.py): 256 rows in groups, each of which shares a prefix. The time
+with the prefixes as segments / with each joined to what its rows own, and from how many tokens a segment pays. Once
+where it is all that makes the rows merge, once below a prefix of 2,000 tokens that all rows share and that is a segment
+either way. Both again with a sliding window of 1,024, where only the tokens that are still in sight count.
+
+A gate has the form ``tokens * (rows - 1) / rows >= GATE``. The one suggested is that whose worst choice costs the
+least, against the better of both in each cell. Every cell is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attention_batches import EVERY, NEVER  # beside this file
+from attention_batches import DecodeBatch as Batch
+from bench_attention import Inputs, measure
+from gpu_timing import warm_branches
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+
+from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
+
+SPLIT_BATCHES = [
+    *("16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "1x256:2000+250", "4x64:2000+250", "2x128:4000+250"),
+    *("32x1:0+8000~", "8x1:0+32000", "4x1:0+2000", "256x1:0+1024", "random:40"),
+]
+MOST_PAGES = [8, 16, 32, 64, 10**6]
+SHORT = {"BLOCKS[16]": "B16", "BLOCKS[64]": "B64", "MIN_PAGES": "MIN"}
+TILES = {"BLOCKS[16]": 16, "BLOCKS[64]": 64}
+VALUES = {"BLOCKS[16]": [2, 3, 4, 5, 6], "BLOCKS[64]": [1, 2, 3, 4], "MIN_PAGES": [2, 4, 8]}
+ROWS, WINDOW = 256, 1024
+Make = Callable[..., Inputs]  # of a batch, and a window
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One size of prefix, both ways."""
+
+    rows: int  # that share it
+    tokens: int
+    segment: float  # ms
+    joined: float  # ms
+
+    @property
+    def weight(self) -> float:
+        return self.tokens * (self.rows - 1) / self.rows
+
+    def loss(self, gate: float) -> float:
+        """How much slower than the better way is the one that the gate chooses."""
+        chosen = self.segment if self.weight >= gate else self.joined
+        return chosen / min(self.segment, self.joined) - 1
+
+
+def best_gate(cells: list[Cell]) -> int:
+    """Of the gates whose worst choice costs the least, to 0.1 %, one whose choices cost the least together."""
+    candidates = range(16, int(max(cell.weight for cell in cells)) + 16, 8)
+
+    def cost(gate: int) -> tuple[float, float]:
+        losses = [cell.loss(gate) for cell in cells]
+        return round(max(losses), 3), sum(losses)
+
+    return min(candidates, key=cost)
+
+
+def break_even(cells: list[Cell]) -> float:
+    """From how many tokens segments pay for these cells, all of as many rows; between two cells, in proportion."""
+    below = None
+    for cell in sorted(cells, key=lambda cell: cell.tokens):
+        gain = cell.joined - cell.segment
+        if gain >= 0:
+            if below is None:
+                return cell.tokens
+            low, loss = below
+            return low + (cell.tokens - low) * loss / (loss + gain)
+        below = cell.tokens, -gain
+    return np.inf
+
+
+@contextmanager
+def constant(name: str, value: int) -> Iterator[None]:
+    """The rule with another constant."""
+    before = wl.BLOCKS, wl.MIN_PAGES
+    try:
+        if name in TILES:
+            wl.BLOCKS = wl.BLOCKS | {TILES[name]: value}
+        else:
+            wl.MIN_PAGES = value
+        yield
+    finally:
+        wl.BLOCKS, wl.MIN_PAGES = before
+
+
+def in_force(name: str) -> int:
+    return wl.BLOCKS[TILES[name]] if name in TILES else wl.MIN_PAGES
+
+
+def splits(make: Make, names: list[str]) -> dict[str, Any]:
+    columns = [f"<= {pages}" if pages < 10**6 else "whole" for pages in MOST_PAGES]
+    columns += [f"{SHORT[name]}={value}" for name in VALUES for value in VALUES[name]]
+    print("\nSplits: ms with the rule, with items of so many pages, with other constants in it (B16: BLOCKS[16])")
+    print(f"{'batch':>16} {'rule':>7}" + "".join(f" {column:>7}" for column in columns))
+    now = {name: in_force(name) for name in VALUES}
+    ratios: dict[tuple[str, int], list[float]] = {}
+    rows = []
+    for text in names:
+        inputs = make(Batch.parse(text))
+        rule = measure(inputs)["ms"]
+        limited = [measure(inputs, most_pages=pages)["ms"] for pages in MOST_PAGES]
+        others = {}
+        for name, values in VALUES.items():
+            for value in values:
+                with constant(name, value):
+                    others[name, value] = rule if value == now[name] else measure(inputs)["ms"]
+        best = min(rule, *limited, *others.values())
+        for key, ms in others.items():
+            ratios.setdefault(key, []).append(ms / best - 1)
+        print(f"{text:>16} {rule:7.4f}" + "".join(f" {ms:7.4f}" for ms in (*limited, *others.values())), flush=True)
+        rows.append({"batch": text, "rule": rule, "limited": limited, "others": list(others.values()), "best": best})
+        del inputs
+    worst = {key: max(losses) for key, losses in ratios.items()}
+    suggested = {}
+    for name in VALUES:
+        suggested[name] = min(VALUES[name], key=lambda value, name=name: round(worst[name, value], 3))
+    return {"columns": columns, "rows": rows, "worst": worst, "suggested": suggested}
+
+
+def gate_table(make: Make, title: str, text: Callable[[int, int], str], rows: list[int], tokens: list[int],
+               gates: tuple[float, float], window: int | None = None) -> list[Cell]:  # fmt: skip
+    """``gates`` join the prefixes; with both at EVERY they are segments."""
+    print(f"\n{title}: ms as a segment / joined")
+    print(f"{'rows':>5}" + "".join(f" {each:>15}" for each in tokens) + f" {'pays from':>10}")
+    cells: list[Cell] = []
+    for count in rows:
+        line = []
+        for size in tokens:
+            inputs = make(Batch.parse(text(count, size)), window)
+            both = [measure(inputs, gate=gate, gate_merged=merged)["ms"] for gate, merged in ((EVERY, EVERY), gates)]
+            line.append(Cell(count, size, *both))
+            del inputs
+        pays = break_even(line)
+        print(f"{count:5}" + "".join(f" {cell.segment:7.4f}/{cell.joined:7.4f}" for cell in line), end="")
+        print(f" {pays:10.0f}", flush=True)
+        cells += line
+    return cells
+
+
+def conclude(found: dict[str, Any], tables: dict[str, list[Cell]]) -> dict[str, Any]:
+    print("\nSuggested, beside what is in force (in brackets: how much slower than the best tried, at worst)")
+    for name, value in found["suggested"].items():
+        now = in_force(name)
+        print(f"{name:>12}: {value} ({found['worst'][name, value]:.1%}), in force {now}", end="")
+        print(f" ({found['worst'][name, now]:.1%})")
+    suggested: dict[str, Any] = dict(found["suggested"])
+    for name, now, sources in (("GATE", GATE, ("alone", "alone, window")),
+                               ("GATE_MERGED", GATE_MERGED, ("merged", "merged, window"))):  # fmt: skip
+        gate = best_gate(tables[sources[0]])
+        suggested[name] = gate
+        for value, word in ((gate, ""), (now, "in force ")):
+            each = []
+            for source in sources:
+                losses = [cell.loss(value) for cell in tables[source]]
+                each.append(f"{source}: {max(losses):.1%} at worst, {np.mean(losses):.2%} on average")
+            print(f"{name:>12}: {word}{value} ({'; '.join(each)})")
+        print(f"{'':>14}with a window alone: {best_gate(tables[sources[1]])}")
+    return suggested
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--own", type=int, default=250, help="tokens of each row's own, where there is no window")
+    parser.add_argument("--quick", action="store_true", help="a smaller grid")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    gc.freeze()  # capturing a graph may collect garbage first, and there are some 400 graphs
+    warm_branches()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__};", end=" ")
+    print(f"{options.heads} / {options.kv_heads} heads of {options.dim}")
+
+    def make(batch: Batch, window: int | None = None) -> Inputs:
+        return Inputs.make(batch, options.heads, options.kv_heads, options.dim, caches=2, window=window)
+
+    own = options.own
+    few = options.quick
+    rows = [2, 16] if few else [2, 4, 8, 16, 64]
+    tokens = [64, 192, 512] if few else [32, 64, 128, 192, 256, 384, 512]
+    seen = [64, 256, 512] if few else [64, 128, 192, 256, 512]
+    found = splits(make, SPLIT_BATCHES[:3] if few else SPLIT_BATCHES)
+    alone, merged = (NEVER, NEVER), (EVERY, NEVER)
+    tables = {
+        "alone": gate_table(
+            make, "The gate: nothing but this prefix makes rows merge",
+            lambda count, size: f"{ROWS // count}x{count}:{size}+{own}", rows, tokens, alone,
+        ),
+        "merged": gate_table(
+            make, "The gate where rows merge anyway: below 2,000 tokens that all share",
+            lambda count, size: f"2000/{ROWS // count}x{count}:{size}+{own}", rows, tokens, merged,
+        ),
+        "alone, window": gate_table(
+            make, f"A window of {WINDOW}, so many of a prefix's 4,000 tokens in sight",
+            lambda count, size: f"{ROWS // count}x{count}:4000+{WINDOW - size}", rows, seen, alone, WINDOW,
+        ),
+        "merged, window": gate_table(
+            make, f"A window of {WINDOW} where rows merge anyway: below 4,000 tokens that all share, 128 of their own",
+            lambda count, size: f"4000/{ROWS // count}x{count}:{size}+128", rows, seen, merged, WINDOW,
+        ),
+    }  # fmt: skip
+    suggested = conclude(found, tables)
+    print(f"{time.perf_counter() - begin:.0f} s")
+    if options.json:
+        written = {
+            "splits": found | {"worst": {f"{name}={value}": loss for (name, value), loss in found["worst"].items()}},
+            "gates": {name: [asdict(cell) for cell in cells] for name, cells in tables.items()},
+            "suggested": suggested,
+        }
+        options.json.write_text(json.dumps(written, indent=1))
+
+
+if __name__ == "__main__":
+    main()
