@@ -165,6 +165,93 @@ def test_everything_occurs_often(which: str) -> None:
 # -- single properties --------------------------------------------------------------------------------------------
 
 
+def causal_case(seed: int, suffixes: tuple[int, ...], shared: int, earlier: int) -> Case:
+    """Suffixes of prompts, each of some rows at the last positions of its unit, and three plain rows after them.
+
+    All rows read one prefix together; the plain rows read another as well. K and V are NaN beyond the last row's end.
+    """
+    rng = np.random.default_rng(seed)
+    page, free = SMALL.page, iter(rng.permutation(PAGES))
+    ranges: list[tuple[int, int, int, bool, Entries]] = []  # row_begin, row_end, level, causal, pages
+
+    def pages_for(start: int, size: int, grows: bool) -> Entries:
+        return [(int(next(free)), page if grows else min(page, size - at), start + at) for at in range(0, size, page)]
+
+    prefix, other = pages_for(0, shared, False), pages_for(shared, 21, False)
+    reads: list[Entries] = []
+    lengths: list[int] = []
+    for suffix in suffixes:
+        own = pages_for(shared, earlier + suffix, True)
+        ranges.append((len(reads), len(reads) + suffix, 2, True, own))
+        lengths += range(shared + earlier + 1, shared + earlier + suffix + 1)
+        reads += [prefix + own] * suffix
+    plain = len(reads)
+    for row in range(plain, plain + 3):
+        size = int(rng.integers(1, 2 * page))
+        own = pages_for(shared + 21, size, True)
+        ranges.append((row, row + 1, 2, False, own))
+        lengths.append(shared + 21 + size)
+        reads.append(prefix + other + own)
+    ranges += [(0, len(reads), 0, False, prefix), (plain, len(reads), 1, False, other)]
+    flat = np.array([entry for *_, entries in ranges for entry in entries])
+    built = wl.Ranges(
+        *(np.array([each[field] for each in ranges]) for field in range(3)),
+        page_begin=np.concatenate([[0], np.cumsum([len(entries) for *_, entries in ranges])]),
+        page=flat[:, 0],
+        tokens=flat[:, 1],
+        first=flat[:, 2],
+        causal=np.array([causal for *_, causal, _ in ranges]),
+    )
+    keys = []
+    written = torch.zeros(PAGES * page, dtype=torch.bool)
+    for entries, length in zip(reads, lengths, strict=True):
+        slots = np.concatenate([number * page + np.arange(tokens) for number, tokens, _ in entries])
+        positions = np.concatenate([first + np.arange(tokens) for _, tokens, first in entries])
+        keys.append((slots, positions))
+        written[slots[positions < length]] = True
+    caches = []
+    for dim in (SMALL.qk_dim, SMALL.v_dim):
+        cache = torch.randn(PAGES * page, SMALL.kv_heads, dim, generator=torch.Generator().manual_seed(seed + dim))
+        cache[~written] = NAN
+        caches.append(cache.view(PAGES, page, SMALL.kv_heads, dim))
+    q = torch.randn(len(reads), SMALL.heads, SMALL.qk_dim, generator=torch.Generator().manual_seed(seed))
+    return Case(replace(SMALL, rows=len(reads)), built, np.array(lengths), keys, q, *caches)
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "shared", "earlier"),
+    [
+        ((16, 2, 5), 40, 0),  # whole prompts' ends, one as long as a page: no page is full for all rows of it
+        ((3, 9), 16, 15),  # the second page starts with the second row
+        ((40, 1), 7, 50),  # more lines than a tile: two items, each with a last row of its own
+    ],
+)
+def test_rows_of_a_causal_item_see_as_far_as_their_lengths(
+    suffixes: tuple[int, ...], shared: int, earlier: int
+) -> None:
+    case = causal_case(3, suffixes, shared, earlier)
+    for split in (1, 3):
+        for options in ({}, {"window": 9}, {"window": 1, "softcap": 1.5}):
+            work = build(case, most_pages=split, window=options.get("window"))
+            assert work.causal
+            out = run(case, work, case.lengths, 0.3, **options)
+            want = reference(case, case.lengths, 0.3, options.get("window"), options.get("softcap"), None)
+            error = (out - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
+            assert error.max() < 1e-5, (split, options, error)  # row by row: NaN is not below anything
+
+
+def test_a_row_that_ended_changes_no_other_beside_causal_items() -> None:
+    """The last of those that read the prefixes among them, to whose length causal items alone may look."""
+    case = causal_case(4, (3, 2), 20, 5)
+    lengths = case.lengths.copy()
+    lengths[[5, 7]] = 0
+    out = run(case, build(case, most_pages=1), lengths, 0.3)
+    assert out.isfinite().all()
+    want = reference(case, case.lengths, 0.3, None, None, None)
+    others = [0, 1, 2, 3, 4, 6]
+    assert (out[others] - want[others]).norm() / want.norm() < 1e-5
+
+
 def test_work_lists_are_longest_first_and_within_the_split() -> None:
     case = decode_case(2, SMALL, rows=9, most=70)
     work = case.work(most_pages=2, capacity=3)
