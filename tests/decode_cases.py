@@ -98,18 +98,20 @@ def decode_case(
     *,
     rows: int,
     most: int,
-    suffixes: bool = False,
+    suffixes: int = 0,  # rows of the longest
     prefixes: tuple[float, ...] = (0.85, 0.5, 0.3),  # how likely a group has one, and a group in it, and so on
 ) -> DecodeCase:
     """Up to ``rows`` rows under prefixes of up to ``most`` tokens that nest, and as many tokens of their own.
 
-    A prefix is a range, or is joined to its readers' own pages. With ``suffixes`` some units have several rows.
+    A prefix is a range, or is joined to its readers' own pages. With ``suffixes`` some units have several rows, 2 at
+    the least: the end of a prompt.
     """
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1 if rng.random() < 0.3 else (rows + 1) // 2, rows + 1))
     starts = [0]  # first rows of the units
     while starts[-1] < count:
-        starts.append(min(count, starts[-1] + (int(rng.integers(2, 17)) if suffixes and rng.random() < 0.4 else 1)))
+        of_unit = int(rng.integers(2, suffixes + 1)) if suffixes and rng.random() < 0.4 else 1
+        starts.append(min(count, starts[-1] + of_unit))
     pages = PageList(variant.page)
     ranges: list[tuple[int, int, int, Entries, bool]] = []  # row_begin, row_end, level, pages, causal
     lengths, reads = np.zeros(count, dtype=np.int64), [columns([])] * count

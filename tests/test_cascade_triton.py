@@ -37,7 +37,7 @@ PLAIN_CASES = 400
 
 
 def plain_case(case: int) -> DecodeCase:
-    return decode_case(case, PLAIN[case % 10], rows=[6, 12, 24][case % 3], most=60, suffixes=case % 4 < 2)
+    return decode_case(case, PLAIN[case % 10], rows=[6, 12, 24][case % 3], most=60, suffixes=16 * (case % 4 < 2))
 
 
 @plain
@@ -51,8 +51,8 @@ def test_twins(case: int) -> None:
 SMALL = Variant(4, 2, 16, 16, 16, F32)
 
 
-def check(variant: Variant, seed: int, rows: int = 9, most: int = 70) -> None:
-    check_decode(ct, decode_case(seed, variant, rows=rows, most=most), DEVICE)
+def check(variant: Variant, seed: int, rows: int = 9, most: int = 70, suffixes: int = 0) -> None:
+    check_decode(ct, decode_case(seed, variant, rows=rows, most=most, suffixes=suffixes), DEVICE)
 
 
 @kernel
@@ -95,6 +95,25 @@ def test_softcap_and_sinks() -> None:
     check(replace(SMALL, dtype=F16, softcap=1.5, window=20, sinks=True), 8)
 
 
+@kernel
+@pytest.mark.parametrize(
+    ("seed", "variant", "rows", "longest"),
+    [
+        (39, SMALL, 16, 6),
+        (131, replace(SMALL, window=9), 16, 6),
+        (37, replace(SMALL, window=1, softcap=1.5), 9, 5),
+        (153, replace(SMALL, heads=8, kv_heads=1), 30, 20),  # more lines than a tile has: several items of one unit
+    ],
+)
+def test_suffixes(seed: int, variant: Variant, rows: int, longest: int) -> None:
+    """The ends of prompts, of some rows each, among decode rows: of one unit a row sees as far as its own length."""
+    case = decode_case(seed, variant, rows=rows, most=40, suffixes=longest)
+    in_unit = (case.ranges.row_end - case.ranges.row_begin)[case.ranges.causal]
+    assert 1 < len(in_unit) < sum(in_unit) < len(case.lengths)
+    assert (max(in_unit) * variant.group > 64) == (longest == 20)
+    check_decode(ct, case, DEVICE)
+
+
 # -- the kernels on a GPU ---------------------------------------------------------------------------------------
 
 NATIVE = [  # each is a kernel of its own to the compiler, at each tile
@@ -109,18 +128,21 @@ NATIVE = [  # each is a kernel of its own to the compiler, at each tile
     Variant(8, 2, 64, 64, 16), Variant(8, 2, 128, 128, 32, F16, window=150, softcap=20.0),
     Variant(8, 2, 96, 96, 16, F32, softcap=20.0, sinks=True), Variant(16, 1, 128, 128, 32),
     Variant(4, 2, 80, 80, 32, F32, window=40), Variant(14, 2, 64, 64, dtype=F32),
+    Variant(8, 2, 128, 128, 128, window=150), Variant(8, 4, 256, 256, dtype=F32),
 ]  # fmt: skip
-NATIVE_CASES, SUFFIX_CASES = 384, 96
+NATIVE_CASES = 16 * len(NATIVE)
+WITH_SUFFIXES = NATIVE[::3]
+SUFFIX_CASES = 12 * len(WITH_SUFFIXES)
 
 
 def native_case(case: int) -> DecodeCase:
-    return decode_case(case, NATIVE[case % len(NATIVE)], rows=48, most=[100, 300, 700][case // len(NATIVE) % 3])
+    most = [100, 300, 700][case // len(NATIVE) % 3]
+    return decode_case(case, NATIVE[case % len(NATIVE)], rows=48, most=most)
 
 
 def suffix_case(case: int) -> DecodeCase:
-    """Suffixes of 2 to 16 rows among the decode rows; with every third variant, so as not to compile them all."""
-    variant = NATIVE[case * 3 % len(NATIVE)]
-    return decode_case(1000 + case, variant, rows=48, most=[100, 300, 700][case // 8 % 3], suffixes=True)
+    variant, most = WITH_SUFFIXES[case % len(WITH_SUFFIXES)], [100, 300, 700][case // len(WITH_SUFFIXES) % 3]
+    return decode_case(1000 + case, variant, rows=48, most=most, suffixes=16)
 
 
 @pytest.mark.gpu
@@ -163,93 +185,6 @@ def test_everything_occurs_often(which: str) -> None:
 
 
 # -- single properties --------------------------------------------------------------------------------------------
-
-
-def causal_case(seed: int, suffixes: tuple[int, ...], shared: int, earlier: int) -> Case:
-    """Suffixes of prompts, each of some rows at the last positions of its unit, and three plain rows after them.
-
-    All rows read one prefix together; the plain rows read another as well. K and V are NaN beyond the last row's end.
-    """
-    rng = np.random.default_rng(seed)
-    page, free = SMALL.page, iter(rng.permutation(PAGES))
-    ranges: list[tuple[int, int, int, bool, Entries]] = []  # row_begin, row_end, level, causal, pages
-
-    def pages_for(start: int, size: int, grows: bool) -> Entries:
-        return [(int(next(free)), page if grows else min(page, size - at), start + at) for at in range(0, size, page)]
-
-    prefix, other = pages_for(0, shared, False), pages_for(shared, 21, False)
-    reads: list[Entries] = []
-    lengths: list[int] = []
-    for suffix in suffixes:
-        own = pages_for(shared, earlier + suffix, True)
-        ranges.append((len(reads), len(reads) + suffix, 2, True, own))
-        lengths += range(shared + earlier + 1, shared + earlier + suffix + 1)
-        reads += [prefix + own] * suffix
-    plain = len(reads)
-    for row in range(plain, plain + 3):
-        size = int(rng.integers(1, 2 * page))
-        own = pages_for(shared + 21, size, True)
-        ranges.append((row, row + 1, 2, False, own))
-        lengths.append(shared + 21 + size)
-        reads.append(prefix + other + own)
-    ranges += [(0, len(reads), 0, False, prefix), (plain, len(reads), 1, False, other)]
-    flat = np.array([entry for *_, entries in ranges for entry in entries])
-    built = wl.Ranges(
-        *(np.array([each[field] for each in ranges]) for field in range(3)),
-        page_begin=np.concatenate([[0], np.cumsum([len(entries) for *_, entries in ranges])]),
-        page=flat[:, 0],
-        tokens=flat[:, 1],
-        first=flat[:, 2],
-        causal=np.array([causal for *_, causal, _ in ranges]),
-    )
-    keys = []
-    written = torch.zeros(PAGES * page, dtype=torch.bool)
-    for entries, length in zip(reads, lengths, strict=True):
-        slots = np.concatenate([number * page + np.arange(tokens) for number, tokens, _ in entries])
-        positions = np.concatenate([first + np.arange(tokens) for _, tokens, first in entries])
-        keys.append((slots, positions))
-        written[slots[positions < length]] = True
-    caches = []
-    for dim in (SMALL.qk_dim, SMALL.v_dim):
-        cache = torch.randn(PAGES * page, SMALL.kv_heads, dim, generator=torch.Generator().manual_seed(seed + dim))
-        cache[~written] = NAN
-        caches.append(cache.view(PAGES, page, SMALL.kv_heads, dim))
-    q = torch.randn(len(reads), SMALL.heads, SMALL.qk_dim, generator=torch.Generator().manual_seed(seed))
-    return Case(replace(SMALL, rows=len(reads)), built, np.array(lengths), keys, q, *caches)
-
-
-@pytest.mark.parametrize(
-    ("suffixes", "shared", "earlier"),
-    [
-        ((16, 2, 5), 40, 0),  # whole prompts' ends, one as long as a page: no page is full for all rows of it
-        ((3, 9), 16, 15),  # the second page starts with the second row
-        ((40, 1), 7, 50),  # more lines than a tile: two items, each with a last row of its own
-    ],
-)
-def test_rows_of_a_causal_item_see_as_far_as_their_lengths(
-    suffixes: tuple[int, ...], shared: int, earlier: int
-) -> None:
-    case = causal_case(3, suffixes, shared, earlier)
-    for split in (1, 3):
-        for options in ({}, {"window": 9}, {"window": 1, "softcap": 1.5}):
-            work = build(case, most_pages=split, window=options.get("window"))
-            assert work.causal
-            out = run(case, work, case.lengths, 0.3, **options)
-            want = reference(case, case.lengths, 0.3, options.get("window"), options.get("softcap"), None)
-            error = (out - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
-            assert error.max() < 1e-5, (split, options, error)  # row by row: NaN is not below anything
-
-
-def test_a_row_that_ended_changes_no_other_beside_causal_items() -> None:
-    """The last of those that read the prefixes among them, to whose length causal items alone may look."""
-    case = causal_case(4, (3, 2), 20, 5)
-    lengths = case.lengths.copy()
-    lengths[[5, 7]] = 0
-    out = run(case, build(case, most_pages=1), lengths, 0.3)
-    assert out.isfinite().all()
-    want = reference(case, case.lengths, 0.3, None, None, None)
-    others = [0, 1, 2, 3, 4, 6]
-    assert (out[others] - want[others]).norm() / want.norm() < 1e-5
 
 
 def test_work_lists_are_longest_first_and_within_the_split() -> None:
