@@ -20,6 +20,7 @@ from .batch import AttentionBatch
 from .cascade import CascadePlan, Scratch
 from .errors import UnsupportedModelError
 from .kernels.attention_torch import write_kv
+from .kernels.small_torch import rope_and_write
 from .storage import KVStorage, autocast_dtype
 
 # Names that contain "flash", "sdpa" or "flex_attention" mean something to transformers; this one must not. As it is
@@ -27,6 +28,22 @@ from .storage import KVStorage, autocast_dtype
 ATTENTION_NAME = "hf_batchllm"
 # Tensors that reach the function beside the states and change nothing about who attends to whom.
 _HARMLESS = frozenset(["position_ids", "cache_position"])
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What is still to be done to q and k, where a fused layer leaves it to whoever writes them to the cache."""
+
+    cos: torch.Tensor | None  # [tokens, rotary_dim]
+    sin: torch.Tensor | None
+    q_weight: torch.Tensor | None = None  # [qk_dim]  an RMSNorm of each head before the rotation
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    unit_offset: bool = False
+
+    def norms(self) -> dict[str, Any]:
+        """As the kernels' keyword arguments."""
+        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "unit_offset")}
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class AttentionCall:
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
     mask: torch.Tensor | None = None  # only where the context takes masks
+    rotation: Rotation | None = None  # None: q and k are as they are
 
 
 class AttentionContext(Protocol):
@@ -75,6 +93,19 @@ class TorchBackend:
         return CascadeAttention(CascadePlan(batch, self.device, self._scratch), self.storage)
 
 
+def write_in_torch(
+    call: AttentionCall, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Put the call's K and V into the cache. Gives q as attention wants it."""
+    if call.rotation is None:
+        write_kv(call.k, call.v, k_cache, v_cache, slots)
+        return call.q
+    q = torch.empty_like(call.q)
+    turn = call.rotation
+    rope_and_write(call.q, call.k, call.v, turn.cos, turn.sin, k_cache, v_cache, slots, q_out=q, **turn.norms())
+    return q
+
+
 class CascadeAttention:
     """Runs a step's plan over the paged cache, layer by layer."""
 
@@ -89,9 +120,9 @@ class CascadeAttention:
         self.calls += 1
         k_cache, v_cache = self.storage.of(call.layer, call.k, call.v)
         # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
-        write_kv(call.k, call.v, k_cache, v_cache, self.plan.batch.slots)
+        q = write_in_torch(call, k_cache, v_cache, self.plan.batch.slots)
         return self.plan.run(
-            call.q,
+            q,
             k_cache,
             v_cache,
             scale=call.scale,

@@ -76,12 +76,16 @@ class ModelBatch:
 
 
 class BatchBuilder:
-    def __init__(self, page_size: int, pin_memory: bool = False) -> None:
+    def __init__(self, page_size: int, pin_memory: bool = False, short_chunk: int = 0) -> None:
         self.page_size = page_size
+        self.short_chunk = short_chunk  # chunks of no more tokens stand before longer ones
         self.pin_memory = pin_memory
 
     def build(self, step: Step) -> ModelBatch:
         chunks = list(step)
+        rows = len(step.rows)
+        placed = sorted(range(rows, len(chunks)), key=lambda i: chunks[i].end - chunks[i].begin > self.short_chunk)
+        placed = [*range(rows), *placed]
         units = units_below([chunk.unit for chunk in chunks])
         place = {unit: index for index, unit in enumerate(units)}
         table = UnitTable(
@@ -90,14 +94,16 @@ class BatchBuilder:
             pages=[np.array(unit.pages, dtype=np.int64) for unit in units],
         )
         spans: list[Span] = []
-        logits_rows: list[int] = []
+        last = [0] * len(chunks)  # the place of each chunk's last token
         token = 0
-        for chunk in chunks:
+        for i in placed:
+            chunk = chunks[i]
             size = chunk.end - chunk.begin
             spans.append(Span(place[chunk.unit], token, token + size, chunk.begin))
             token += size
-            if chunk.samples:
-                logits_rows.append(token - 1)
+            last[i] = token - 1
+        logits_rows = [end for chunk, end in zip(chunks, last, strict=True) if chunk.samples]
+        chunks = [chunks[i] for i in placed]
         positions = np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in chunks])
         ids = np.concatenate([chunk.unit.tokens(chunk.begin, chunk.end) for chunk in chunks])
         slots = np.concatenate(
@@ -108,7 +114,7 @@ class BatchBuilder:
         )
         return ModelBatch(
             TokenBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(logits_rows))),
-            AttentionBatch(self._tensor(slots), positions, table, spans, len(step.rows), self.page_size),
+            AttentionBatch(self._tensor(slots), positions, table, spans, rows, self.page_size),
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .architecture import Architecture
-from .attention import TorchBackend
+from .backends import check_backend, make_backend
 from .batch import BatchBuilder
 from .config import BatchConfig
 from .engine import Engine
@@ -70,6 +70,7 @@ class Call:
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
         self.work = work
+        check_backend(self.config, self.architecture.device, self.notices)
         samples = work.options.num_return_sequences
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
         self.prompts = [prompt for prompt in work.prompts for _ in range(samples)]
@@ -93,10 +94,11 @@ class Call:
             )
         self.scheduler: Scheduler = scheduler_for(self.config.scheduler, self.architecture.device)
         device = self.architecture.device
-        self._runner = ModelRunner(self.model, self.architecture, TorchBackend(self.storage, device))
+        backend = make_backend(self.config, device, self.storage, self.notices)
+        self._runner = ModelRunner(self.model, self.architecture, backend)
         self.engine = Engine(
             self.scheduler,
-            BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda"),
+            BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk),
             self._runner,
             Sampler(self.model, work.options, work.seed),
             stop_tokens,

@@ -14,9 +14,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .architecture import base_model, inspect_model, look_again
+from .backends import check_backend
 from .call import Call, Work, make_plan
 from .config import BatchConfig
-from .errors import ConfigError, GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
+from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .kinds import a_kind, shown
 from .memory import CacheHome
 from .notices import Notices
@@ -56,18 +57,11 @@ class BatchGenerator:
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
         self.config = BatchConfig.of(config, fields)
-        if self.config.backend == "triton":
-            raise ConfigError('`backend="triton"` is not there yet: use "auto" or "torch"')
         self._notices = Notices()
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self.model = model
         self.architecture = inspect_model(model)
-        if self.architecture.device.type != "cpu":
-            self._notices(
-                "slow",
-                f"attention on {self.architecture.device} runs in plain PyTorch, which is correct and slow: "
-                "the Triton kernels are not there yet",
-            )
+        check_backend(self.config, self.architecture.device, self._notices)
         self._home = CacheHome(model, self.architecture, self.config)
         self.last_report: RunReport | None = None
         self._running: _Turn | None = None

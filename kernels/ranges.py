@@ -17,7 +17,7 @@ from .work_lists import Chunks, Ranges
 
 # What a range of its own must save in tokens, times (readers - 1) / readers: where its rows have no other one yet, so
 # that they must be merged because of it; and where they are merged anyway.
-GATE, GATE_MERGED = 128, 64
+GATE, GATE_MERGED = 136, 40
 
 
 @dataclass(frozen=True)

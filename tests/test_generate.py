@@ -203,7 +203,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ({"scheduler": "group"}, 'did you mean "groups"'),
         ({"scheduler": 3}, "start"),
         ({"backend": "cuda"}, "`backend`"),
-        ({"backend": "triton"}, "not there yet"),
+        ({"backend": "triton"}, "CUDA GPU, and the model is on cpu"),
         ({"keep_prefixes": -2}, "`keep_prefixes`"),
         ({"config": {"page_size": 4}}, "must be a BatchConfig"),
     ],

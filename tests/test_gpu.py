@@ -11,8 +11,9 @@ import torch
 from families import PROMPT_KINDS, build, family_params, random_prompts
 from harness import assert_parity, pages_of_memory
 from harness import watched as watched  # a fixture
+from test_parity import KINDS_OF_ATTENTION
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, ConfigError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:attention on cuda")]
 NEW_TOKENS = 12
@@ -35,11 +36,49 @@ def test_float32_tokens_are_those_of_generate_on_a_cpu(family: str, watched: lis
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"page_size": 64, "max_batch_tokens": 7},
+        {"page_size": 128, "max_batch_tokens": 1 << 20},
+        {"page_size": 32, "scheduler": "fifo", "max_batch_tokens": 31, "min_shared_tokens": 1},
+        {"page_size": 16, "share_prefixes": False},
+        {"page_size": 100},
+        {"backend": "torch"},
+    ],
+    ids=lambda config: ",".join(f"{name}={value}" for name, value in config.items()),
+)
+def test_budgets_page_sizes_and_backends_change_nothing(
+    family: str, config: dict[str, Any], watched: list[Any]
+) -> None:
+    prompts = mixed_prompts(3)
+    generator = BatchGenerator(on_gpu(family), **config)
+    assert_parity(family, prompts, generator.generate(prompts, max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+
+
+def test_a_page_size_that_the_kernels_cannot_do_is_said() -> None:
+    with pytest.warns(UserWarning, match="attention on cuda.*plain PyTorch.*`page_size` of 16, 32, 64 or 128, not 100"):
+        BatchGenerator(on_gpu("llama"), page_size=100)
+    with pytest.raises(ConfigError, match="not 100"):
+        BatchGenerator(on_gpu("llama"), page_size=100, backend="triton")
+
+
+def test_a_dtype_that_the_kernels_cannot_do_is_said() -> None:
+    prompts = mixed_prompts(1)
+    generator = BatchGenerator(on_gpu("llama", torch.float64), page_size=16)
+    with pytest.warns(UserWarning, match="LlamaAttention runs in plain PyTorch.*float64"):
+        result = generator.generate(prompts, max_new_tokens=NEW_TOKENS)
+    assert_parity("llama", prompts, result, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss", "deepseek_v3"]))
-def test_preemption_and_processors_on_the_device(family: str, watched: list[Any]) -> None:
+def test_preemption_and_processors_on_the_device(family: str, page_size: int, watched: list[Any]) -> None:
     prompts = mixed_prompts(3)
     model = on_gpu(family)
-    generator = BatchGenerator(model, page_size=8, kv_memory=pages_of_memory(model, 24, 8), min_shared_tokens=1)
+    memory = pages_of_memory(model, 192 // page_size, page_size)
+    generator = BatchGenerator(model, page_size=page_size, kv_memory=memory, min_shared_tokens=1)
     result = generator.generate(prompts, max_new_tokens=40, eos_token_id=1000)  # one that never comes
     assert result.report.preemptions > 0
     assert_parity(family, prompts, result, 40)

@@ -1,0 +1,238 @@
+"""The backend over the attention kernels: a step's work lists, made once for all layers that attend alike.
+
+Decode rows, and prompt chunks of a few tokens, go through the cascade: a prefix that several of them read is read once.
+Longer chunks have rows enough of their own, and go through the prefill kernel. A layer of a shape that the kernels
+cannot do is run in plain PyTorch, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from .attention import AttentionCall, Rotation, write_in_torch
+from .batch import AttentionBatch
+from .cascade import CascadePlan, Scratch
+from .kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
+from .kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work
+from .notices import Notices
+from .storage import KVStorage
+
+SHORT_CHUNK = 16  # tokens; a chunk of no more is run beside the decode rows
+_MULTIPROCESSORS = 8  # where the device has none: on a CPU
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The kernels, in Triton or as their twins in PyTorch."""
+
+    write: Callable[..., None]
+    attend_items: Callable[..., None]
+    merge_parts: Callable[..., None]
+    attend_chunks: Callable[..., None]
+    launch_options: Callable[[int, int, int, int], dict[str, int]]
+    unsupported: Callable[..., str | None]
+
+
+def triton_kernels() -> AttentionKernels:
+    from .kernels import cascade_triton, pages_triton, prefill_triton, small_triton
+
+    return AttentionKernels(
+        write=small_triton.rope_and_write,
+        attend_items=cascade_triton.attend_items,
+        merge_parts=cascade_triton.merge_parts,
+        attend_chunks=prefill_triton.attend_chunks,
+        launch_options=prefill_triton.launch_options,
+        unsupported=pages_triton.unsupported,
+    )
+
+
+class KernelBackend:
+    short_chunk = SHORT_CHUNK
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        storage: KVStorage,
+        device: torch.device,
+        notices: Notices,
+        gates: tuple[float, float] = (GATE, GATE_MERGED),
+    ) -> None:
+        self.kernels = kernels
+        self.gates = gates
+        self.storage = storage
+        self.device = device
+        self.notices = notices
+        self.multiprocessors = _MULTIPROCESSORS
+        if device.type == "cuda":
+            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.scratch = Scratch()
+        self._refusals: dict[tuple[Any, ...], str | None] = {}
+
+    def prepare(self, batch: AttentionBatch) -> KernelAttention:
+        return KernelAttention(StepWork(batch, self.device, self.multiprocessors, self.gates), self)
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        """Why the kernels cannot do this layer."""
+        heads, kv_heads, qk_dim, v_dim = call.q.shape[1], *call.k.shape[1:], call.v.shape[2]
+        shape = heads, kv_heads, qk_dim, v_dim, self.storage.page_size, call.q.dtype
+        if shape not in self._refusals:
+            self._refusals[shape] = self.kernels.unsupported(*shape)
+        return self._refusals[shape]
+
+
+class StepWork:
+    """The lists of a step, for whatever windows and heads its layers have."""
+
+    def __init__(
+        self, batch: AttentionBatch, device: torch.device, multiprocessors: int, gates: tuple[float, float]
+    ) -> None:
+        self.batch = batch
+        self.gates = gates
+        self.device = device
+        self.multiprocessors = multiprocessors
+        spans = np.array([(span.unit, span.begin, span.end, span.position) for span in batch.spans], dtype=np.int64)
+        self._unit, self._begin, self._end, self._position = spans.T
+        long = self._end - self._begin > SHORT_CHUNK
+        self._short = int(long.argmax()) if long.any() else len(spans)  # spans before the first long chunk
+        self.rows = int(self._end[self._short - 1]) if self._short else 0  # of short spans, which come first
+        self.has_chunks = self._short < len(spans)
+        self._lists: dict[tuple[Any, ...], WorkLists] = {}
+        self._chunk_lists: dict[tuple[Any, ...], PrefillWork] = {}
+
+    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+        """Of the decode rows and short chunks."""
+        key = window, heads, kv_heads, sinks
+        if key not in self._lists:
+            page_size = self.batch.page_size
+            readers, (gate, gate_merged) = self._readers(slice(self._short)), self.gates
+            ranges = make_ranges(
+                self._units, readers, page_size=page_size, window=window, gate=gate, gate_merged=gate_merged
+            )
+            self._lists[key] = build_work(
+                ranges,
+                self._lengths,
+                kv_heads=kv_heads,
+                group=heads // kv_heads,
+                page_size=page_size,
+                multiprocessors=self.multiprocessors,
+                window=window,
+                direct=not sinks,
+            ).to(self.device)
+        return self._lists[key]
+
+    def chunk_lists(self, window: int | None, group: int, tile: int) -> PrefillWork:
+        key = window, group, tile
+        if key not in self._chunk_lists:
+            page_size = self.batch.page_size
+            chunks = make_chunks(self._units, self._readers(slice(self._short, None)), page_size=page_size)
+            work = build_prefill(chunks, group=group, page_size=page_size, tile=tile, window=window)
+            self._chunk_lists[key] = work.to(self.device)
+        return self._chunk_lists[key]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:  # [rows] int32
+        return torch.from_numpy(self._lengths.astype(np.int32)).to(self.device)
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:  # [rows]
+        return self.batch.positions[: self.rows] + 1
+
+    def _readers(self, spans: slice) -> Readers:
+        begin, rows = self._begin[spans], (self._end - self._begin)[spans]
+        return Readers(self._unit[spans], begin, rows, self._position[spans] + rows)
+
+    @cached_property
+    def _units(self) -> Units:
+        table = self.batch.units
+        sizes = np.fromiter((len(pages) for pages in table.pages), np.int64, len(table.pages))
+        page_begin = np.concatenate([[0], np.cumsum(sizes)])
+        return Units(np.array(table.base), np.array(table.start), page_begin, np.concatenate(table.pages))
+
+
+class KernelAttention:
+    """Runs a step's work over the paged cache, layer by layer."""
+
+    takes_masks = False
+
+    def __init__(self, work: StepWork, backend: KernelBackend) -> None:
+        self.work = work
+        self.backend = backend
+        self.calls = 0
+        self._parts: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls += 1
+        kernels, storage, batch = self.backend.kernels, self.backend.storage, self.work.batch
+        k_cache, v_cache = storage.of(call.layer, call.k, call.v)
+        refusal = self.backend.refusal(call)
+        if refusal is not None:
+            return self._in_torch(call, refusal, k_cache, v_cache)
+        # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
+        given = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
+        q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        turn = call.rotation or Rotation(None, None)
+        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, batch.slots, q_out=q, **turn.norms())
+        paged = storage.num_pages, storage.page_size
+        k_pages, v_pages = k_cache.view(*paged, *k_cache.shape[1:]), v_cache.view(*paged, *v_cache.shape[1:])
+        out = q.new_empty(*q.shape[:2], v_cache.shape[2])
+        same = {"window": call.window, "softcap": call.softcap}
+        if self.work.rows:
+            self._attend_rows(call, q[: self.work.rows], k_pages, v_pages, out[: self.work.rows], same)
+        if self.work.has_chunks:
+            group = q.shape[1] // k_cache.shape[1]
+            options = kernels.launch_options(group, q.shape[2], v_cache.shape[2], q.element_size())
+            work = self.work.chunk_lists(call.window, group, options["tile"])
+            kernels.attend_chunks(q, k_pages, v_pages, out, work, call.scale, sinks=call.sinks, options=options, **same)
+        return out
+
+    def _attend_rows(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        out: torch.Tensor,
+        same: dict[str, Any],
+    ) -> None:
+        kernels = self.backend.kernels
+        work = self.work.lists(call.window, q.shape[1], k_pages.shape[2], call.sinks is not None)
+        shape = work.parts, *out.shape[1:]
+        if shape not in self._parts:  # the layers of a step take turns with it
+            new = {"dtype": torch.float32, "device": q.device}
+            self._parts[shape] = torch.empty(shape, **new), torch.empty(shape[:2], **new)
+        parts = self._parts[shape]
+        for tile in reversed(TILES):  # the long items first
+            if tile in work.items:
+                kernels.attend_items(
+                    tile, q, k_pages, v_pages, out, *parts, work, self.work.lengths, call.scale, **same
+                )
+        if work.merges:
+            kernels.merge_parts(out, *parts, work, sinks=call.sinks)
+
+    def _in_torch(
+        self, call: AttentionCall, refusal: str, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        self.backend.notices(
+            "kernels",
+            f"attention of {type(call.layer).__name__} runs in plain PyTorch, which is correct and slow: {refusal}",
+        )
+        q = write_in_torch(call, k_cache, v_cache, self.work.batch.slots)
+        return self._torch_plan.run(
+            q,
+            k_cache,
+            v_cache,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+    @cached_property
+    def _torch_plan(self) -> CascadePlan:
+        return CascadePlan(self.work.batch, self.backend.device, self.backend.scratch)
