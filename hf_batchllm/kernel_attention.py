@@ -35,7 +35,8 @@ class AttentionKernels:
     attend_items: Callable[..., None]
     merge_parts: Callable[..., None]
     attend_chunks: Callable[..., None]
-    launch_options: Callable[[int, int, int, int], dict[str, int]]
+    by_page: Callable[[torch.Tensor], Any]  # K or V as the kernels read it
+    launch_options: Callable[[int, int, int, int], dict[str, int]]  # of ``attend_chunks``
     unsupported: Callable[..., str | None]
 
 
@@ -47,6 +48,7 @@ def triton_kernels() -> AttentionKernels:
         attend_items=cascade_triton.attend_items,
         merge_parts=cascade_triton.merge_parts,
         attend_chunks=prefill_triton.attend_chunks,
+        by_page=pages_triton.by_page,
         launch_options=prefill_triton.launch_options,
         unsupported=pages_triton.unsupported,
     )
@@ -178,8 +180,7 @@ class KernelAttention:
         q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
         turn = call.rotation or Rotation(None, None)
         kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, batch.slots, q_out=q, **turn.norms())
-        paged = storage.num_pages, storage.page_size
-        k_pages, v_pages = k_cache.view(*paged, *k_cache.shape[1:]), v_cache.view(*paged, *v_cache.shape[1:])
+        k_pages, v_pages = storage.paged(call.layer, kernels.by_page)
         out = q.new_empty(*q.shape[:2], v_cache.shape[2])
         same = {"window": call.window, "softcap": call.softcap}
         if self.work.rows:
@@ -195,8 +196,8 @@ class KernelAttention:
         self,
         call: AttentionCall,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_pages: Any,
+        v_pages: Any,
         out: torch.Tensor,
         same: dict[str, Any],
     ) -> None:

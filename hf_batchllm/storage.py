@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,6 +16,7 @@ class KVStorage:
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._paged: dict[nn.Module, tuple[Any, Any]] = {}
 
     def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The K and V of one layer, [slots, kv_heads, dim]; made when the layer first runs, as its k and v are."""
@@ -26,8 +30,16 @@ class KVStorage:
                 )
         return self._layers[layer]
 
+    def paged(self, layer: nn.Module, made_by: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
+        """What ``made_by`` makes of K and V seen as [pages, page_size, kv_heads, dim]; made once, gone with them."""
+        if layer not in self._paged:
+            k, v = (pair.view(self.num_pages, self.page_size, *pair.shape[1:]) for pair in self._layers[layer])
+            self._paged[layer] = made_by(k), made_by(v)
+        return self._paged[layer]
+
     def grow(self, num_pages: int) -> None:
         """Room for more pages; what the present ones hold stays."""
+        self._paged.clear()
         for layer, pair in self._layers.items():
             bigger = []
             for tensor in pair:
@@ -39,6 +51,7 @@ class KVStorage:
 
     def keep_only(self, pages: list[int]) -> None:
         """Let all other pages go; these come first, in this order."""
+        self._paged.clear()
         for layer, pair in self._layers.items():
             k, v = (
                 tensor.view(self.num_pages, self.page_size, *tensor.shape[1:])[pages].flatten(0, 1) for tensor in pair
@@ -48,6 +61,7 @@ class KVStorage:
 
     def release(self) -> None:
         """Let the memory go now: the traceback of an error that is kept somewhere would hold on to this object."""
+        self._paged.clear()
         self._layers.clear()
 
     @property

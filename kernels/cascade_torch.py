@@ -32,14 +32,15 @@ def attend_items(
     softcap: float | None = None,
 ) -> None:
     """All items of one tile."""
-    for row, rows, begin, _, end, part, causal in work.items[tile][: int(work.counts[tile]), :7].tolist():
+    for row, rows, begin, full, end, part, causal in work.items[tile][: int(work.counts[tile]), :7].tolist():
         here = slice(row, row + rows)
         sees_to = lengths[here].long()
         sees_from = sees_to - (window or _EVERYTHING)
         if rows > 1 and not causal:  # what several rows read is behind all of them
             sees_to = torch.full_like(sees_to, _EVERYTHING)
+        # All rows saw all of the first pages as the lists were made, and what has ended since may read what it likes.
         attended, lse = _attend_pages(
-            q[here], k_pages, v_pages, work.entries[begin:end], sees_from, sees_to, scale, softcap
+            q[here], k_pages, v_pages, work.entries[begin:end], full - begin, sees_from, sees_to, scale, softcap
         )
         if part < 0:
             out[here] = attended.to(out.dtype)
@@ -101,7 +102,7 @@ def attend_chunks(
         sees_to = torch.arange(position + 1, position + rows + 1, device=q.device)
         sees_from = sees_to - (window or _EVERYTHING)
         here = slice(row, row + rows)
-        attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, sees_from, sees_to, scale, softcap)
+        attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, 0, sees_from, sees_to, scale, softcap)
         if sinks is not None:
             apply_sinks(attended, lse, sinks)
         out[here] = attended.to(out.dtype)
@@ -112,6 +113,7 @@ def _attend_pages(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     entries: torch.Tensor,  # [entries, ENTRY_FIELDS]
+    full: int,  # so many of them are seen whole
     sees_from: torch.Tensor,  # [rows]  a row sees the positions [sees_from, sees_to)
     sees_to: torch.Tensor,  # [rows]
     scale: float,
@@ -122,6 +124,7 @@ def _attend_pages(
     offset = torch.arange(k_pages.shape[1], device=q.device)
     at = (first[:, None] + offset)[None]  # [1, entries, page_size]
     visible = (at >= sees_from[:, None, None]) & (at < sees_to[:, None, None]) & (offset < tokens[:, None])
+    visible[:, :full] = True
     # What no row sees is not even read: a free page may hold NaN, and 0 x NaN is NaN.
     entry, offset = visible.any(0).nonzero(as_tuple=True)
     exact = torch.promote_types(q.dtype, torch.float32)

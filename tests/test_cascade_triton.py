@@ -1,269 +1,195 @@
-"""The Triton kernels for decode over shared prefixes against a plain reference in float64.
-
-Without a GPU the kernels run under Triton's interpreter. It must be chosen before anything imports Triton, and then
-holds for the whole process; so unless it was, one test here runs the others in a process of their own.
-"""
+"""The Triton kernels for decode over shared prefixes against their twins, and all of them against a plain reference."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from attention_cases import NAN, Variant
+from decode_cases import DecodeCase, check_decode, decode_case
+from interpreted import DEVICE, kernel, plain, run_under_interpreter, starts_interpreter
 
+from hf_batchllm.kernels import cascade_torch
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-NAN = float("nan")
-PAGES = 4000
-Entries = list[tuple[int, int, int]]  # page, tokens, position of the first
-GROW = 5  # how much the rows grow while a case's lists are kept
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-@dataclass
-class Shape:
-    rows: int
-    heads: int
-    kv_heads: int
-    qk_dim: int
-    v_dim: int
-    page: int
-
-
-@dataclass
-class Case:
-    shape: Shape
-    ranges: wl.Ranges
-    lengths: np.ndarray  # [rows]
-    keys: list[tuple[np.ndarray, np.ndarray]]  # of each row: the slots of its keys and their positions
-    q: torch.Tensor
-    k: torch.Tensor  # [pages, page, kv_heads, qk_dim]
-    v: torch.Tensor
-
-
-def make_case(seed: int, shape: Shape, dtype: torch.dtype, most: int = 70) -> Case:
-    """Rows under no, one or two shared prefixes with ragged ends, some prefixes joined to their readers' own pages.
-
-    Whatever no row ever reads is NaN, in K and in V.
-    """
-    rng = np.random.default_rng(seed)
-    free = iter(rng.permutation(PAGES))
-    ranges: list[tuple[int, int, int, Entries]] = []  # row_begin, row_end, level, pages
-    reads: list[Entries] = [[] for _ in range(shape.rows)]  # all that a row reads
-    alone: list[Entries] = [[] for _ in range(shape.rows)]  # of that, what no item reads for several rows
-
-    def pages_for(start: int, size: int) -> Entries:
-        return [
-            (int(next(free)), min(shape.page, size - offset), start + offset) for offset in range(0, size, shape.page)
-        ]
-
-    def tokens_of(entries: Entries) -> int:
-        return sum(tokens for _, tokens, _ in entries)
-
-    begin = 0
-    while begin < shape.rows:
-        end = min(shape.rows, begin + int(rng.integers(1, shape.rows + 1)))
-        prefixes = [(begin, end)] if rng.random() < 0.8 else []
-        if prefixes and end - begin > 2 and rng.random() < 0.6:
-            prefixes.append((begin, int(rng.integers(begin + 1, end))))
-        for level, (low, high) in enumerate(prefixes):
-            pages = pages_for(tokens_of(reads[low]), int(rng.integers(1, most)))
-            together = high - low > 1 and rng.random() < 0.8
-            if together:
-                ranges.append((low, high, level, pages))
-            for row in range(low, high):
-                reads[row] += pages
-                alone[row] += [] if together else pages
-        begin = end
-    lengths = np.zeros(shape.rows, dtype=np.int64)
-    for row in range(shape.rows):
-        start, size = tokens_of(reads[row]), int(rng.integers(1, most))
-        own = [(page, shape.page, first) for page, _, first in pages_for(start, size + GROW)]
-        ranges.append((row, row + 1, 2, alone[row] + own))
-        reads[row] += own
-        lengths[row] = start + size
-    pages = np.array([page for *_, pages in ranges for page in pages]).reshape(-1, 3)
-    built = wl.Ranges(
-        row_begin=np.array([low for low, *_ in ranges]),
-        row_end=np.array([high for _, high, *_ in ranges]),
-        level=np.array([level for _, _, level, _ in ranges]),
-        page_begin=np.concatenate([[0], np.cumsum([len(pages) for *_, pages in ranges])]),
-        page=pages[:, 0],
-        tokens=pages[:, 1],
-        first=pages[:, 2],
-    )
-    keys = []
-    for row in range(shape.rows):
-        slots = np.concatenate([page * shape.page + np.arange(tokens) for page, tokens, _ in reads[row]])
-        positions = np.concatenate([first + np.arange(tokens) for _, tokens, first in reads[row]])
-        keys.append((slots, positions))
-    written = torch.zeros(PAGES * shape.page, dtype=torch.bool)
-    for row, (slots, positions) in enumerate(keys):
-        written[slots[positions < lengths[row] + GROW]] = True
-    generator = torch.Generator().manual_seed(seed)
-
-    def cache(dim: int) -> torch.Tensor:
-        values = torch.randn(PAGES * shape.page, shape.kv_heads, dim, generator=generator)
-        values[~written] = NAN
-        return values.to(dtype).view(PAGES, shape.page, shape.kv_heads, dim)
-
-    q = torch.randn(shape.rows, shape.heads, shape.qk_dim, generator=generator).to(dtype)
-    return Case(shape, built, lengths, keys, q, cache(shape.qk_dim), cache(shape.v_dim))
-
-
-def reference(
-    case: Case, lengths: np.ndarray, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    shape = case.shape
-    k = case.k.flatten(0, 1).double()
-    v = case.v.flatten(0, 1).double()
-    out = torch.zeros(shape.rows, shape.heads, shape.v_dim, dtype=torch.float64)
-    for row, (slots, positions) in enumerate(case.keys):
-        seen = positions < lengths[row]
-        if window is not None:
-            seen &= positions >= lengths[row] - window
-        at = torch.from_numpy(slots[seen])
-        keys = k[at].repeat_interleave(shape.heads // shape.kv_heads, 1)  # [keys, heads, qk_dim]
-        values = v[at].repeat_interleave(shape.heads // shape.kv_heads, 1)
-        scores = torch.einsum("hd,khd->hk", case.q[row].double(), keys) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None]], 1)
-            values = torch.cat([values, torch.zeros_like(values[:1])])
-        out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-    return out
-
-
-def run(
-    case: Case,
-    work: wl.WorkLists,
-    lengths: np.ndarray,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if not GPU and not INTERPRETED:
-        pytest.skip("is run by test_under_the_interpreter")
-    shape = case.shape
-    work = work.to(DEVICE)
-    out = torch.full((shape.rows, shape.heads, shape.v_dim), NAN, dtype=case.q.dtype, device=DEVICE)
-    part_out = torch.full((work.parts, shape.heads, shape.v_dim), NAN, device=DEVICE)
-    part_lse = torch.full((work.parts, shape.heads), NAN, device=DEVICE)
-    q, k, v = case.q.to(DEVICE), case.k.to(DEVICE), case.v.to(DEVICE)
-    on_device = torch.from_numpy(lengths.astype(np.int32)).to(DEVICE)
-    for tile in work.items:
-        ct.attend_items(tile, q, k, v, out, part_out, part_lse, work, on_device, scale, window=window, softcap=softcap)
-    if work.merges:
-        ct.merge_parts(out, part_out, part_lse, work, sinks=sinks if sinks is None else sinks.to(DEVICE))
-    return out.cpu()
-
-
-def build(case: Case, **options: Any) -> wl.WorkLists:
-    shape = case.shape
-    heads = {"kv_heads": shape.kv_heads, "group": shape.heads // shape.kv_heads}
-    return wl.build_work(case.ranges, case.lengths, **heads, page_size=shape.page, multiprocessors=2, **options)
-
-
-def check(case: Case, split: int | None, tolerance: float, window: int | None = None, **options: Any) -> None:
-    shape = case.shape
-    scale = 1.3 * shape.qk_dim**-0.5
-    work = build(case, most_pages=split, window=window, ahead=GROW, capacity=2, direct=options.get("sinks") is None)
-    for grown in (0, GROW):
-        lengths = case.lengths + grown
-        want = reference(case, lengths, scale, window, options.get("softcap"), options.get("sinks"))
-        got = run(case, work, lengths, scale, window, **options)
-        error = (got.double() - want).norm() / want.norm()
-        assert error < tolerance, f"after {grown} steps: {error}"  # NaN is not below anything
-
-
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
+@starts_interpreter
 def test_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_under_interpreter(__file__)
 
 
-SMALL = Shape(rows=9, heads=4, kv_heads=2, qk_dim=16, v_dim=16, page=16)
+# -- the twins, and with them the lists --------------------------------------------------------------------------
+
+PLAIN = [
+    Variant(4, 2, 16, 16, 16, F64), Variant(6, 2, 24, 8, 16, F64, window=20), Variant(3, 3, 8, 8, 16, F32, softcap=2.0),
+    Variant(16, 1, 16, 16, 16, F64, window=50, softcap=3.0), Variant(14, 2, 8, 8, 16, BF16, window=7),
+    Variant(8, 1, 16, 16, 32, F64, sinks=True), Variant(10, 2, 8, 16, 16, F32, window=50, sinks=True),
+    Variant(64, 1, 8, 8, 16, F64), Variant(4, 1, 16, 16, 64, F64, window=33), Variant(32, 2, 8, 8, 16, F16),
+]  # fmt: skip
+PLAIN_CASES = 400
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+def plain_case(case: int) -> DecodeCase:
+    return decode_case(case, PLAIN[case % 10], rows=[6, 12, 24][case % 3], most=60, suffixes=16 * (case % 4 < 2))
+
+
+@plain
+@pytest.mark.parametrize("case", range(PLAIN_CASES))
+def test_twins(case: int) -> None:
+    check_decode(cascade_torch, plain_case(case), "cpu")
+
+
+# -- the kernels under the interpreter ----------------------------------------------------------------------------
+
+SMALL = Variant(4, 2, 16, 16, 16, F32)
+
+
+def check(variant: Variant, seed: int, rows: int = 9, most: int = 70, suffixes: int = 0) -> None:
+    check_decode(ct, decode_case(seed, variant, rows=rows, most=most, suffixes=suffixes), DEVICE)
+
+
+@kernel
+@pytest.mark.parametrize("seed", range(4))
 def test_random_trees(seed: int) -> None:
-    check(make_case(seed, SMALL, torch.float32), split=1 + seed, tolerance=1e-5)
+    check(SMALL, seed)
 
 
+@kernel
 def test_many_rows_fill_every_tile() -> None:
-    """Prefixes of three or more blocks of 64 lines, of two, of one, and of one of 16."""
-    case = make_case(62, Shape(rows=100, heads=2, kv_heads=1, qk_dim=16, v_dim=16, page=16), torch.float32, most=30)
+    """Ranges of three or more blocks of 64 lines, of two, of one, and of one of 16."""
+    case = decode_case(88, replace(SMALL, heads=2, kv_heads=1), rows=100, most=30)
     lines = (case.ranges.row_end - case.ranges.row_begin) * 2
     assert max(lines) > 128
     assert any((lines > 64) & (lines <= 128))
     assert any((lines > 16) & (lines <= 64))
     assert any((lines > 2) & (lines <= 16))
-    check(case, split=2, tolerance=1e-5)
+    check_decode(ct, case, DEVICE)
 
 
+@kernel
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "qk_dim", "v_dim"), [(7, 1, 16, 16), (6, 2, 24, 16), (2, 2, 32, 16), (3, 1, 16, 40)]
 )
 def test_shapes(heads: int, kv_heads: int, qk_dim: int, v_dim: int) -> None:
     """Groups and dims that are no powers of two, and unequal dims."""
-    check(make_case(6, Shape(6, heads, kv_heads, qk_dim, v_dim, 16), torch.float32), split=3, tolerance=1e-5)
+    check(Variant(heads, kv_heads, qk_dim, v_dim, 16, F32), 6, rows=6)
 
 
+@kernel
 @pytest.mark.parametrize("window", [1, 20, 50])
 def test_window(window: int) -> None:
-    check(make_case(6, SMALL, torch.float32), split=3, tolerance=1e-5, window=window)
+    check(replace(SMALL, window=window), 6)
 
 
+@kernel
 def test_softcap_and_sinks() -> None:
-    case = make_case(7, SMALL, torch.float32)
-    check(case, split=2, tolerance=1e-5, softcap=1.5)
-    check(case, split=2, tolerance=1e-5, sinks=torch.linspace(-1, 2, SMALL.heads))
+    check(replace(SMALL, softcap=1.5), 7)
+    check(replace(SMALL, sinks=True), 7)
+    check(replace(SMALL, dtype=F16, softcap=1.5, window=20, sinks=True), 8)
 
 
-def test_a_row_with_nothing_to_read_gets_zeros() -> None:
-    """A padding row has no range: no part of it is written, and its output must be finite all the same."""
-    case = make_case(8, SMALL, torch.float32)
-    case.lengths = np.append(case.lengths, 0)
-    case.q = torch.cat([case.q, case.q[:1]])
-    case.shape = replace(SMALL, rows=SMALL.rows + 1)
-    out = run(case, build(case), case.lengths, 0.25)
-    assert (out[-1] == 0).all()
-    assert out.isfinite().all()
+@kernel
+@pytest.mark.parametrize(
+    ("seed", "variant", "rows", "longest"),
+    [
+        (39, SMALL, 16, 6),
+        (131, replace(SMALL, window=9), 16, 6),
+        (37, replace(SMALL, window=1, softcap=1.5), 9, 5),
+        (153, replace(SMALL, heads=8, kv_heads=1), 30, 20),  # more lines than a tile has: several items of one unit
+    ],
+)
+def test_suffixes(seed: int, variant: Variant, rows: int, longest: int) -> None:
+    """The ends of prompts, of some rows each, among decode rows: of one unit a row sees as far as its own length."""
+    case = decode_case(seed, variant, rows=rows, most=40, suffixes=longest)
+    in_unit = (case.ranges.row_end - case.ranges.row_begin)[case.ranges.causal]
+    assert 1 < len(in_unit) < sum(in_unit) < len(case.lengths)
+    assert (max(in_unit) * variant.group > 64) == (longest == 20)
+    check_decode(ct, case, DEVICE)
 
 
-def test_a_row_that_ended_changes_no_other() -> None:
-    """Rows that ended after the lists were made, the first reader of each prefix among them."""
-    case = make_case(12, SMALL, torch.float32)
-    lengths = case.lengths.copy()
-    shared = case.ranges.row_end - case.ranges.row_begin > 1
-    ended = case.ranges.row_begin[shared]  # also the first of those that read a prefix
-    assert len(ended)
-    lengths[ended] = 0
-    out = run(case, build(case, most_pages=1), lengths, 0.25)
-    assert out.isfinite().all()
-    want = reference(case, case.lengths, 0.25, None, None, None)
-    others = np.setdiff1d(np.arange(SMALL.rows), ended)
-    assert (out[others].double() - want[others]).norm() / want.norm() < 1e-5
+# -- the kernels on a GPU ---------------------------------------------------------------------------------------
+
+NATIVE = [  # each is a kernel of its own to the compiler, at each tile
+    Variant(32, 8, 128, 128), Variant(32, 8, 128, 128, window=150, softcap=20.0),
+    Variant(28, 4, 128, 128, dtype=F16, sinks=True), Variant(16, 2, 64, 64, window=40),
+    Variant(16, 2, 64, 64, dtype=F16, softcap=20.0, sinks=True), Variant(8, 8, 64, 64, dtype=F32, window=300),
+    Variant(14, 2, 96, 96, window=150), Variant(10, 2, 96, 80, dtype=F16), Variant(8, 8, 80, 80, softcap=20.0),
+    Variant(4, 1, 192, 128), Variant(16, 1, 192, 128, dtype=F16, window=150),
+    Variant(8, 4, 256, 256, window=150, softcap=50.0), Variant(4, 1, 256, 256, dtype=F16),
+    Variant(6, 2, 192, 192, sinks=True), Variant(10, 2, 128, 64, window=40, sinks=True),
+    Variant(5, 5, 128, 64, dtype=F32), Variant(64, 1, 64, 64), Variant(64, 8, 64, 64, window=128, sinks=True),
+    Variant(8, 2, 64, 64, 16), Variant(8, 2, 128, 128, 32, F16, window=150, softcap=20.0),
+    Variant(8, 2, 96, 96, 16, F32, softcap=20.0, sinks=True), Variant(16, 1, 128, 128, 32),
+    Variant(4, 2, 80, 80, 32, F32, window=40), Variant(14, 2, 64, 64, dtype=F32),
+    Variant(8, 2, 128, 128, 128, window=150), Variant(8, 4, 256, 256, dtype=F32),
+]  # fmt: skip
+NATIVE_CASES = 16 * len(NATIVE)
+WITH_SUFFIXES = NATIVE[::3]
+SUFFIX_CASES = 12 * len(WITH_SUFFIXES)
+
+
+def native_case(case: int) -> DecodeCase:
+    most = [100, 300, 700][case // len(NATIVE) % 3]
+    return decode_case(case, NATIVE[case % len(NATIVE)], rows=48, most=most)
+
+
+def suffix_case(case: int) -> DecodeCase:
+    variant, most = WITH_SUFFIXES[case % len(WITH_SUFFIXES)], [100, 300, 700][case // len(WITH_SUFFIXES) % 3]
+    return decode_case(1000 + case, variant, rows=48, most=most, suffixes=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(NATIVE_CASES))
+def test_native(case: int) -> None:
+    check_decode(ct, native_case(case), DEVICE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(SUFFIX_CASES))
+def test_native_suffixes(case: int) -> None:
+    check_decode(ct, suffix_case(case), DEVICE)
+
+
+@plain
+@pytest.mark.parametrize("which", ["plain", "native"])
+def test_everything_occurs_often(which: str) -> None:
+    """Nothing is run here: what the cases are, of the twins' test and of the kernels' native one."""
+    kinds: Counter[str] = Counter()
+    cases = [plain_case(case) for case in range(PLAIN_CASES)]
+    if which == "native":
+        cases = [native_case(case) for case in range(NATIVE_CASES)] + [suffix_case(i) for i in range(SUFFIX_CASES)]
+    for case in cases:
+        work = case.work()
+        kinds.update({kind: int(count > 0) for kind, count in case.kinds.items()})
+        kinds.update([f"tile {tile}" for tile in work.items] + ["merge"] * work.merges)
+        kinds["several blocks"] += bool((case.ranges.row_end - case.ranges.row_begin > 64 // case.variant.group).any())
+        kinds["a row that needs no merge"] += work.direct and bool((work.row_parts.diff() == 1).any())
+        kinds["a row of many parts"] += bool((work.row_parts.diff() > ct.MERGE_PARTS).any())
+        kinds["rows of one unit in one item"] += any(bool(items[:, 6].any()) for items in work.items.values())
+    often, at_least = (300, 40) if which == "native" else (200, 10)
+    for kind in ("tile 16", "tile 64", "merge"):
+        assert kinds[kind] >= often, (kind, kinds)
+    for kind in (
+        "ragged prefix", "one-row group", "empty range", "in no segment", "hole", "grows onto a page", "padding row",
+        "ended", "window within a segment", "window beyond a segment", "range out of the window", "causal",
+        "rows of one unit in one item", "several blocks", "a row that needs no merge", "a row of many parts",
+    ):  # fmt: skip
+        assert kinds[kind] >= at_least, (kind, kinds)
+
+
+# -- single properties --------------------------------------------------------------------------------------------
 
 
 def test_work_lists_are_longest_first_and_within_the_split() -> None:
-    case = make_case(2, SMALL, torch.float32)
-    work = build(case, most_pages=2, capacity=3)
+    case = decode_case(2, SMALL, rows=9, most=70)
+    work = case.work(most_pages=2, capacity=3)
     for tile, items in work.items.items():
         count = int(work.counts[tile])
         assert len(items) == 3 * count
@@ -274,31 +200,37 @@ def test_work_lists_are_longest_first_and_within_the_split() -> None:
         assert (items[:count, 1] * 2 <= tile).all()
 
 
+def one_range(pages: int, rows: int = 1) -> wl.Ranges:
+    page = np.arange(pages)
+    zero = np.zeros(1, dtype=np.int64)
+    return wl.Ranges(zero, zero + rows, zero, np.array([0, pages]), page, np.full(pages, 16), page * 16)
+
+
 def test_items_are_cut_to_the_share_of_a_block() -> None:
     """One row with 40 pages and 2 KV heads: 80 pages for 4 blocks on each multiprocessor."""
-    pages = np.arange(40)
-    ranges = wl.Ranges(
-        row_begin=np.array([0]),
-        row_end=np.array([1]),
-        level=np.array([0]),
-        page_begin=np.array([0, 40]),
-        page=pages,
-        tokens=np.full(40, 16),
-        first=pages * 16,
-    )
     for multiprocessors, parts in ((1, 2), (2, 4), (100, 40 // wl.MIN_PAGES)):
         work = wl.build_work(
-            ranges, np.array([640]), kv_heads=2, group=2, page_size=16, multiprocessors=multiprocessors
+            one_range(40), np.array([640]), kv_heads=2, group=2, page_size=16, multiprocessors=multiprocessors
         )
         assert work.parts == parts
         assert work.merges == (parts > 1)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 2, 64), (14, 2, 96)])
-def test_native(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    case = make_case(seed, Shape(40, heads, kv_heads, dim, dim, 64), dtype, most=700)
-    check(case, split=3, tolerance=8e-3)
-    check(case, split=None, tolerance=8e-3, window=150, softcap=20.0)
+@pytest.mark.parametrize("module", [cascade_torch, pytest.param(ct, marks=kernel)])
+def test_a_line_that_sees_nothing(module: ModuleType) -> None:
+    """A row has yet to reach the second of its two parts; another one has no part at all."""
+    work = wl.build_work(
+        one_range(2), np.array([10, 0]), kv_heads=1, group=2, page_size=16, multiprocessors=1, most_pages=1
+    ).to(DEVICE)
+    k, v = (torch.full((2, 16, 1, 16), NAN, device=DEVICE) for _ in range(2))
+    k[0, :10], v[0, :10] = 1.0, 2.0
+    out, part_out = (torch.full((2, 2, 16), NAN, device=DEVICE) for _ in range(2))
+    part_lse = torch.full((2, 2), NAN, device=DEVICE)
+    lengths = torch.tensor([10, 0], dtype=torch.int32, device=DEVICE)
+    module.attend_items(16, torch.ones_like(out), k, v, out, part_out, part_lse, work, lengths, 0.25)
+    assert part_lse[1].isneginf().all() and (part_out[1] == 0).all()
+    assert torch.allclose(part_lse[0].cpu(), torch.tensor(4.0 / np.log(2) + np.log2(10), dtype=F32))
+    assert out.isnan().all()
+    module.merge_parts(out, part_out, part_lse, work)
+    assert torch.allclose(out[0].cpu(), torch.tensor(2.0))
+    assert (out[1] == 0).all()

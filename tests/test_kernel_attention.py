@@ -27,6 +27,7 @@ TWINS = AttentionKernels(
     attend_items=cascade_torch.attend_items,
     merge_parts=cascade_torch.merge_parts,
     attend_chunks=cascade_torch.attend_chunks,
+    by_page=lambda pages: pages,
     launch_options=lambda *shape: {"tile": 64},
     unsupported=lambda *shape: None,
 )

@@ -1,0 +1,42 @@
+"""examples/check_kernels.py finds nothing wrong with the kernels, and finds what is wrong with others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES)
+
+
+def test_each_kernel_has_its_line() -> None:
+    done = run("check_kernels.py", "--cases", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    good = [line.split()[0] for line in done.stdout.splitlines() if line.endswith("yes")]
+    assert sorted(good) == sorted(
+        "own segment merge prefill rope_and_write add_rms_norm act_and_mul greedy gumbel_sample advance".split()
+    )
+
+
+def test_a_kernel_that_is_off_is_named() -> None:
+    broken = """
+import sys
+import check_kernels
+from check_kernels import sample_triton, small_torch, small_triton
+
+for name in ("attention", "rope", "advancing"):
+    setattr(check_kernels, name, lambda case: iter(()))
+sample_triton.greedy = lambda logits, out: out.copy_(small_torch.greedy(logits) + 1)
+small_triton.act_and_mul = lambda gate, up, activation, out: out
+sys.argv[1:] = ["--cases", "1"]
+sys.exit(check_kernels.main())
+"""
+    done = run("-c", broken)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG: greedy: off by 1.0" in done.stdout
+    assert "WRONG: activation, case 0: act_and_mul" in done.stdout
+    assert "gumbel_sample      1      0.0e+00   0.0e+00  yes" in done.stdout
