@@ -12,6 +12,7 @@ from .config import BatchConfig
 from .errors import ConfigError
 from .kernel_attention import KernelBackend, triton_kernels
 from .notices import Notices
+from .patches.fused import FusedKernels, triton_fused_kernels
 from .storage import KVStorage
 
 _PAGE_SIZES = (16, 32, 64, 128)
@@ -37,6 +38,13 @@ def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, 
     if config.backend == "torch" or _refused(config, device) is not None:
         return TorchBackend(storage, device)
     return KernelBackend(triton_kernels(), storage, device, notices)
+
+
+def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
+    """What fused layers run on; None where there are to be none."""
+    if not config.fuse or config.backend == "torch" or _refused(config, device) is not None:
+        return None
+    return triton_fused_kernels()
 
 
 def _refused(config: BatchConfig, device: torch.device) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .architecture import Architecture
-from .backends import check_backend, make_backend
+from .backends import check_backend, fused_kernels, make_backend
 from .batch import BatchBuilder
 from .config import BatchConfig
 from .engine import Engine
@@ -20,6 +20,7 @@ from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
 from .options import Options
+from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
 from .request import Request, Step
@@ -56,16 +57,24 @@ class Call:
     """Use it as a context: however the block ends, no page of the call stays behind."""
 
     def __init__(
-        self, model: nn.Module, architecture: Architecture, config: BatchConfig, home: CacheHome, notices: Notices
+        self,
+        model: nn.Module,
+        architecture: Architecture,
+        config: BatchConfig,
+        home: CacheHome,
+        notices: Notices,
+        fusion: Fusion,
     ) -> None:
         self.model = model
         self.architecture = architecture
         self.config = config
         self.home = home
         self.notices = notices
+        self.fusion = fusion
         self.began = time.perf_counter()
         self._opened = self._lined_up = self._started = self._complete = self._left = False
         self._runner: ModelRunner | None = None
+        self._fused: FusedLayers | None = None
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -78,6 +87,9 @@ class Call:
         self.plan = make_plan(self.prompts, self.config, limits)
         self.planning_seconds = time.perf_counter() - self.began
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
+        kernels = fused_kernels(self.config, self.architecture.device)
+        if kernels is not None:  # before the KV cache takes the memory that is free
+            self._fused = self.fusion.merge(kernels)
         self._opened = True
         self.cache, self.storage = self.home.open(max(wanted, 1))
         stop_tokens = work.options.eos_token_ids
@@ -95,7 +107,7 @@ class Call:
         self.scheduler: Scheduler = scheduler_for(self.config.scheduler, self.architecture.device)
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
-        self._runner = ModelRunner(self.model, self.architecture, backend)
+        self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
         self.engine = Engine(
             self.scheduler,
             BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk),
@@ -192,6 +204,7 @@ class Call:
             kv_memory=cache.num_pages * self.home.page_bytes,
             seed=self.work.seed,
             plan=self.plan,
+            fused=self.fusion.summary if self._fused is not None else "",
         )
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:

@@ -57,7 +57,7 @@ class BatchConfig:
     steps_per_sync: decode steps for each wait of the host on the device. None chooses. So far every step is finished
         before the next begins, whatever is set here.
     cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same. No effect so far.
-    fuse: use fused kernels where the model's structure allows. Turn off to debug. No effect so far.
+    fuse: use fused kernels where the model's structure allows. Turn off to debug.
     keep_prefixes: how many shared prefixes stay in the cache for the next call, least recently used ones going
         first. Set it when several calls in a row use the same documents. They are dropped when weights or
         adapters change. After adding a hook that changes what the model computes, call ``forget_prefixes()``.

@@ -22,6 +22,7 @@ from .kinds import a_kind, shown
 from .memory import CacheHome
 from .notices import Notices
 from .options import Options, inferred_mask, resolve_options
+from .patches.fused import Fusion
 from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
@@ -63,6 +64,7 @@ class BatchGenerator:
         self.architecture = inspect_model(model)
         check_backend(self.config, self.architecture.device, self._notices)
         self._home = CacheHome(model, self.architecture, self.config)
+        self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
         self._running: _Turn | None = None
         self._closed = False
@@ -180,6 +182,7 @@ class BatchGenerator:
         if self._running is not None:
             raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
         self._home.clear()
+        self._fusion.unmerge()
         self._closed = True
 
     def forget_prefixes(self) -> None:
@@ -219,7 +222,7 @@ class BatchGenerator:
             self._running = turn
             self.last_report = None
             self.architecture = self._home.architecture = look_again(self.architecture, self.model)
-            turn.call = Call(self.model, self.architecture, self.config, self._home, self._notices)
+            turn.call = Call(self.model, self.architecture, self.config, self._home, self._notices, self._fusion)
             with turn.call:
                 yield turn.call
         finally:

@@ -51,6 +51,7 @@ class RunReport:
     model_tokens: all tokens that went through the model.
     peak_memory: bytes of KV cache that held tokens at the same time, at most.
     seed: of the sampling noise; None for greedy decoding.
+    fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     """
 
     sequences: int
@@ -70,6 +71,7 @@ class RunReport:
     kv_memory: int
     seed: int | None
     plan: SharingPlan = field(repr=False)
+    fused: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,6 +100,8 @@ class RunReport:
             lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
         if self.preemptions:
             lines.append(f"preempted  {self.preemptions:,} times, {self.recomputed_tokens:,} tokens computed again")
+        if self.fused:
+            lines.append(f"fused      {self.fused}")
         if self.seed is not None:
             lines.append(f"seed       {self.seed}")
         return "\n".join(lines)

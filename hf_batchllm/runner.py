@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -20,14 +21,22 @@ from .batch import ModelBatch
 from .errors import UnsupportedModelError
 from .patches.attention_swap import AttentionSwap
 from .patches.cpu_head import HeadSwap
+from .patches.fused import FusedLayers
 
 
 class ModelRunner:
-    def __init__(self, model: nn.Module, architecture: Architecture, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        architecture: Architecture,
+        backend: AttentionBackend,
+        fused: FusedLayers | None = None,
+    ) -> None:
         self.model = model
         self.architecture = architecture
         self.backend = backend
         self._swap = AttentionSwap(model)
+        self._fused = fused
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
@@ -47,7 +56,8 @@ class ModelRunner:
         keep = {"logits_to_keep": tokens.logits_rows} if self._selects_rows else {}
         context = self.backend.prepare(batch.attention)
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
-        with self._swap.applied(ATTENTION_NAME), self._head.applied(), attention_context(context):
+        fused = nullcontext() if self._fused is None else self._fused.applied()
+        with self._swap.applied(ATTENTION_NAME), fused, self._head.applied(), attention_context(context):
             output = self.model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
@@ -79,6 +89,8 @@ class ModelRunner:
     def restore(self) -> None:
         """Once more, should an interrupt have come while a step put things back."""
         self._head.restore()
+        if self._fused is not None:
+            self._fused.restore()
         self._swap.restore()
         if self._outside is not None:
             grad_mode, context = self._outside

@@ -1,0 +1,249 @@
+"""Fused layers: put into a model for a step, and taken out again.
+
+    fusion = Fusion(model)             # looks only
+    fused = fusion.merge(kernels)      # once for a call: the weights are laid end to end
+    with fused.applied(): model(...)   # once for a step
+    fusion.unmerge()                   # at the end of all calls
+
+Between steps the model is as its owner left it, but for where in memory the merged weights lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..storage import autocast_dtype
+from .fused_layers import (
+    Forward,
+    FusedKernels,
+    Merged,
+    Residual,
+    attention_forward,
+    final_norm_forward,
+    layer_forward,
+    mlp_forward,
+)
+from .llama_shape import ATTENTION, FAMILIES, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .merged_weights import merge, merged, unmerge
+from .plain import hook_dicts
+
+
+def triton_fused_kernels() -> FusedKernels:
+    from ..kernels import small_triton
+
+    return FusedKernels(small_triton.add_rms_norm, small_triton.act_and_mul)
+
+
+class Fusion:
+    """What of a model can be fused.
+
+    ``reasons`` says why the rest cannot, one line for each kind of obstacle; ``summary`` all of it in one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paused: str | None = None  # why nothing was fused in the last step
+        self._note([])
+
+    def look(self) -> None:
+        """Changes nothing but what is said about the model. Each ``merge`` looks, too."""
+        self._note(list(stacks(self.model)))
+
+    def merge(self, kernels: FusedKernels) -> FusedLayers:
+        """Ready for steps. Weights that lie end to end already, from an earlier call, stay where they are."""
+        self.paused = None
+        return FusedLayers(self, kernels)
+
+    def lay_out(self) -> list[tuple[Stack, dict[tuple[int, str], Merged]]]:
+        """Look, and merge what is not merged. Gives each stack with the merged weights by (layer, part)."""
+        found, self._moved, full = list(stacks(self.model)), False, False
+        result = []
+        for stack in found:
+            weights: dict[tuple[int, str], Merged] = {}
+            for index, layer in enumerate(stack.layers):
+                for part in (ATTENTION, MLP):
+                    if part in layer.why_not:
+                        continue
+                    try:
+                        weights[index, part] = self._merged(layer, part, full)
+                    except torch.OutOfMemoryError:
+                        full = True
+                        layer.why_not[part] = "there is no memory to lay its weights end to end"
+            result.append((stack, weights))
+        if self._moved:
+            self._give_back_memory()
+        self._note(found)
+        return result
+
+    def _merged(self, layer: Layer, part: str, full: bool) -> Merged:
+        """One group of weights after the other: beside the model there need be room for the largest of them only."""
+        wholes = []
+        for group in layer.weights(part):
+            whole = merged(group)
+            if whole is None and full:
+                raise torch.OutOfMemoryError
+            if whole is None:
+                whole, self._moved = merge(group), True
+            wholes.append(whole)
+        return wholes[0], wholes[1] if len(wholes) > 1 else None
+
+    def unmerge(self) -> None:
+        """Give each parameter memory of its own again. May be called again and again."""
+        moved = [unmerge(parameter) for parameter in self.model.parameters()]
+        if any(moved):
+            self._give_back_memory()
+
+    @property
+    def summary(self) -> str:
+        """What is fused, or why it is not, for a report."""
+        if self.paused is not None:
+            return f"nothing: {self.paused}"
+        if self._whole == self._layers and not self.reasons:
+            return f"{self._whole} of {self._layers} layers"
+        more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
+        if not self._fused:
+            return f"nothing: {self.reasons[0]}{more}"
+        return f"{self._whole} of {self._layers} layers; left as they are: {self.reasons[0]}{more}"
+
+    def _note(self, found: list[Stack]) -> None:
+        layers = [layer for stack in found for layer in stack.layers]
+        self._layers = len(layers)
+        self._whole = sum(not layer.why_not for layer in layers)
+        self._fused = sum(len(layer.why_not) < len(PARTS) for layer in layers)
+        counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
+        self.reasons = [f"{part} of {count} of {len(layers)} layers: {why}" for (part, why), count in counts.items()]
+        for stack in found:
+            if stack.chain_why_not is not None:
+                self.reasons.append(f"the residual between layers: the model {stack.chain_why_not}")
+            if stack.norm_why_not is not None:
+                self.reasons.append(f"the last norm: it {stack.norm_why_not}")
+        if not found:
+            names = ", ".join(family.name for family in FAMILIES[:-1])
+            inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            self.reasons = [f"{type(inner).__name__} is not of the shape of {names} or {FAMILIES[-1].name}"]
+
+    def _give_back_memory(self) -> None:
+        """Where the weights were before: the allocator would keep it, in pieces that nothing else fits into."""
+        if any(parameter.device.type == "cuda" for parameter in self.model.parameters()):
+            torch.cuda.empty_cache()
+
+
+class FusedLayers:
+    """What a call puts into a model. ``restore`` may be called again and again: an interrupt may come in its midst."""
+
+    def __init__(self, fusion: Fusion, kernels: FusedKernels) -> None:
+        self._fusion = fusion
+        self._kernels = kernels
+        self._residual = Residual()
+        self._applied: list[tuple[dict[str, Any], Forward]] = []
+        self.version = 0  # moves when weights or forwards do: what a CUDA graph has captured is good for one
+        self._make()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While the block runs, layers are run fused; all that can be asked of the model then is its logits."""
+        if self._is_out_of_date():
+            self._make()
+        self._fusion.paused = self._pause()
+        try:
+            if self._fusion.paused is None:
+                self._put_in_place()
+            yield
+        finally:
+            self.restore()
+
+    def _put_in_place(self) -> None:
+        self._applied = self._forwards
+        for own, forward in self._applied:
+            own["forward"] = forward
+
+    def restore(self) -> None:
+        for own, _ in self._applied:
+            own.pop("forward", None)
+        self._applied = []
+        self._residual.forget()
+
+    def _pause(self) -> str | None:
+        if nn.modules.module._has_any_global_hook():
+            return "there are hooks on all modules"
+        if any(autocast_dtype(device) is not None for device in self._devices):
+            return "autocast is on"
+        return None
+
+    # -- while nothing is applied ------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        """Merge what is not merged, and prepare what is put in place for each step."""
+        self._forwards: list[tuple[dict[str, Any], Forward]] = []
+        self._devices = {parameter.device for parameter in self._fusion.model.parameters()}
+        # What must stay as it is for that to be right: who is where, whom nobody watches, where the weights lie.
+        self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self._bypassed: list[nn.Module] = []
+        self._addresses: list[tuple[dict[str, Any], str, int]] = []
+        for stack, weights in self._fusion.lay_out():
+            self._make_stack(stack, weights)
+        self._own = [module.__dict__ for module in self._bypassed]
+        self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
+        self._hooks_seen = sum(map(len, self._hooks))
+        self.version += 1
+
+    def _make_stack(self, stack: Stack, weights: dict[tuple[int, str], Merged]) -> None:
+        adds = [NORMS not in layer.why_not for layer in stack.layers] + [stack.norm_why_not is None]
+        leaves = [stack.chain_why_not is None and this and after for this, after in pairwise(adds)]
+        for index, layer in enumerate(stack.layers):
+            module = layer.module
+            self._places.append((stack.owner.layers._modules, str(index), module))
+            if adds[index]:
+                takes = index > 0 and leaves[index - 1]
+                self._put(module, layer_forward(module, self._kernels, self._residual, takes, leaves[index]))
+                self._bypassed.append(module)
+            if (index, ATTENTION) in weights:
+                attention, family = module.self_attn, layer.family
+                qkv = weights[index, ATTENTION]
+                self._put(attention, attention_forward(attention, qkv, family.window, family.qk_norms))
+                self._places.append((module._modules, "self_attn", attention))
+            if (index, MLP) in weights:
+                mlp = module.mlp
+                self._put(mlp, mlp_forward(mlp, weights[index, MLP], self._kernels, activation_of(mlp)))
+                self._places.append((module._modules, "mlp", mlp))
+            for part in PARTS:
+                if part not in layer.why_not:
+                    self._watch(layer, part)
+        if leaves[-1]:
+            norm = stack.owner.norm
+            self._put(norm, final_norm_forward(norm, self._kernels, self._residual))
+            self._places.append((stack.owner._modules, "norm", norm))
+            self._bypassed.append(norm)
+
+    def _put(self, module: nn.Module, forward: Forward) -> None:
+        self._forwards.append((module.__dict__, forward))
+
+    def _watch(self, layer: Layer, part: str) -> None:
+        for owner, name in layer.bypassed(part):
+            self._places.append((owner._modules, name, getattr(owner, name)))
+            self._bypassed.append(getattr(owner, name))
+        for linear in layer.linears(part):
+            for name, parameter in linear._parameters.items():
+                if parameter is not None:
+                    self._addresses.append((linear._parameters, name, parameter.data_ptr()))
+
+    def _is_out_of_date(self) -> bool:
+        """Owners may change their model while a stream is open."""
+        return (
+            any(children.get(name) is not child for children, name, child in self._places)
+            or any("forward" in own for own, _ in self._forwards)
+            or any("forward" in own for own in self._own)
+            or any(_address(parameters.get(name)) != at for parameters, name, at in self._addresses)
+            or sum(map(len, self._hooks)) != self._hooks_seen
+        )
+
+
+def _address(parameter: torch.Tensor | None) -> int | None:
+    return None if parameter is None else parameter.data_ptr()

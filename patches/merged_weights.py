@@ -1,0 +1,103 @@
+"""Weights that multiply the same input, laid end to end: one matrix product where there were two or three.
+
+The Parameters stay the user's: the same objects, values, types and strides; only where their numbers lie changes. Each
+gets a storage of its own over its part of the memory (by way of DLPack), not a slice of a common one: whatever looks at
+storages would take slices for tied weights. Saving a model would then clone them all on the device first.
+
+Nothing here keeps the memory alive but the Parameters themselves. A model that is moved, cast or dropped takes its old
+weights with it, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The address of each part -> the memory that it is a part of.
+_parts: dict[int, StorageWeakRef] = {}
+
+
+def why_not_merge(parameters: Sequence[nn.Parameter]) -> str | None:
+    """What about these weights is in the way, in words that follow on "they"."""
+    first = parameters[0]
+    for each in parameters:
+        if type(each) is not nn.Parameter or type(each.data) is not torch.Tensor:
+            return "are sharded or quantised"
+        if each.dtype not in _DTYPES:
+            return f"are {str(each.dtype).removeprefix('torch.')}"
+        if (each.dtype, each.device) != (first.dtype, first.device):
+            return "are of different types or on different devices"
+        if each.shape[1:] != first.shape[1:]:
+            return "do not take the same input"
+        if each.is_inference():
+            return "were made in inference mode"
+        if not each.is_contiguous() or each.untyped_storage().nbytes() != each.nbytes:
+            return "are views of a larger tensor"
+    if len({id(each) for each in parameters}) < len(parameters):
+        return "are tied to each other"
+    if merged(parameters) is None and any(_is_held_elsewhere(each) for each in parameters):
+        return "share their memory with something else (tied weights, or a state_dict() that is kept)"
+    return None
+
+
+def merged(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:  # [sum of rows, ...]
+    """All of them as one tensor, if they lie end to end."""
+    whole = _whole(parameters[0])
+    at = parameters[0].data_ptr()
+    for each in parameters:
+        if whole is None or each.data_ptr() != at or _whole(each) != whole:
+            return None
+        at += each.nbytes
+    assert whole is not None
+    storage = torch.UntypedStorage._new_with_weak_ptr(whole.cdata)
+    first = parameters[0]
+    if storage is None or storage.nbytes() != sum(each.nbytes for each in parameters):
+        return None
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=first.dtype, device=first.device)
+        return empty.set_(storage, 0, (sum(map(len, parameters)), *first.shape[1:]))
+
+
+def merge(parameters: Sequence[nn.Parameter]) -> torch.Tensor:  # [sum of rows, ...]
+    """Lay them end to end. Broken off half-way, each holds its values as before: in its new place or in its old one."""
+    for address in [address for address, whole in _parts.items() if whole.expired()]:
+        del _parts[address]
+    with torch.no_grad(), torch.inference_mode(False):
+        flat = torch.cat([each.detach().view(-1) for each in parameters])
+        whole = StorageWeakRef(flat.untyped_storage())
+        for each, numbers in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+            _parts[numbers.data_ptr()] = whole
+            # Flat on the way: DLPack has its own idea of the strides of a dimension of one.
+            each.data = torch.from_dlpack(numbers).view(each.shape)
+        return flat.view(-1, *parameters[0].shape[1:])
+
+
+def unmerge(parameter: nn.Parameter) -> bool:
+    """Give it memory of its own again, if it has none. Says whether it did.
+
+    Where somebody else holds its memory too (a state_dict() that is kept), that tie is older and stays.
+    """
+    if type(parameter) is not nn.Parameter or _whole(parameter) is None or _is_held_elsewhere(parameter):
+        return False
+    with torch.no_grad(), torch.inference_mode(False):
+        parameter.data = parameter.detach().clone()
+    return True
+
+
+def _whole(parameter: nn.Parameter) -> StorageWeakRef | None:
+    """The memory that it is a part of."""
+    whole = _parts.get(parameter.data_ptr())
+    return None if whole is None or whole.expired() else whole
+
+
+def _is_held_elsewhere(parameter: nn.Parameter) -> bool:
+    return _references(parameter) > _references(torch.empty(0))
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """How many tensors there are over the same memory, and what holds it in asking."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
