@@ -6,7 +6,7 @@ for each token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ class TokenBatch:
     input_ids: torch.Tensor  # [tokens]
     position_ids: torch.Tensor  # [tokens]
     logits_rows: torch.Tensor  # [samples]  the tokens whose output is sampled
+    row_seats: torch.Tensor  # [rows]  where the device keeps the last tokens of the decode rows
+    sample_seats: torch.Tensor  # [samples]  and where it puts those that are sampled
 
     def to(self, device: torch.device) -> TokenBatch:
-        move = {name: _move(getattr(self, name), device) for name in ("input_ids", "position_ids", "logits_rows")}
-        return replace(self, **move)
+        return TokenBatch(*(_move(getattr(self, field.name), device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,13 @@ class BatchBuilder:
             ]
         )
         return ModelBatch(
-            TokenBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(logits_rows))),
+            TokenBatch(
+                self._tensor(ids),
+                self._tensor(positions),
+                self._tensor(np.array(logits_rows)),
+                self._tensor(np.array([request.seat for request in step.rows])),
+                self._tensor(np.array([request.seat for request in step.sampling()])),
+            ),
             AttentionBatch(self._tensor(slots), positions, table, spans, rows, self.page_size),
         )
 

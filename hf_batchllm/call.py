@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .ahead import Ahead, greedy
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend
 from .batch import BatchBuilder
 from .config import BatchConfig
-from .engine import Engine
+from .engine import AtOnce, Engine, Launcher
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
@@ -35,6 +36,7 @@ from .sharing import SharingPlan, plan_sharing
 _DEFAULT_BATCH_TOKENS = {"cpu": 512}
 _OTHER_BATCH_TOKENS = 8192
 _GATHER_ROWS = {"cpu": 128}
+_DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ class Call:
         self.cache, self.storage = self.home.open(max(wanted, 1))
         stop_tokens = work.options.eos_token_ids
         self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=bool(stop_tokens))
-        for request in self.lineup.requests:
+        for seat, request in enumerate(self.lineup.requests):
             request.index = work.places[request.index]
+            request.seat = seat
         self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
         if self.lineup.apart:
@@ -108,13 +111,21 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-        self.engine = Engine(
-            self.scheduler,
-            BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk),
-            self._runner,
-            Sampler(self.model, work.options, work.seed),
-            stop_tokens,
-        )
+        sampler = Sampler(self.model, work.options, work.seed)
+        depth = self._depth(sampler)
+        launcher: Launcher = AtOnce(self._runner, sampler)
+        if depth > 1:
+            launcher = Ahead(self._runner, greedy, len(self.lineup.requests), device)
+        builder = BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk)
+        self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
+
+    def _depth(self, sampler: Sampler) -> int:
+        """How many steps may be on their way at a time."""
+        if self.config.steps_per_sync is not None:
+            depth = self.config.steps_per_sync
+        else:
+            depth = _DEPTH.get(self.architecture.device.type, 1)
+        return depth if sampler.is_plain_greedy(self.lineup.requests) else 1
 
     def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step."""
@@ -183,7 +194,7 @@ class Call:
         new_tokens = sum(len(request.generated) for request in requests)
         seconds = time.perf_counter() - self.began
         decoded = sum(max(len(request.generated) - 1, 0) for request in requests)
-        computed = engine.model_tokens - cache.lost_tokens - decoded
+        computed = engine.model_tokens - engine.idle_tokens - cache.lost_tokens - decoded
         # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
         needed = max(computed, self.plan.computed_tokens - self.lineup.cached_tokens)
         return RunReport(

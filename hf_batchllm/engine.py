@@ -1,16 +1,47 @@
-"""The loop and nothing else: next step, build, run, collect."""
+"""The loop and nothing else: next step, build, launch, collect; ``depth`` steps on their way at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from .batch import BatchBuilder
+from .batch import BatchBuilder, ModelBatch
 from .request import Request, Step
 from .runner import ModelRunner
-from .sampling import Sampler
 from .scheduler import Scheduler
+
+
+class Launcher(Protocol):
+    """Has a step run and its tokens picked: at once, or ahead of what the host has seen."""
+
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
+        """Start. What comes back waits for the tokens of ``sampling`` when it is called."""
+
+
+class AtOnce:
+    """Tokens are picked by the host, from logits that it waits for."""
+
+    def __init__(self, runner: ModelRunner, sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]]) -> None:
+        self.runner = runner
+        self.sampler = sampler
+
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
+        logits = self.runner.step(batch)
+        tokens = self.sampler(logits, sampling) if sampling else []
+        return lambda: tokens
+
+
+@dataclass
+class Flight:
+    """A step on its way."""
+
+    step: Step
+    sampling: list[Request]
+    wait: Callable[[], list[int]]
 
 
 class Engine:
@@ -18,37 +49,61 @@ class Engine:
         self,
         scheduler: Scheduler,
         builder: BatchBuilder,
-        runner: ModelRunner,
-        sampler: Sampler,
+        launcher: Launcher,
         stop_tokens: frozenset[int],
+        depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
-        self.runner = runner
-        self.sampler = sampler
+        self.launcher = launcher
         self.stop_tokens = stop_tokens
+        self.depth = depth if getattr(scheduler, "runs_ahead", False) else 1
         self.steps = 0
         self.model_tokens = 0
+        self.idle_tokens = 0  # of requests that turned out to have ended before
 
     def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
         """Requests as they finish, until there are none. ``watch`` is told of every step that has been run."""
-        while (step := self.scheduler.next()) is not None:
-            batch = self.builder.build(step)
-            logits = self.runner.step(batch)
-            self.steps += 1
-            self.model_tokens += step.tokens
-            if watch is not None:
-                watch(step)
-            yield from self.collect(step, logits)
+        flights: deque[Flight] = deque()
+        while True:
+            step = self._next(must_wait=bool(flights))
+            if step is not None:
+                flights.append(self._launch(step))
+            elif not flights:
+                return
+            if step is None or len(flights) >= self.depth:
+                flight = flights.popleft()
+                tokens = flight.wait()
+                if watch is not None:
+                    watch(flight.step)
+                yield from self.collect(flight, tokens)
 
-    def collect(self, step: Step, logits: torch.Tensor) -> list[Request]:
-        """Give each request its token; those that end with it leave the cache."""
+    def _next(self, must_wait: bool) -> Step | None:
+        """The next step; None if what is on its way must be seen first, or if there is none."""
+        if must_wait and self.scheduler.must_know():  # type: ignore[attr-defined]
+            return None
+        return self.scheduler.next()
+
+    def _launch(self, step: Step) -> Flight:
+        batch = self.builder.build(step)
         sampling = step.sampling()
-        if not sampling:
-            return []
-        for request, token in zip(sampling, self.sampler(logits, sampling), strict=True):
+        wait = self.launcher.launch(batch, sampling)
+        for request in sampling:
+            request.expect()
+        self.steps += 1
+        self.model_tokens += step.tokens
+        return Flight(step, sampling, wait)
+
+    def collect(self, flight: Flight, tokens: list[int]) -> list[Request]:
+        """Give each request its token; those that end with it leave the cache."""
+        finished = []
+        for request, token in zip(flight.sampling, tokens, strict=True):
+            if request.done:  # it had ended before this step, which nobody knew when it was launched
+                self.idle_tokens += 1
+                continue
             request.append(token, token in self.stop_tokens)
-        finished = [request for request in sampling if request.done]
+            if request.done:
+                finished.append(request)
         for request in finished:
             self.scheduler.finish(request)
         return finished

@@ -74,7 +74,18 @@ class FinishReason(StrEnum):
 class Request(Unit):
     """One sequence to generate: a prompt, what it has produced, and how long it may become."""
 
-    __slots__ = ("can_stop", "finish_reason", "generated", "index", "max_new_tokens", "prompt_ids", "rank", "sample")
+    __slots__ = (
+        "can_stop",
+        "finish_reason",
+        "generated",
+        "index",
+        "max_new_tokens",
+        "pending",
+        "prompt_ids",
+        "rank",
+        "sample",
+        "seat",
+    )
 
     def __init__(
         self,
@@ -98,11 +109,24 @@ class Request(Unit):
         self.max_new_tokens = max_new_tokens
         self.can_stop = can_stop  # before it is as long as it may become
         self.generated: list[int] = []
+        self.pending = 0  # set by the engine: tokens sampled on the device that nobody here has seen yet
+        self.seat = 0  # set by the engine: where the device keeps its last token
         self.finish_reason: FinishReason | None = None
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + len(self.generated)
+        """All tokens that there are, seen or not."""
+        return len(self.prompt_ids) + len(self.generated) + self.pending
+
+    @property
+    def made(self) -> int:
+        """New tokens, seen or not."""
+        return len(self.generated) + self.pending
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further token may be sampled, though the last ones may not have been seen."""
+        return self.made >= self.max_new_tokens
 
     @property
     def max_length(self) -> int:
@@ -118,22 +142,35 @@ class Request(Unit):
     def done(self) -> bool:
         return self.finish_reason is not None
 
+    def expect(self) -> None:
+        """A token is being sampled, and will be seen later."""
+        assert not self.done and self.computed == self.length, "a token is sampled before its prompt is computed"
+        self.pending += 1
+
     def append(self, token: int, is_stop: bool) -> None:
         """Take a sampled token and notice the end."""
-        assert not self.done and self.computed == self.length, "a token was sampled before its prompt was computed"
+        assert not self.done
+        if self.pending:
+            self.pending -= 1
+        else:
+            assert self.computed == self.length, "a token was sampled before its prompt was computed"
         self.generated.append(token)
         if is_stop:
             self.finish_reason = FinishReason.STOP
+            self.pending = 0  # whatever has been sampled since is not part of the answer
         elif len(self.generated) >= self.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """Tokens at positions ``[begin, end)``: of the prompt, then of what was generated."""
+        """Tokens at positions ``[begin, end)``: of the prompt, then of what was generated; 0 where nobody knows yet."""
         assert 0 <= begin <= end <= self.length
         prompt = len(self.prompt_ids)
         if end <= prompt:
             return self.prompt_ids[begin:end]
-        new = np.asarray(self.generated[max(begin - prompt, 0) : end - prompt], dtype=np.int32)
+        first = max(begin - prompt, 0)
+        new = np.zeros(end - prompt - first, dtype=np.int32)
+        seen = self.generated[first : end - prompt]
+        new[: len(seen)] = seen
         return new if begin >= prompt else np.concatenate([self.prompt_ids[begin:], new])
 
     def __repr__(self) -> str:
@@ -164,14 +201,17 @@ class Step:
 
     rows: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    _sampling: list[Request] | None = None
 
     @property
     def tokens(self) -> int:
         return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
 
     def sampling(self) -> list[Request]:
-        """The requests that get a token, in the order of their rows in the batch."""
-        return self.rows + [chunk.unit for chunk in self.chunks if chunk.samples]  # type: ignore[misc]
+        """The requests that get a token, rows first. Found out once: it changes whether a chunk is the last one."""
+        if self._sampling is None:
+            self._sampling = self.rows + [chunk.unit for chunk in self.chunks if chunk.samples]  # type: ignore[misc]
+        return self._sampling
 
     def __iter__(self) -> Iterator[Chunk]:
         """Rows and chunks alike, as chunks."""

@@ -63,6 +63,10 @@ class Sampler:
             tokens += self._next(logits[begin : begin + rows], requests[begin : begin + rows])
         return tokens
 
+    def is_plain_greedy(self, requests: Sequence[Request]) -> bool:
+        """Whether the best token is taken, and no processor has a say in which that is."""
+        return not self._options.do_sample and not any(any(self._processors(request)) for request in requests[:1])
+
     def _next(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         scores = self._with_history(logits, requests)
         together = self._processors(requests[0])[1]  # the same for all: they depend on options alone

@@ -24,6 +24,10 @@ class Scheduler(Protocol):
     After ``next()`` the engine runs the step as it stands: every chunk in it counts as computed from then on, and the
     pages for it are reserved. A unit may be run beside the prefix that it stands on if that comes before it.
     ``preemptions`` may count how often a request gave its pages back, for the report.
+
+    With ``runs_ahead`` (absent: False) steps are asked for before the tokens of earlier ones have been seen: requests
+    then have ``pending`` tokens, and those that are ``exhausted`` only wait for theirs. Where a request may be
+    preempted ``must_know()`` says so beforehand: it is computed again from its tokens.
     """
 
     preemptions: int
@@ -32,7 +36,7 @@ class Scheduler(Protocol):
         """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready."""
 
     def next(self) -> Step | None:
-        """The next step, or None when every request has finished."""
+        """The next step, or None when every request has finished, or only waits for tokens that were not seen yet."""
 
     def finish(self, request: Request) -> None:
         """``request`` has ended: give back what it holds."""
@@ -68,11 +72,13 @@ class ExpectedLength:
         else:
             # The first to end are the short ones, so the mean alone would be too low.
             guess = self._mean + math.sqrt(self._squares / self.count)
-        return min(request.max_new_tokens, max(math.ceil(guess), len(request.generated) + 1))
+        return min(request.max_new_tokens, max(math.ceil(guess), request.made + 1))
 
 
 class _Base(ABC):
     """What both schedulers do: keep the queues, cut prompts into chunks, give pages back."""
+
+    runs_ahead = True
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         self.cache = cache
@@ -84,6 +90,10 @@ class _Base(ABC):
     @abstractmethod
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         """The order in which requests are let in."""
+
+    def must_know(self) -> bool:
+        """Whether the next step may take pages from a request whose tokens have not all been seen."""
+        return False
 
     def finish(self, request: Request) -> None:
         self._leave(request)
@@ -140,7 +150,8 @@ class _Base(ABC):
         request.computed += 1
 
     def _checked(self, step: Step) -> Step | None:
-        if step.tokens == 0 and (self.running or self.waiting):
+        unseen = any(request.pending for request in self.running)  # then more may be known soon
+        if step.tokens == 0 and (self.running or self.waiting) and not unseen:
             raise RuntimeError(
                 f"the scheduler is stuck: {len(self.running)} requests running, {len(self.waiting)} waiting, "
                 f"{self.cache.free_pages} of {self.cache.num_pages} pages free"
@@ -172,8 +183,8 @@ class GroupScheduler(_Base):
     def next(self) -> Step | None:
         step = Step()
         budget = self.max_batch_tokens
-        prefilling = [request for request in self.running if request.todo > 1 or not request.generated]
-        ready = [request for request in self.running if request.todo == 1 and request.generated]
+        prefilling = [request for request in self.running if request.todo > 1 or not request.made]
+        ready = [request for request in self.running if request.todo == 1 and request.made and not request.exhausted]
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
             for request in ready:
                 # One that is not running any more has given its pages to an older one just now.
@@ -191,6 +202,13 @@ class GroupScheduler(_Base):
                 promised += self._growth(request)
                 budget -= self._fill(request, step, budget)
         return self._checked(step)
+
+    def must_know(self) -> bool:
+        growing = [request for request in self.running if request.todo == 1 and not request.exhausted]
+        if len(growing) <= self.cache.free_pages:
+            return False
+        missing = sum(self.cache.missing(request, request.length) for request in growing)
+        return not self._could_have(missing)
 
     def finish(self, request: Request) -> None:
         self.expected.learn(len(request.generated))
@@ -262,7 +280,7 @@ class FifoScheduler(_Base):
         step = Step()
         budget = self.max_batch_tokens
         for request in self.running:
-            if request.todo > 1 or not request.generated:
+            if request.todo > 1 or not request.made:
                 budget -= self._fill(request, step, budget)
                 if budget <= 0:
                     break
@@ -272,7 +290,8 @@ class FifoScheduler(_Base):
             self.cache.reserve(request, request.max_length)
             budget -= self._fill(request, step, budget)
         if not step.tokens:
-            for request in sorted(list(self.running)[:budget], key=lambda request: request.rank):
+            ready = [request for request in self.running if not request.exhausted][:budget]
+            for request in sorted(ready, key=lambda request: request.rank):
                 self._row(request, step)
         return self._checked(step)
 

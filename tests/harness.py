@@ -53,8 +53,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     caches: list[Any] = []
     collect, of = Engine.collect, KVStorage.of
 
-    def checked_collect(self: Engine, step: Any, logits: torch.Tensor) -> Any:
-        finished = collect(self, step, logits)
+    def checked_collect(self: Engine, flight: Any, tokens: list[int]) -> Any:
+        finished = collect(self, flight, tokens)
         cache = self.scheduler.cache  # type: ignore[attr-defined]
         cache.check_integrity()
         if cache not in caches:
