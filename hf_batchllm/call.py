@@ -15,6 +15,7 @@ from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend
 from .batch import BatchBuilder
 from .config import BatchConfig
+from .decode_graphs import graphs_for
 from .engine import AtOnce, Engine, Launcher
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
@@ -115,7 +116,8 @@ class Call:
         depth = self._depth(sampler)
         launcher: Launcher = AtOnce(self._runner, sampler)
         if depth > 1:
-            launcher = Ahead(self._runner, greedy, len(self.lineup.requests), device)
+            launcher = ahead = Ahead(self._runner, greedy, len(self.lineup.requests), device)
+            ahead.graphs = graphs_for(self.config, self._runner, ahead.last, greedy, self.notices)
         builder = BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk)
         self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
 

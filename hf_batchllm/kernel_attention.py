@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,7 +77,10 @@ class KernelBackend:
         self._refusals: dict[tuple[Any, ...], str | None] = {}
 
     def prepare(self, batch: AttentionBatch) -> KernelAttention:
-        return KernelAttention(StepWork(batch, self.device, self.multiprocessors, self.gates), self)
+        return KernelAttention(self.work_of(batch), self)
+
+    def work_of(self, batch: AttentionBatch) -> StepWork:
+        return StepWork(batch, self.device, self.multiprocessors, self.gates)
 
     def refusal(self, call: AttentionCall) -> str | None:
         """Why the kernels cannot do this layer."""
@@ -86,6 +89,21 @@ class KernelBackend:
         if shape not in self._refusals:
             self._refusals[shape] = self.kernels.unsupported(*shape)
         return self._refusals[shape]
+
+
+class Work(Protocol):
+    """What there is to do in a step."""
+
+    rows: int  # decode rows, and tokens of short chunks; they come first
+    has_chunks: bool  # whether longer chunks follow
+
+    @property
+    def slots(self) -> torch.Tensor: ...  # [tokens]
+    @property
+    def lengths(self) -> torch.Tensor: ...  # [rows] int32
+    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists: ...
+    def chunk_lists(self, window: int | None, group: int, tile: int) -> PrefillWork: ...
+    def torch_plan(self, scratch: Scratch) -> CascadePlan: ...
 
 
 class StepWork:
@@ -104,19 +122,27 @@ class StepWork:
         self._short = int(long.argmax()) if long.any() else len(spans)  # spans before the first long chunk
         self.rows = int(self._end[self._short - 1]) if self._short else 0  # of short spans, which come first
         self.has_chunks = self._short < len(spans)
+        self._on_host: dict[tuple[Any, ...], WorkLists] = {}
         self._lists: dict[tuple[Any, ...], WorkLists] = {}
         self._chunk_lists: dict[tuple[Any, ...], PrefillWork] = {}
+        self._torch_plan: CascadePlan | None = None
 
-    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+    def lists(self, *key: Any) -> WorkLists:
+        """As ``on_host``, on the device."""
+        if key not in self._lists:
+            self._lists[key] = self.on_host(*key).to(self.device)
+        return self._lists[key]
+
+    def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
         """Of the decode rows and short chunks."""
         key = window, heads, kv_heads, sinks
-        if key not in self._lists:
+        if key not in self._on_host:
             page_size = self.batch.page_size
             readers, (gate, gate_merged) = self._readers(slice(self._short)), self.gates
             ranges = make_ranges(
                 self._units, readers, page_size=page_size, window=window, gate=gate, gate_merged=gate_merged
             )
-            self._lists[key] = build_work(
+            self._on_host[key] = build_work(
                 ranges,
                 self._lengths,
                 kv_heads=kv_heads,
@@ -125,8 +151,18 @@ class StepWork:
                 multiprocessors=self.multiprocessors,
                 window=window,
                 direct=not sinks,
-            ).to(self.device)
-        return self._lists[key]
+            )
+        return self._on_host[key]
+
+    @property
+    def slots(self) -> torch.Tensor:  # [tokens]
+        return self.batch.slots
+
+    def torch_plan(self, scratch: Scratch) -> CascadePlan:
+        """For layers that the kernels cannot do."""
+        if self._torch_plan is None:
+            self._torch_plan = CascadePlan(self.batch, self.device, scratch)
+        return self._torch_plan
 
     def chunk_lists(self, window: int | None, group: int, tile: int) -> PrefillWork:
         key = window, group, tile
@@ -162,7 +198,7 @@ class KernelAttention:
 
     takes_masks = False
 
-    def __init__(self, work: StepWork, backend: KernelBackend) -> None:
+    def __init__(self, work: Work, backend: KernelBackend) -> None:
         self.work = work
         self.backend = backend
         self.calls = 0
@@ -170,7 +206,7 @@ class KernelAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls += 1
-        kernels, storage, batch = self.backend.kernels, self.backend.storage, self.work.batch
+        kernels, storage = self.backend.kernels, self.backend.storage
         k_cache, v_cache = storage.of(call.layer, call.k, call.v)
         refusal = self.backend.refusal(call)
         if refusal is not None:
@@ -179,7 +215,7 @@ class KernelAttention:
         given = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
         q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
         turn = call.rotation or Rotation(None, None)
-        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, batch.slots, q_out=q, **turn.norms())
+        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, self.work.slots, q_out=q, **turn.norms())
         k_pages, v_pages = storage.paged(call.layer, kernels.by_page)
         out = q.new_empty(*q.shape[:2], v_cache.shape[2])
         same = {"window": call.window, "softcap": call.softcap}
@@ -223,8 +259,8 @@ class KernelAttention:
             "kernels",
             f"attention of {type(call.layer).__name__} runs in plain PyTorch, which is correct and slow: {refusal}",
         )
-        q = write_in_torch(call, k_cache, v_cache, self.work.batch.slots)
-        return self._torch_plan.run(
+        q = write_in_torch(call, k_cache, v_cache, self.work.slots)
+        return self.work.torch_plan(self.backend.scratch).run(
             q,
             k_cache,
             v_cache,
@@ -233,7 +269,3 @@ class KernelAttention:
             softcap=call.softcap,
             sinks=call.sinks,
         )
-
-    @cached_property
-    def _torch_plan(self) -> CascadePlan:
-        return CascadePlan(self.work.batch, self.backend.device, self.backend.scratch)

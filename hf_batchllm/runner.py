@@ -53,14 +53,23 @@ class ModelRunner:
     def _step(self, batch: ModelBatch) -> torch.Tensor:
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
-        keep = {"logits_to_keep": tokens.logits_rows} if self._selects_rows else {}
         context = self.backend.prepare(batch.attention)
+        return self._in_float32(self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [tokens]
+        position_ids: torch.Tensor,  # [tokens]
+        context: AttentionContext,
+        logits_rows: torch.Tensor | None = None,  # [samples]; None: all tokens
+    ) -> torch.Tensor:  # [samples, vocabulary]
+        keep = {"logits_to_keep": logits_rows} if self._selects_rows and logits_rows is not None else {}
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
         fused = nullcontext() if self._fused is None else self._fused.applied()
         with self._swap.applied(ATTENTION_NAME), fused, self._head.applied(), attention_context(context):
             output = self.model(
-                input_ids=tokens.input_ids[None],
-                position_ids=tokens.position_ids[None],
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
                 use_cache=False,
                 return_dict=True,
                 **keep,
@@ -72,9 +81,7 @@ class ModelRunner:
                 "attention of its own? That is not supported"
             )
         logits = output.logits[0]
-        if not self._selects_rows:
-            logits = logits[tokens.logits_rows]
-        return self._in_float32(logits)
+        return logits if self._selects_rows or logits_rows is None else logits[logits_rows]
 
     def _in_float32(self, logits: torch.Tensor) -> torch.Tensor:
         """As ``generate`` hands them to its processors. Good until the next step."""

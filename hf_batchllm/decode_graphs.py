@@ -1,0 +1,202 @@
+"""Decode steps as CUDA graphs: captured once for so many rows, replayed whatever the rows are and share.
+
+A graph reads what to do from memory of its own: positions, slots, seats and work lists, which a step fills before its
+replay. Fewer rows than the graph has leave the rest idle: they own no key, write nothing, and nobody looks at them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .batch import ModelBatch
+from .config import BatchConfig
+from .kernel_attention import KernelAttention, KernelBackend, StepWork
+from .kernels.work_lists import WorkLists
+from .notices import Notices
+from .runner import ModelRunner
+
+Pick = Callable[[torch.Tensor], torch.Tensor]  # logits [rows, vocabulary] -> tokens [rows]
+
+_WORTH = 8  # steps still to come: fewer do not pay for a capture
+_SPARE = 1.3  # rows: a graph that is there and is no larger than so many times what is needed will do
+
+
+def bucket_of(rows: int) -> int:
+    """The rows of the graph for a step of so many."""
+    for upto, size in ((8, 1), (64, 8), (256, 16), (1024, 64)):
+        if rows <= upto:
+            return -(-rows // size) * size
+    return -(-rows // 256) * 256
+
+
+class GraphWork:
+    """The work of whatever step the graph is replayed for; as ``StepWork``, at addresses that stay."""
+
+    has_chunks = False
+
+    def __init__(self, rows: int, entries: int, multiprocessors: int, device: torch.device) -> None:
+        self.rows = rows
+        self.slots = torch.full((rows,), -1, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._entries = entries
+        self._multiprocessors = multiprocessors
+        self._device = device
+        self._rooms: dict[tuple[Any, ...], WorkLists] = {}
+        self._step: StepWork | None = None
+
+    def load(self, step: StepWork) -> None:
+        """Take over a step's lists. ValueError if they do not fit."""
+        made = [(room, room.fitted(step.on_host(*key))) for key, room in self._rooms.items()]
+        for room, work in made:
+            room.packed.copy_(_staged(work.packed, self._device), non_blocking=True)
+        self._step = step
+
+    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+        key = window, heads, kv_heads, sinks
+        if key not in self._rooms:  # in the run before the capture
+            assert self._step is not None
+            at_once = self._multiprocessors // kv_heads + 1
+            blocks = self.rows * (heads // kv_heads) // 64 + 1
+            room = WorkLists.room(
+                rows=self.rows,
+                items={16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once},
+                entries=self._entries,
+                parts=8 * self.rows + 8 * at_once,
+                device=self._device,
+                direct=not sinks,
+            )
+            room.fill(self._step.on_host(*key))
+            self._rooms[key] = room
+        return self._rooms[key]
+
+
+class DecodeGraph:
+    def __init__(self, rows: int, runner: ModelRunner, backend: KernelBackend, last: torch.Tensor, pick: Pick) -> None:
+        device = last.device
+        entries = backend.storage.num_pages + 8 * rows + 64
+        self.rows = rows
+        self.work = GraphWork(rows, entries, backend.multiprocessors, device)
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
+        self._numbers = torch.zeros(4, rows, dtype=torch.long, device=device)  # positions, slots, seats, lengths
+        self._context = KernelAttention(self.work, backend)
+        self._runner = runner
+        self._last = last
+        self._pick = pick
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def load(self, batch: ModelBatch, step: StepWork) -> None:
+        """What the next run is about. ValueError if it does not fit."""
+        rows = batch.attention.rows
+        self.work.load(step)
+        numbers = np.zeros((4, self.rows), dtype=np.int64)
+        numbers[0, :rows] = batch.attention.positions
+        numbers[1] = -1  # nothing is written
+        numbers[1, :rows] = batch.attention.slots.numpy()
+        numbers[2] = len(self._last) - 1  # nobody's
+        numbers[2, :rows] = batch.tokens.row_seats.numpy()
+        numbers[3, :rows] = batch.attention.positions + 1
+        self._numbers.copy_(_staged(torch.from_numpy(numbers), self._numbers.device), non_blocking=True)
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run()
+
+    def capture(self, pool: Any) -> None:
+        """After a first run, in which whatever is made on first use is made."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._run()
+        self._graph = graph
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        positions, slots, seats, lengths = self._numbers
+        self.work.slots.copy_(slots)
+        self.work.lengths.copy_(lengths)
+        self._context.calls = 0
+        logits = self._runner.forward(self._last[seats], positions, self._context)
+        picked = self._pick(logits)
+        self._last[seats] = picked
+        self.tokens.copy_(picked)
+
+
+class DecodeGraphs:
+    """The graphs of a call, by their rows."""
+
+    def __init__(self, runner: ModelRunner, backend: KernelBackend, last: torch.Tensor, pick: Pick, notices: Notices):
+        self._runner = runner
+        self._backend = backend
+        self._last = last
+        self._pick = pick
+        self._notices = notices
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._pool: Any = None
+        self._given_up = False
+        self.seconds = 0.0  # that captures took
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, batch: ModelBatch, steps_to_come: int) -> torch.Tensor | None:  # [rows]
+        """The next token of each decode row. None if the step is none for a graph: then nothing has been done."""
+        rows = batch.attention.rows
+        if self._given_up or len(batch.attention.spans) > rows:
+            return None
+        graph = self._fitting(rows)
+        fresh = graph is None
+        if graph is None:
+            if steps_to_come < _WORTH:
+                return None
+            graph = DecodeGraph(bucket_of(rows), self._runner, self._backend, self._last, self._pick)
+        try:
+            graph.load(batch, self._backend.work_of(batch.attention))
+            graph.run()
+        except ValueError:  # more lists than a graph has room for: an odd step
+            return None
+        if fresh:
+            self._capture(graph)
+        return graph.tokens[:rows]
+
+    def _fitting(self, rows: int) -> DecodeGraph | None:
+        sizes = [size for size in self._graphs if rows <= size <= max(bucket_of(rows), _SPARE * rows)]
+        return self._graphs[min(sizes)] if sizes else None
+
+    def _capture(self, graph: DecodeGraph) -> None:
+        began = time.perf_counter()
+        try:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph.capture(self._pool)
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            self._given_up = True
+            reason = str(error).strip().splitlines()
+            self._notices(
+                "graphs",
+                "decode steps run without CUDA graphs, which is slower: this model cannot be captured "
+                f"({type(error).__name__}: {reason[0] if reason else ''})",
+            )
+        else:
+            self._graphs[graph.rows] = graph
+        self.seconds += time.perf_counter() - began
+
+
+def graphs_for(
+    config: BatchConfig, runner: ModelRunner, last: torch.Tensor, pick: Pick, notices: Notices
+) -> DecodeGraphs | None:
+    """None where there are no graphs to be had."""
+    backend = runner.backend
+    if not config.cuda_graphs or last.device.type != "cuda" or not isinstance(backend, KernelBackend):
+        return None
+    return DecodeGraphs(runner, backend, last, pick, notices)
+
+
+def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Where a copy to the device need not wait for it."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,0 +1,95 @@
+"""Decode steps at fixed addresses: what a captured graph reads is filled anew for each step.
+
+Without a GPU nothing is captured; the step is run once more in its place, over the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families import build, family_params
+from harness import assert_parity
+from harness import watched as watched  # a fixture
+from interpreted import plain
+from test_kernel_attention import TWINS
+from test_parity import KINDS_OF_ATTENTION, mixed_prompts
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, bucket_of
+from hf_batchllm.kernel_attention import KernelBackend
+
+pytestmark = plain
+NEW_TOKENS = 12
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
+    """Calls run over the kernels' twins, and their decode steps as if they were captured."""
+    seen: list[DecodeGraphs] = []
+
+    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> KernelBackend:
+        return KernelBackend(TWINS, storage, device, notices, (4, 2))
+
+    def graphs_for(config: Any, runner: Any, last: Any, pick: Any, notices: Any) -> DecodeGraphs:
+        seen.append(DecodeGraphs(runner, runner.backend, last, pick, notices))
+        return seen[-1]
+
+    def capture(self: DecodeGraphs, graph: DecodeGraph) -> None:
+        self._graphs[graph.rows] = graph
+
+    monkeypatch.setattr("hf_batchllm.call.make_backend", make_backend)
+    monkeypatch.setattr("hf_batchllm.call.graphs_for", graphs_for)
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    return seen
+
+
+@pytest.mark.parametrize("family", family_params([*KINDS_OF_ATTENTION, "qwen3", "gemma3"]))
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_tokens_are_those_of_generate(
+    family: str, page_size: int, watched: list[Any], graphs: list[DecodeGraphs]
+) -> None:
+    prompts = mixed_prompts(3)
+    generator = BatchGenerator(build(family), steps_per_sync=3, page_size=page_size, min_shared_tokens=1)
+    result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
+    assert_parity(family, prompts, result, NEW_TOKENS)
+    assert len(graphs[0]) == 1
+    assert all(cache.free_pages == cache.num_pages for cache in watched)
+
+
+def test_rows_that_leave_are_idle_in_the_graph_that_there_is(watched: list[Any], graphs: list[DecodeGraphs]) -> None:
+    prompts = mixed_prompts(5)
+    generator = BatchGenerator(build("llama"), steps_per_sync=2, page_size=16)
+    plain_result = BatchGenerator(build("llama"), steps_per_sync=1, cuda_graphs=False)
+    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": list(range(0, 97, 9)), "progress": False}
+    result = generator.generate(prompts, **options)
+    assert result.token_ids == plain_result.generate(prompts, **options).token_ids
+    rows = sorted(graphs[0]._graphs)
+    assert 1 < len(rows) < 8, rows
+    assert rows[-1] <= bucket_of(len(prompts))
+
+
+def test_few_steps_are_not_worth_a_graph(graphs: list[DecodeGraphs]) -> None:
+    prompts = mixed_prompts(2)
+    BatchGenerator(build("llama"), steps_per_sync=2).generate(prompts, max_new_tokens=4, progress=False)
+    assert len(graphs[0]) == 0
+
+
+def test_a_step_that_does_not_fit_runs_without(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: DecodeGraph, *rest: Any) -> None:
+        raise ValueError("9 entries do not fit into lists with room for 8")
+
+    monkeypatch.setattr(DecodeGraph, "load", load)
+    prompts = mixed_prompts(2)
+    result = BatchGenerator(build("llama"), steps_per_sync=2).generate(
+        prompts, max_new_tokens=NEW_TOKENS, progress=False
+    )
+    assert_parity("llama", prompts, result, NEW_TOKENS)
+
+
+def test_buckets() -> None:
+    sizes = [bucket_of(rows) for rows in range(1, 2000)]
+    assert all(size >= rows for rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert all(size <= 1.5 * rows for rows, size in enumerate(sizes, 1) if rows >= 16)
+    assert len(set(sizes)) < 50
