@@ -57,6 +57,13 @@ class RecordingScheduler:
     def preemptions(self) -> int:
         return getattr(self.inner, "preemptions", 0)
 
+    @property
+    def runs_ahead(self) -> bool:
+        return getattr(self.inner, "runs_ahead", False)
+
+    def must_know(self) -> bool:
+        return self.inner.must_know()  # type: ignore[attr-defined]
+
 
 @dataclass
 class Ours:
