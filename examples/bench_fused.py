@@ -133,7 +133,7 @@ class Bench:
                 assert torch.equal(replayed, plain), "a replay gives something else"
             milliseconds = self._median_ms(graph.replay, count)
         events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return milliseconds, len(events), sum(event.device_time for event in events) / 1e3
+        return milliseconds, len(events), sum(event.time_range.elapsed_us() for event in events) / 1e3
 
     def _median_ms(self, function: Any, count: int) -> float:
         times = []

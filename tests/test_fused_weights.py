@@ -215,12 +215,14 @@ def test_kept_prefixes_stay(fusing: list[int]) -> None:
 
 
 def test_no_trace_of_old_parts_is_kept() -> None:
+    old = qkv(new_model())
+    merge(old)
+    assert any(whole == merged_weights._parts[old[0].data_ptr()] for whole in merged_weights._parts.values())
+    del old
     gc.collect()
-    merge(qkv(new_model()))
-    gc.collect()
-    merge(qkv(new_model()))
-    alive = [whole for whole in merged_weights._parts.values() if not whole.expired()]
-    assert len(merged_weights._parts) == len(alive) + 3 or len(merged_weights._parts) == len(alive)
+    assert any(whole.expired() for whole in merged_weights._parts.values())
+    merge(qkv(new_model())[:2])
+    assert sum(whole.expired() for whole in merged_weights._parts.values()) <= 2, "those of the last line itself"
 
 
 @pytest.mark.parametrize(
