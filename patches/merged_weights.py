@@ -40,7 +40,7 @@ def why_not_merge(parameters: Sequence[nn.Parameter]) -> str | None:
     if len({id(each) for each in parameters}) < len(parameters):
         return "are tied to each other"
     if merged(parameters) is None and any(_is_held_elsewhere(each) for each in parameters):
-        return "share their memory with something else (tied weights, or a state_dict() that is kept)"
+        return "share their memory with something else (a state_dict() or the graph of a forward that is kept, say)"
     return None
 
 
@@ -79,7 +79,7 @@ def merge(parameters: Sequence[nn.Parameter]) -> torch.Tensor:  # [sum of rows, 
 def unmerge(parameter: nn.Parameter) -> bool:
     """Give it memory of its own again, if it has none. Says whether it did.
 
-    Where somebody else holds its memory too (a state_dict() that is kept), that tie is older and stays.
+    Where somebody else holds its memory too (a state_dict() that is kept), it stays: that tie is the owner's.
     """
     if type(parameter) is not nn.Parameter or _whole(parameter) is None or _is_held_elsewhere(parameter):
         return False

@@ -1,0 +1,203 @@
+"""What fused layers bring: a step of decode rows and a step of prompts, with a model's own layers and with fused ones.
+
+    python examples/bench_fused.py                          # eight layers of Llama-8B's shape, random weights
+    python examples/bench_fused.py --family qwen3 --layers 4
+    python examples/bench_fused.py --json figures.json
+
+A step is run as the engine runs it. "eager" is its time from call to call, "graph" that of the same forward replayed
+from a CUDA graph, so without what launches cost the host; each is a median. "kernels" and "busy" count all of them, and
+add up their times, in one forward. The errors are those of the logits against the same model in float32, largest and
+root mean square: fused layers round where the model's own do, but a merged product may add up in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+
+from hf_batchllm import BatchConfig
+from hf_batchllm.architecture import inspect_model
+from hf_batchllm.attention import ATTENTION_NAME, attention_context
+from hf_batchllm.backends import fused_kernels, make_backend
+from hf_batchllm.batch import BatchBuilder, ModelBatch
+from hf_batchllm.kernels import small_torch
+from hf_batchllm.notices import Notices
+from hf_batchllm.patches.attention_swap import AttentionSwap
+from hf_batchllm.patches.fused import FusedKernels, FusedLayers, Fusion
+from hf_batchllm.request import Chunk, Request, Step
+from hf_batchllm.runner import ModelRunner
+from hf_batchllm.storage import KVStorage
+
+PAGE = 64
+SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+SHAPE |= {"vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 8192}
+TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 16, "vocab_size": 500}
+
+
+@dataclass
+class Figures:
+    step: str
+    layers: str
+    eager_ms: float
+    graph_ms: float
+    kernels: int
+    busy_ms: float
+    largest_error: float
+    mean_error: float
+
+
+class Bench:
+    """One model with a cache of its own, and the two steps over it."""
+
+    def __init__(self, model: Any, rows: int, context: int, prompts: int, length: int) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.architecture = inspect_model(model)
+        rng = np.random.default_rng(5)
+        self.pages = 0
+        self.rows = [self._request(rng, context + 1) for _ in range(rows)]
+        self.prompts = [self._request(rng, length) for _ in range(prompts)]
+        self.backend = make_backend(BatchConfig(page_size=PAGE), self.device, KVStorage(self.pages, PAGE), Notices())
+        self.builder = BatchBuilder(PAGE, short_chunk=self.backend.short_chunk)
+        for begin in range(0, rows, 64):
+            some = self.rows[begin : begin + 64]
+            self.logits(self.builder.build(Step([], [Chunk(request, 0, context) for request in some])), None)
+        self.steps = {
+            f"{rows} decode rows": self.builder.build(Step(self.rows)),
+            f"{prompts * length:,} prompt tokens": self.builder.build(
+                Step([], [Chunk(request, 0, length) for request in self.prompts])
+            ),
+        }
+
+    def _request(self, rng: np.random.Generator, length: int) -> Request:
+        vocabulary = self.architecture.vocab_size
+        request = Request(0, rng.integers(0, vocabulary, length).astype(np.int32), 1)
+        taken = -(-length // PAGE)
+        request.pages = list(range(self.pages, self.pages + taken))
+        self.pages += taken
+        return request
+
+    def logits(self, batch: ModelBatch, fused: FusedLayers | None) -> torch.Tensor:  # [samples, vocabulary] float32
+        return ModelRunner(self.model, self.architecture, self.backend, fused).step(batch)
+
+    def figures(self, step: str, fused: FusedLayers | None, exact: torch.Tensor, count: int) -> Figures:
+        batch = self.steps[step]
+        error = (self.logits(batch, fused) - exact).double()
+        runner = ModelRunner(self.model, self.architecture, self.backend, fused)
+        eager = self._median_ms(lambda: runner.step(batch), count)
+        graph, kernels, busy = 0.0, 0, 0.0
+        if self.device.type == "cuda":
+            graph, kernels, busy = self._on_the_device(batch, fused, count)
+        layers = "own" if fused is None else "fused"
+        worst, mean = float(error.abs().max()), float(error.square().mean().sqrt())
+        return Figures(step, layers, eager, graph, kernels, busy, worst, mean)
+
+    def _on_the_device(self, batch: ModelBatch, fused: FusedLayers | None, count: int) -> tuple[float, int, float]:
+        batch = batch.to(self.device)
+        context = self.backend.prepare(batch.attention)
+        swap, tokens = AttentionSwap(self.model), batch.tokens
+
+        def forward() -> torch.Tensor:
+            return self.model(
+                input_ids=tokens.input_ids[None],
+                position_ids=tokens.position_ids[None],
+                use_cache=False,
+                logits_to_keep=tokens.logits_rows,
+            ).logits
+
+        with torch.no_grad(), swap.applied(ATTENTION_NAME), attention_context(context):
+            with nullcontext() if fused is None else fused.applied():
+                plain = forward()  # the step's lists are made, and kernels compiled
+                activities = [torch.profiler.ProfilerActivity.CUDA]
+                with torch.profiler.profile(activities=activities) as profile:
+                    forward()
+                    torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    replayed = forward()
+                graph.replay()
+                assert torch.equal(replayed, plain), "a replay gives something else"
+            milliseconds = self._median_ms(graph.replay, count)
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return milliseconds, len(events), sum(event.time_range.elapsed_us() for event in events) / 1e3
+
+    def _median_ms(self, function: Any, count: int) -> float:
+        times = []
+        for _ in range(3):
+            function()
+        for _ in range(count):
+            if self.device.type == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                begin.record()
+                function()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(begin.elapsed_time(end))
+            else:
+                start = time.perf_counter()
+                function()
+                times.append((time.perf_counter() - start) * 1e3)
+        return float(np.median(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", default="llama", help="llama, mistral, qwen2 or qwen3")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--count", type=int, default=10, help="how often each is timed")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    on_gpu = torch.cuda.is_available()  # elsewhere a tiny model, to see that this runs
+    device, shape = ("cuda", SHAPE) if on_gpu else ("cpu", TINY)
+    config = AutoConfig.for_model(chosen.family, **shape, num_hidden_layers=chosen.layers)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    sizes = (256, 128, 4, 2048) if on_gpu else (8, 16, 2, 32)
+    wide = copy.deepcopy(model).float()
+    # The angles as they were: a cast to bfloat16 and back would move them.
+    wide.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
+    exact_bench = Bench(wide, *sizes)
+    exact = {step: exact_bench.logits(batch, None) for step, batch in exact_bench.steps.items()}
+    del exact_bench, wide
+    bench = Bench(model, *sizes)
+    figures = [bench.figures(step, None, exact[step], chosen.count) for step in bench.steps]
+    kernels = fused_kernels(BatchConfig(page_size=PAGE), bench.device)
+    if kernels is None:
+        kernels = FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+    began, fusion = time.perf_counter(), Fusion(model)
+    before = torch.cuda.memory_reserved() if on_gpu else 0
+    fused = fusion.merge(kernels)
+    grown = (torch.cuda.memory_reserved() - before) / 1e9 if on_gpu else 0.0
+    spent = time.perf_counter() - began
+    print(f"{chosen.family}: {fusion.summary} fused, merged in {spent:.2f} s, {grown:+.2f} GB of memory reserved")
+    figures += [bench.figures(step, fused, exact[step], chosen.count) for step in bench.steps]
+    fusion.unmerge()
+
+    print(f"{'step':22s} {'layers':6s} {'eager ms':>9s} {'graph ms':>9s} {'kernels':>8s} {'busy ms':>8s}   errors")
+    for line in sorted(figures, key=lambda line: line.step):
+        print(
+            f"{line.step:22s} {line.layers:6s} {line.eager_ms:9.2f} {line.graph_ms:9.2f} {line.kernels:8d} "
+            f"{line.busy_ms:8.2f}   {line.largest_error:.4f} {line.mean_error:.5f}"
+        )
+    if chosen.json:
+        chosen.json.write_text(json.dumps([asdict(line) for line in figures], indent=1))
+
+
+if __name__ == "__main__":
+    main()
