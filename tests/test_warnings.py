@@ -96,10 +96,10 @@ def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) ->
 
     look = generator.inspect_model
     monkeypatch.setattr(
-        generator, "inspect_model", lambda model: dataclasses.replace(look(model), device=torch.device("cuda"))
+        generator, "inspect_model", lambda model: dataclasses.replace(look(model), device=torch.device("mps"))
     )
     (warning,) = caught(make)
-    assert "attention on cuda runs in plain PyTorch" in str(warning.message)
+    assert "attention on mps runs in plain PyTorch" in str(warning.message)
     assert warning.filename == __file__
 
     class Own(BatchGenerator):
