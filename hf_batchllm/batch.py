@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from .request import Step, units_below
+from .request import Request, Step, Unit, units_below
 
 
 @dataclass(frozen=True)
@@ -83,46 +83,52 @@ class BatchBuilder:
         self.pin_memory = pin_memory
 
     def build(self, step: Step) -> ModelBatch:
-        chunks = list(step)
-        rows = len(step.rows)
-        placed = sorted(range(rows, len(chunks)), key=lambda i: chunks[i].end - chunks[i].begin > self.short_chunk)
-        placed = [*range(rows), *placed]
-        units = units_below([chunk.unit for chunk in chunks])
+        # Stable: neighbours in the plan stay neighbours.
+        chunks = sorted(step.chunks, key=lambda chunk: chunk.end - chunk.begin > self.short_chunk)
+        units = units_below([*step.rows, *(chunk.unit for chunk in chunks)])
         place = {unit: index for index, unit in enumerate(units)}
         table = UnitTable(
             base=[place[unit.base] if unit.base is not None else -1 for unit in units],
             start=[unit.start for unit in units],
             pages=[np.array(unit.pages, dtype=np.int64) for unit in units],
         )
-        spans: list[Span] = []
-        last = [0] * len(chunks)  # the place of each chunk's last token
-        token = 0
-        for i in placed:
-            chunk = chunks[i]
-            size = chunk.end - chunk.begin
-            spans.append(Span(place[chunk.unit], token, token + size, chunk.begin))
-            token += size
-            last[i] = token - 1
-        logits_rows = [end for chunk, end in zip(chunks, last, strict=True) if chunk.samples]
-        chunks = [chunks[i] for i in placed]
-        positions = np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in chunks])
-        ids = np.concatenate([chunk.unit.tokens(chunk.begin, chunk.end) for chunk in chunks])
-        slots = np.concatenate(
-            [
-                table.slots(span.unit, chunk.begin, chunk.end, self.page_size)
-                for span, chunk in zip(spans, chunks, strict=True)
-            ]
-        )
+        rows = len(step.rows)
+        spans, ids, positions, slots = self._rows(step.rows, place)
+        last = {}  # the place of each chunk's last token
+        token = rows
+        for chunk in chunks:
+            begin, token = token, token + chunk.end - chunk.begin
+            spans.append(Span(place[chunk.unit], begin, token, chunk.begin))
+            ids.append(chunk.unit.tokens(chunk.begin, chunk.end))
+            positions.append(np.arange(chunk.begin, chunk.end))
+            slots.append(table.slots(place[chunk.unit], chunk.begin, chunk.end, self.page_size))
+            last[chunk] = token - 1
+        logits_rows = [*range(rows), *(last[chunk] for chunk in step.chunks if chunk.samples)]
+        every_position = np.concatenate(positions)
         return ModelBatch(
             TokenBatch(
-                self._tensor(ids),
-                self._tensor(positions),
+                self._tensor(np.concatenate(ids)),
+                self._tensor(every_position),
                 self._tensor(np.array(logits_rows)),
                 self._tensor(np.array([request.seat for request in step.rows])),
                 self._tensor(np.array([request.seat for request in step.sampling()])),
             ),
-            AttentionBatch(self._tensor(slots), positions, table, spans, rows, self.page_size),
+            AttentionBatch(self._tensor(np.concatenate(slots)), every_position, table, spans, rows, self.page_size),
         )
+
+    def _rows(
+        self, rows: list[Request], place: dict[Unit, int]
+    ) -> tuple[list[Span], list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+        """Spans, ids, positions and slots of the decode rows. There are many, of one token each: plain numbers do."""
+        spans, ids, positions, slots = [], [], [], []
+        for row, request in enumerate(rows):
+            position = request.length - 1
+            page, at = divmod(position - request.start, self.page_size)
+            spans.append(Span(place[request], row, row + 1, position))
+            ids.append(0 if request.pending else request.generated[-1])  # if pending, the device has it
+            positions.append(position)
+            slots.append(request.pages[page] * self.page_size + at)
+        return spans, *([np.array(values, dtype=np.int64)] for values in (ids, positions, slots))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array.astype(np.int64))
