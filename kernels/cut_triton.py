@@ -4,8 +4,8 @@ Top-k, top-p and min-p each leave the tokens from some score up, so what they le
 ``cutoffs`` finds it, and ``gumbel_sample`` then draws no token below it. ``penalise`` and ``mark_seen`` are what looks
 back at a row's tokens.
 
-A first pass reads the whole row in many blocks, and keeps the best score of each group of 64 tokens. The k-th best of
-*those* is no better than the k-th best of all, so only groups that reach it matter: some fifty of two thousand. Within
+A first pass reads the whole row in many blocks, and keeps the best score of each group of 32 tokens. The k-th best of
+*those* is no better than the k-th best of all, so only groups that reach it matter: some fifty of four thousand. Within
 these one block a row narrows down a bracket, three pivots and the bracket's lowest and highest score at a time.
 """
 
@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 
 SURVEY_BLOCK = 4096  # tokens of the vocabulary
-CUT_GROUP = 64  # tokens of the vocabulary whose best score is kept
-CUT_BYTES = 8192  # of logits that one block looks at together
+CUT_GROUP = 32  # tokens of the vocabulary whose best score is kept
+CUT_LINES = 64  # groups that one block looks at together
 CUT_WARPS = 8
 PENALISE_BLOCK = 2048  # tokens of the vocabulary
 MARK_BLOCK = 128  # tokens to mark
 
 _INFINITY = tl.constexpr(float("inf"))
 _LEAST = tl.constexpr(1e-30)  # a mass to reach when none is asked for: the best token stays
-_TURNS = tl.constexpr(256)  # more than any search takes
+_FEW, _ALL = tl.constexpr(3), tl.constexpr(256)  # turns of a search; none takes as many as the latter
 
 
 @triton.jit
@@ -137,22 +137,20 @@ def _scan(
 
 @triton.jit
 def _search(
-    source, groups, count, length, low, best, target, factor,
+    source, groups, count, length, low, high, best, target, factor, turns,
     WEIGHTED: tl.constexpr,
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """The highest of the scores from ``low`` to ``best`` so that it and all above weigh ``target``.
+    """The highest of the scores within [low, high) so that it and all above weigh ``target``; ``best`` is one of all.
 
-    -inf if all from ``low`` up do not. Sums keep their order, so that what weighs more is never found to weigh less.
+    -inf if all from ``low`` up do not. After so many turns, the bracket that is left. Sums keep their order, so that
+    what weighs more is never found to weigh less.
     """
-    lower = low
-    upper = best
-    high = tl.full([], _INFINITY, tl.float32)
-    found = tl.full([], -_INFINITY, tl.float32)
+    lower, upper = low, tl.minimum(high, best)
     turn = tl.full([], 0, tl.int32)
-    while turn < _TURNS:
+    while turn < turns:
         first, second, third = _pivots(lower, upper, turn)
         first = tl.where(turn == 0, low, first)
         above_first, above_second, above_third, least, most = _scan(
@@ -168,9 +166,20 @@ def _search(
         high = tl.where(above_second < target, second, high)
         high = tl.where(above_first < target, first, high)
         lower, upper = tl.maximum(low, least), tl.minimum(high, most)
-        found = tl.where(nothing, found, tl.where(single, least, low))
-        turn = tl.where(nothing | single, _TURNS, turn + 1)
-    return found
+        low = tl.where(nothing, -_INFINITY, tl.where(single, least, low))
+        turn = tl.where(nothing | single, turns, turn + 1)
+    return low, high
+
+
+@triton.jit
+def _list_groups(group_best, listed, low, GROUPS: tl.constexpr):
+    """Those whose best score reaches ``low``, and how many there are."""
+    group = tl.arange(0, triton.next_power_of_2(GROUPS))
+    reaches = tl.load(group_best + group, mask=group < GROUPS, other=float("nan")).to(tl.float32) >= low
+    tl.debug_barrier()  # other threads may still read an earlier list
+    tl.store(listed + tl.cumsum(reaches.to(tl.int32), 0) - 1, group, mask=reaches)
+    tl.debug_barrier()  # and are to read this one
+    return tl.sum(reaches.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["top_k"])  # a top_k of 1 is a number like any other
@@ -195,39 +204,47 @@ def _cut(
     bests = tl.load(block_best + row * BLOCKS + block, mask=block < BLOCKS, other=-_INFINITY)
     best = tl.max(bests, 0)
     low = tl.full([], -_INFINITY, tl.float32)
+    end = tl.full([], _INFINITY, tl.float32)
     if (best > -_INFINITY) & (best < _INFINITY):
         lines = tl.full([], triton.cdiv(GROUPS, GROUP), tl.int32)
         # What the best scores of groups reach by themselves, all scores reach: the bound to begin at.
         if TOP_K:
             target = top_k.to(tl.float64)
             if top_k <= GROUPS:
-                low = _search(
-                    group_best, listed, lines, GROUPS, low, best, target, factor, False, False, GROUP, LINES
+                low, _ = _search(
+                    group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, False, False, GROUP, LINES
                 )  # fmt: skip
-        elif TOP_P:
-            masses = tl.load(block_mass + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
-            total = tl.sum((masses * tl.exp2((bests - best) * factor)).to(tl.float64), 0)
-            target = tl.maximum(total * top_p, _LEAST)
-            # If every token below were as likely as this, they would still have to go; with a margin for rounding.
-            low = best + (tl.log2(total.to(tl.float32)) + log_tail - 0.01) / factor
-            reached = _search(group_best, listed, lines, GROUPS, low, best, target, factor, True, False, GROUP, LINES)
-            low = tl.maximum(low, reached)
-        if TOP_K or TOP_P:
-            group = tl.arange(0, triton.next_power_of_2(GROUPS))
-            reaches = tl.load(group_best + group, mask=group < GROUPS, other=float("nan")) >= low
-            tl.store(listed + tl.cumsum(reaches.to(tl.int32), 0) - 1, group, mask=reaches)
-            count = tl.sum(reaches.to(tl.int32), 0)
-            tl.debug_barrier()  # other threads read what these wrote
-        if TOP_K:
-            low = _search(logits, listed, count, VOCABULARY, low, best, target, factor, False, True, GROUP, LINES)
+            count = _list_groups(group_best, listed, low, GROUPS)
+            low, _ = _search(
+                logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, False, True, GROUP, LINES
+            )  # fmt: skip
         if TOP_P:
             if TOP_K:
                 total, _, _, _, _ = _scan(
-                    logits, listed, count, VOCABULARY, low, best, low, low, low, best, factor, True, True, GROUP, LINES
+                    logits, listed, count, VOCABULARY, low, end, low, low, low, best, factor, True, True, GROUP, LINES
                 )  # fmt: skip
                 target = tl.maximum(total * top_p, _LEAST)
-            nucleus = _search(logits, listed, count, VOCABULARY, low, best, target, factor, True, True, GROUP, LINES)
-            low = tl.maximum(low, nucleus)
+            else:
+                masses = tl.load(block_mass + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+                total = tl.sum((masses * tl.exp2((bests - best) * factor)).to(tl.float64), 0)
+                target = tl.maximum(total * top_p, _LEAST)
+                # If every token below were as likely as this, they would still have to go; with a margin for rounding.
+                low = best + (tl.log2(total.to(tl.float32)) + log_tail - 0.01) / factor
+                reached, _ = _search(
+                    group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, True, False, GROUP, LINES
+                )  # fmt: skip
+                low = tl.maximum(low, reached)
+                count = _list_groups(group_best, listed, low, GROUPS)
+                # That may have been a loose bound. Soon there is a better one.
+                reached, end = _search(
+                    logits, listed, count, VOCABULARY, low, end, best, target, factor, _FEW, True, True, GROUP, LINES
+                )  # fmt: skip
+                low = tl.maximum(low, reached)
+                count = _list_groups(group_best, listed, low, GROUPS)
+            reached, _ = _search(
+                logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, True, True, GROUP, LINES
+            )  # fmt: skip
+            low = tl.maximum(low, reached)
         if MIN_P:
             edge = best.to(tl.float64) + shift + shift_rest
             rounded = edge.to(tl.float32)
@@ -268,7 +285,7 @@ def cutoffs(
     blocks, groups = triton.cdiv(vocabulary, SURVEY_BLOCK), triton.cdiv(vocabulary, CUT_GROUP)
     factor = math.log2(math.e) / temperature
     kept = rows if by_mass or by_rank else 0
-    group_best = torch.empty(kept, groups, device=logits.device)
+    group_best = torch.empty(kept, groups, dtype=logits.dtype, device=logits.device)
     listed = torch.empty(kept, groups, dtype=torch.int32, device=logits.device)
     block_best, block_mass = torch.empty(2, rows, blocks, device=logits.device)
     shape = {"VOCABULARY": vocabulary, "BLOCK": SURVEY_BLOCK, "GROUP": CUT_GROUP}
@@ -277,12 +294,12 @@ def cutoffs(
         KEEP_GROUPS=by_mass or by_rank, KEEP_MASS=by_mass and not by_rank, num_warps=4,
     )  # fmt: skip
     shift = temperature * math.log(min_p) if by_ratio else 0.0
-    rounded = torch.tensor(shift).item()  # to float32, as kernels take numbers
+    rounded = torch.tensor(shift, dtype=torch.float32).item()  # kernels take numbers in float32: what is left comes too
     tail = max(1 - top_p, 1e-30) / vocabulary if by_mass else 1.0
     _cut[(rows,)](
         logits, logits.stride(0), factor, group_best, listed, block_best, block_mass,
         top_k if by_rank else 0, float(top_p) if by_mass else 1.0, math.log2(tail), rounded, shift - rounded, out,
-        TOP_K=by_rank, TOP_P=by_mass, MIN_P=by_ratio, **shape, LINES=CUT_BYTES // (CUT_GROUP * logits.element_size()), num_warps=CUT_WARPS,
+        TOP_K=by_rank, TOP_P=by_mass, MIN_P=by_ratio, **shape, LINES=CUT_LINES, num_warps=CUT_WARPS,
     )  # fmt: skip
     return out
 
