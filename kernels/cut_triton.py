@@ -25,7 +25,6 @@ PENALISE_BLOCK = 2048  # tokens of the vocabulary
 MARK_BLOCK = 128  # tokens to mark
 
 _INFINITY = tl.constexpr(float("inf"))
-_LEAST = tl.constexpr(1e-30)  # a mass to reach when none is asked for: the best token stays
 _FEW, _ALL = tl.constexpr(3), tl.constexpr(256)  # turns of a search; none takes as many as the latter
 
 
@@ -210,10 +209,9 @@ def _cut(
         # What the best scores of groups reach by themselves, all scores reach: the bound to begin at.
         if TOP_K:
             target = top_k.to(tl.float64)
-            if top_k <= GROUPS:
-                low, _ = _search(
-                    group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, False, False, GROUP, LINES
-                )  # fmt: skip
+            low, _ = _search(
+                group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, False, False, GROUP, LINES
+            )  # fmt: skip
             count = _list_groups(group_best, listed, low, GROUPS)
             low, _ = _search(
                 logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, False, True, GROUP, LINES
@@ -223,11 +221,11 @@ def _cut(
                 total, _, _, _, _ = _scan(
                     logits, listed, count, VOCABULARY, low, end, low, low, low, best, factor, True, True, GROUP, LINES
                 )  # fmt: skip
-                target = tl.maximum(total * top_p, _LEAST)
+                target = total * top_p
             else:
                 masses = tl.load(block_mass + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
                 total = tl.sum((masses * tl.exp2((bests - best) * factor)).to(tl.float64), 0)
-                target = tl.maximum(total * top_p, _LEAST)
+                target = total * top_p  # the best score reaches 0, too
                 # If every token below were as likely as this, they would still have to go; with a margin for rounding.
                 low = best + (tl.log2(total.to(tl.float32)) + log_tail - 0.01) / factor
                 reached, _ = _search(
