@@ -312,13 +312,15 @@ def _penalise(
 ):  # fmt: skip
     BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    token = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    word = (tl.program_id(0) % BLOCKS * (BLOCK // 32) + tl.arange(0, BLOCK // 32))[:, None]
+    place = tl.arange(0, 32)[None, :]
+    token = word * 32 + place
     inside = token < VOCABULARY
     scores = tl.load(logits + row * row_stride + token, mask=inside, other=0.0).to(tl.float32)
     if PENALTY:
-        word = tl.load(seen + row * seen_stride + token // 32, mask=inside, other=0)
+        bits = tl.load(seen + row * seen_stride + word, mask=word * 32 < VOCABULARY, other=0)
         penalised = tl.where(scores < 0, scores * penalty, tl.div_rn(scores, tl.zeros_like(scores) + penalty))
-        scores = tl.where(((word >> (token % 32)) & 1) == 1, penalised, scores)
+        scores = tl.where(((bits >> place) & 1) == 1, penalised, scores)
     if EOS > 0:
         short = tl.load(made + row) < tl.load(minimum + row)
         for i in tl.static_range(EOS):
@@ -349,7 +351,7 @@ def penalise(
             logits if eos is None else eos, logits if made is None else made, logits if minimum is None else minimum,
             out, out.stride(0),
             PENALTY=seen is not None, EOS=0 if eos is None else len(eos), VOCABULARY=vocabulary, BLOCK=PENALISE_BLOCK,
-            num_warps=4,
+            num_warps=8,
         )  # fmt: skip
     return out
 
