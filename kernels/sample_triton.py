@@ -75,8 +75,18 @@ def _words(seed, token, position, sample, prompt, row):
 
 
 @triton.jit
+def _kept(scores, threshold, row, CUT: tl.constexpr):
+    """Scores in float32, without those below the row's threshold. NaN is not below it."""
+    scores = scores.to(tl.float32)
+    if CUT:
+        scores = tl.where(scores < tl.load(threshold + row), -_INFINITY, scores)
+    return scores
+
+
+@triton.jit
 def _noisy_weight_of_block(
-    logits, row_stride, factor, seed, prompt, sample, position, block_score,
+    logits, row_stride, factor, threshold, seed, prompt, sample, position, block_score,
+    CUT: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +95,7 @@ def _noisy_weight_of_block(
     block = tl.program_id(0) % BLOCKS
     token = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
-    scores = scores.to(tl.float32) * factor  # in units of log2, as all scores here
+    scores = _kept(scores, threshold, row, CUT) * factor  # in units of log2, as all scores here
     peak = tl.max(scores, 0)
     peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
     weight = peak + tl.log2(tl.sum(tl.exp2(scores - peak), 0))  # NaN if a score is NaN or infinite
@@ -96,7 +106,8 @@ def _noisy_weight_of_block(
 
 @triton.jit
 def _draw_from_best_block(
-    logits, row_stride, factor, seed, prompt, sample, position, block_score, out,
+    logits, row_stride, factor, threshold, seed, prompt, sample, position, block_score, out,
+    CUT: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +118,7 @@ def _draw_from_best_block(
     token = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
     high, low, _, _ = _words(seed, token, position, sample, prompt, row)
-    _, which = _best(scores.to(tl.float32) * factor - _log2_exponential(high, low), token)
+    _, which = _best(_kept(scores, threshold, row, CUT) * factor - _log2_exponential(high, low), token)
     which = tl.where((best > -_INFINITY) & (best < _INFINITY), which, -1)
     tl.store(out + row, which.to(tl.int64))
 
@@ -150,6 +161,7 @@ def gumbel_sample(
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
+    threshold: torch.Tensor | None = None,  # [rows] float32  tokens with a logit below it never come
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [rows] int64
     """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
@@ -163,8 +175,11 @@ def gumbel_sample(
     blocks = triton.cdiv(vocabulary, SAMPLE_BLOCK)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     scores = torch.empty(rows, blocks, device=logits.device)
-    given = (logits, logits.stride(0), math.log2(math.e) / temperature, seed, prompt, sample, position, scores)
-    shape = {"VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK}
+    given = (
+        logits, logits.stride(0), math.log2(math.e) / temperature, scores if threshold is None else threshold,
+        seed, prompt, sample, position, scores,
+    )  # fmt: skip
+    shape = {"CUT": threshold is not None, "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK}
     if rows:
         _noisy_weight_of_block[(rows * blocks,)](*given, **shape, num_warps=4)
         _draw_from_best_block[(rows,)](*given, out, **shape, num_warps=8)  # more threads: each has much to do

@@ -129,6 +129,7 @@ def gumbel_sample(
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
+    threshold: torch.Tensor | None = None,  # [rows] float32  tokens with a logit below it never come
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [rows] int64
     """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
@@ -138,9 +139,11 @@ def gumbel_sample(
     """
     rows, vocabulary = logits.shape
     size = min(SAMPLE_BLOCK, vocabulary)
+    if threshold is not None:
+        logits = torch.where(logits < threshold[:, None], -float("inf"), logits.float())
     scores = functional.pad(logits.double() / temperature, (0, -vocabulary % size), value=-float("inf"))
     scores = scores.view(rows, -1, size)  # [rows, blocks, size]
-    keys = [each.unsqueeze(1) for each in (seed, prompt, sample, position)]
+    keys = [each.long().unsqueeze(1) for each in (seed, prompt, sample, position)]
     begin = torch.arange(0, vocabulary, size, device=logits.device)
     # Of exponential variables divided by weights, each is the smallest in proportion to its weight.
     heavy = scores.logsumexp(dim=2) - exponential(begin.expand(rows, -1), *keys, second=True).log()  # [rows, blocks]

@@ -1,0 +1,179 @@
+"""How fast sampling on the device is on this GPU, beside transformers' warpers on the same logits, which sort.
+
+    python examples/bench_sampling.py
+    python examples/bench_sampling.py --rows 256 --vocabulary 128256 --tune CUT_WARPS=4 SURVEY_BLOCK=8192
+
+Times are medians of replays of a CUDA graph that goes over several sets of logits in turn; those of the warpers, of
+calls one after the other. Logits are normal, with a standard deviation of 1 ("flat") or 3 ("peaked"), and the
+temperature is 0.7: a nucleus of 0.95 is 75,000 tokens of 128,256, or 300 to 1,700. A share is that of a large copy's
+bytes per second, where each input and each output is counted once.
+
+    k, p     top-k of 50, then top-p of 0.95            draw         without a threshold, and with one
+    p flat   top-p of 0.95 alone, on flat logits        plain k, p   transformers' warpers
+    p peak   the same on peaked ones                    plain draw   softmax, then torch.multinomial
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu_timing import copy_bandwidth, graph_ms  # beside this file
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+
+from hf_batchllm.kernels import cut_triton, sample_triton
+
+SPREAD = 128 << 20  # bytes that the sets of logits have together: more than the L2 cache holds
+TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
+COLUMNS = (
+    "k, p",
+    "share",
+    "p flat",
+    "p peak",
+    "min-p",
+    "penalise",
+    "share",
+    "draw",
+    "cut draw",
+    "plain k, p",
+    "plain draw",
+)
+
+
+def over_all(sets: list[torch.Tensor], function: Callable[[torch.Tensor], object], replays: int) -> float:
+    """Microseconds for one of the sets."""
+
+    def every() -> None:
+        for logits in sets:
+            function(logits)
+
+    every()
+    torch.cuda.synchronize()
+    return graph_ms(every, replays) / len(sets) * 1e3
+
+
+def one_by_one(sets: list[torch.Tensor], function: Callable[[torch.Tensor], object]) -> float:
+    """Microseconds of a call outside of a graph: for what may allocate as it likes."""
+    times = []
+    for logits in (sets[0], *sets[:3]):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        function(logits)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return float(np.median(times[1:]))
+
+
+def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays: int, plain: bool) -> dict[str, float]:
+    size = rows * vocabulary * dtype.itemsize
+    flat = [
+        torch.randn(rows, vocabulary, dtype=dtype, device="cuda") for _ in range(max(2, min(16, SPREAD // size)))
+    ]  # fmt: skip
+    peaked = [logits * 3 for logits in flat]
+    numbers = torch.arange(rows, device="cuda")
+    counts, minimum = numbers.int(), torch.full_like(numbers, 9, dtype=torch.int32)
+    seen = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocabulary // 32)), dtype=torch.int32, device="cuda")
+    eos, seed = torch.tensor([2, 7], device="cuda"), torch.tensor([5], device="cuda")
+    threshold = cut_triton.cutoffs(peaked[0], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
+    out = torch.empty(rows, vocabulary, device="cuda")
+
+    def cut(sets: list[torch.Tensor], **options: float) -> float:
+        return over_all(sets, lambda logits: cut_triton.cutoffs(logits, temperature=TEMPERATURE, **options), replays)
+
+    def draw(edge: torch.Tensor | None) -> float:
+        return over_all(
+            peaked,
+            lambda logits: sample_triton.gumbel_sample(
+                logits, TEMPERATURE, seed, numbers, numbers, numbers, threshold=edge
+            ),
+            replays,
+        )
+
+    found = {
+        "k, p": cut(peaked, top_k=TOP_K, top_p=TOP_P),
+        "p flat": cut(flat, top_p=TOP_P),
+        "p peak": cut(peaked, top_p=TOP_P),
+        "min-p": cut(peaked, min_p=0.05),
+        "penalise": over_all(
+            peaked,
+            lambda logits: cut_triton.penalise(
+                logits, seen=seen, penalty=1.2, eos=eos, made=counts, minimum=minimum, out=out
+            ),
+            replays,
+        ),
+        "draw": draw(None),
+        "cut draw": draw(threshold),
+    }
+    if plain:
+        warpers = [TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K), TopPLogitsWarper(TOP_P)]
+
+        def warp(logits: torch.Tensor) -> torch.Tensor:
+            scores = logits.float()
+            for warper in warpers:
+                scores = warper(None, scores)
+            return scores
+
+        found["plain k, p"] = one_by_one(peaked, warp)
+        found["plain draw"] = one_by_one(
+            peaked, lambda logits: torch.multinomial((logits.float() / TEMPERATURE).softmax(dim=-1), 1)
+        )
+    found["share of k, p"] = size / found["k, p"] * 1e6 / copy
+    found["share of penalise"] = (size + seen.nbytes + out.nbytes) / found["penalise"] * 1e6 / copy
+    return found
+
+
+def tune(setting: str) -> None:
+    name, value = setting.split("=")
+    module = cut_triton if hasattr(cut_triton, name) else sample_triton
+    if not isinstance(getattr(module, name, None), int):
+        raise SystemExit(f"{name} is no constant of the kernels")
+    setattr(module, name, int(value))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=[64, 256, 1024])
+    parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256, 262144])
+    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the kernels")
+    parser.add_argument("--no-plain", action="store_true", help="without transformers' warpers")
+    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args()
+    for setting in options.tune:
+        tune(setting)
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
+    print("us", f"{'vocabulary':>14} {'rows':>5}", *(f"{name:>{max(6, len(name))}}" for name in COLUMNS))
+    results = []
+    for dtype in options.dtype:
+        for vocabulary in options.vocabulary:
+            for rows in options.rows:
+                found = measure(rows, vocabulary, getattr(torch, dtype), copy, options.replays, not options.no_plain)
+                results.append({"dtype": dtype, "vocabulary": vocabulary, "rows": rows, "tune": options.tune} | found)
+                print(f"{dtype:>8} {vocabulary:8} {rows:5}", end="")
+                before = ""
+                for name in COLUMNS:
+                    if name == "share":
+                        text = f"{found[f'share of {before}']:.0%}"
+                    else:
+                        text = f"{found[name]:.4g}" if name in found else "-"
+                    print(f" {text:>{max(6, len(name))}}", end="")
+                    before = name
+                print(flush=True)
+                torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

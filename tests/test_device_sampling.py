@@ -1,0 +1,301 @@
+"""Sampling on the device: the distribution and greedy tokens of transformers' processors, and no wait for the host."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chance import assert_drawn_from, brief, processors_of
+from families import build
+from interpreted import DEVICE, GPU, kernel, plain, run_under_interpreter, starts_interpreter
+from test_drawing import Discouraging, requests_of, sampler
+from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
+
+from hf_batchllm import device_sampling
+from hf_batchllm.device_sampling import DeviceSampler, RowsState, SamplingKernels, why_not
+from hf_batchllm.options import Options, resolve_options
+from hf_batchllm.request import Request
+
+FAMILY, VOCABULARY = "llama", 101
+EVERY: dict[str, Any] = {"top_k": 0, "eos_token_id": None}
+INF = float("inf")
+
+
+@starts_interpreter
+def test_under_the_interpreter() -> None:
+    run_under_interpreter(__file__)
+
+
+def resolved(**options: Any) -> Options:
+    return resolve_options(build(FAMILY), None, {"do_sample": True, "max_new_tokens": 50, **options})
+
+
+def made_with(kernels: SamplingKernels, device: str, vocabulary: int = VOCABULARY, **options: Any) -> DeviceSampler:
+    return DeviceSampler(resolved(**options), 7, vocabulary, device, kernels)
+
+
+def torch_sampler(**options: Any) -> DeviceSampler:
+    return made_with(device_sampling.torch_sampling(), "cpu", **options)
+
+
+def state_of(requests: list[Request], sampler: DeviceSampler, device: str = "cpu") -> RowsState:
+    def each(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    seen = np.stack([sampler.seen(request.tokens(0, request.length)) for request in requests])
+    return RowsState(
+        prompt=each(request.index for request in requests),
+        sample=each(request.sample for request in requests),
+        made=each((len(request.generated) for request in requests), torch.int32),
+        minimum=each((sampler.minimum(len(request.prompt_ids)) for request in requests), torch.int32),
+        seen=torch.from_numpy(seen).to(device),
+    )
+
+
+def scores_of(rows: int, vocabulary: int = VOCABULARY, seed: int = 4) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------
+
+HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
+LOOKING_BACK: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.5, "min_new_tokens": 2, "eos_token_id": [3, 1, 500, 101]},
+    {"min_new_tokens": 10, "eos_token_id": 5},
+    {"min_length": 31, "eos_token_id": [5, 6], "repetition_penalty": 2.0},
+    {"min_length": 31, "min_new_tokens": 1, "eos_token_id": [5, 6]},
+    {"min_new_tokens": 10, "eos_token_id": 1000},
+    {"min_new_tokens": 10, "eos_token_id": None},
+]
+
+
+@plain
+@pytest.mark.parametrize("options", LOOKING_BACK, ids=brief)
+def test_greedy_tokens_are_those_of_the_processors(options: dict[str, Any]) -> None:
+    requests, scores = requests_of(60, HISTORIES), scores_of(60)
+    scores[::7] = scores[::7].round()
+    scores[:, 5] += 8  # EOS would be the best
+    mine = DeviceSampler(
+        resolved(do_sample=False, **options), None, VOCABULARY, "cpu", device_sampling.torch_sampling()
+    )
+    before = scores.clone()
+    tokens = mine(scores, state_of(requests, mine))
+    assert torch.equal(scores, before)
+    assert tokens.tolist() == sampler(None, build(FAMILY), **options)(scores, requests)
+
+
+@plain
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 0},
+        {"top_k": 0, "temperature": 0.7, "top_p": 0.9},
+        {"top_k": 12, "temperature": 2.0},
+        {"min_p": 0.02},
+        {"top_k": 20, "top_p": 0.95, "min_p": 0.05, "temperature": 1.3, "repetition_penalty": 1.3},
+        {"top_p": 0.9, "min_new_tokens": 4000, "max_new_tokens": 5000, "eos_token_id": [60, 61]},
+    ],
+    ids=brief,
+)
+def test_draws_are_from_what_the_processors_leave(options: dict[str, Any]) -> None:
+    draws, scores = 20_000, scores_of(1)
+    prompt = np.arange(0, 60, 3, dtype=np.int32)
+    rows = [Request(1, prompt, 50_000, sample=sample) for sample in range(draws)]
+    mine = torch_sampler(**options)
+    state = state_of(rows[:1], mine)
+    state = RowsState(*(value.expand(draws, *value.shape[1:]).clone() for value in vars(state).values()))
+    state.sample.copy_(torch.arange(draws))
+    drawn = mine(scores.expand(draws, -1), state)
+    processed = processors_of(build(FAMILY), len(prompt), **options)(torch.from_numpy(prompt.astype(int))[None], scores)
+    assert_drawn_from(processed[0].double().softmax(dim=-1).numpy(), drawn.tolist())
+
+
+@plain
+def test_a_token_depends_on_its_own_row_alone() -> None:
+    options = {"top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3, "eos_token_id": 5}
+    mine, requests, scores = torch_sampler(**options), requests_of(24, HISTORIES), scores_of(24)
+    every = mine(scores, state_of(requests, mine)).tolist()
+    some = [17, 3, 8, 9]
+    alone = mine(scores[some], state_of([requests[row] for row in some], mine)).tolist()
+    assert alone == [every[row] for row in some]
+    state = state_of(requests, mine)
+    for name in ("prompt", "sample", "made"):
+        moved = dataclasses.replace(state, **{name: getattr(state, name) + 1}, seen=state.seen.clone())
+        assert mine(scores, moved).tolist() != every, name
+    other = DeviceSampler(resolved(**options), 8, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    assert other(scores, state_of(requests, other)).tolist() != every
+    wide = DeviceSampler(resolved(**options), 2**64 - 1, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    assert wide(scores, state_of(requests, wide)).min() >= 0
+
+
+@plain
+def test_a_row_goes_on_with_what_it_has_drawn() -> None:
+    """Each step's tokens are seen in the next one, as processors see them; EOS waits until the row is long enough."""
+    options = {"repetition_penalty": 3.0, "min_new_tokens": 5, "eos_token_id": 5, "do_sample": False}
+    mine = DeviceSampler(resolved(**options), None, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    requests = requests_of(6, ((3, 0), (20, 0)))
+    state = state_of(requests, mine)
+    theirs = sampler(None, build(FAMILY), **{**options, "do_sample": False})
+    scores = scores_of(6)
+    scores[:, 5] = 40.0
+    for step in range(8):
+        tokens = mine(scores, state, out=torch.full((6,), -7))
+        assert tokens.tolist() == theirs(scores, requests)
+        assert (tokens == 5).tolist() == [step >= 5] * 6
+        state.made.add_(1)
+        for request, token in zip(requests, tokens.tolist(), strict=True):
+            request.generated.append(token)
+            assert mine.seen(np.array([token]))[token // 32] & int(state.seen[request.index, token // 32])
+
+
+@plain
+def test_rows_that_are_not_numbers_give_no_token() -> None:
+    scores = scores_of(4)
+    scores[0, 50], scores[1, 7], scores[2] = float("nan"), INF, -INF
+    for options in ({}, {"top_k": 5, "repetition_penalty": 1.5}, {"top_p": 0.5, "min_p": 0.1}):
+        mine = torch_sampler(**options)
+        state = state_of(requests_of(4), mine)
+        before = state.seen.clone()
+        drawn = mine(scores, state).tolist()
+        assert drawn[:3] == [-1, -1, -1] and drawn[3] >= 0
+        assert torch.equal(state.seen[:3], before[:3])
+    greedy = DeviceSampler(resolved(do_sample=False), None, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    assert greedy(scores, state_of(requests_of(4), greedy))[:3].tolist() == [50, 7, 0]
+
+
+@plain
+def test_the_bits_of_a_prompt() -> None:
+    mine = torch_sampler()
+    bits = mine.seen(np.array([0, 31, 32, 100, 100, 101, 5000, -1], dtype=np.int32))
+    assert bits.dtype == np.int32 and bits.tolist() == [-(2**31) + 1, 1, 0, 1 << 4]
+    assert torch_sampler(min_length=30, eos_token_id=3).minimum(12) == 18
+    assert torch_sampler(min_length=30, eos_token_id=3).minimum(40) == 0
+    assert torch_sampler(min_length=30, min_new_tokens=2, eos_token_id=3).minimum(12) == 2
+
+
+# -- what cannot be asked for ----------------------------------------------------------------------------------
+
+
+@plain
+@pytest.mark.parametrize("options", LOOKING_BACK, ids=brief)
+@pytest.mark.parametrize(
+    "sampling", [{"do_sample": False}, {"top_p": 0.9, "min_p": 0.1, "temperature": 0.3}], ids=brief
+)
+def test_what_stays_on_the_device(options: dict[str, Any], sampling: dict[str, Any]) -> None:
+    assert why_not(resolved(**options, **sampling), build(FAMILY)) is None
+
+
+@plain
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("no_repeat_ngram_size", 3),
+        ("typical_p", 0.5),
+        ("epsilon_cutoff", 0.1),
+        ("eta_cutoff", 0.1),
+        ("suppress_tokens", [3]),
+        ("begin_suppress_tokens", [3]),
+        ("bad_words_ids", [[3, 4]]),
+        ("sequence_bias", {(3,): 1.0}),
+        ("forced_eos_token_id", 3),
+        ("exponential_decay_length_penalty", (2, 1.1)),
+        ("remove_invalid_values", True),
+        ("renormalize_logits", True),
+        ("watermarking_config", SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)),
+    ],
+    ids=str,
+)
+def test_what_does_not_is_named(name: str, value: Any) -> None:
+    options = resolved(eos_token_id=3)
+    config = copy.copy(options.config)
+    setattr(config, name, value)
+    reason = why_not(dataclasses.replace(options, config=config), build(FAMILY))
+    assert reason is not None and f"`{name}`" in reason and "waits" in reason
+
+
+@plain
+def test_processors_are_known_by_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = device_sampling.make_processors
+    options = resolved(top_k=5, repetition_penalty=1.5, min_new_tokens=3, eos_token_id=3, temperature=0.5)
+
+    def changed(change: Any) -> str:
+        def altered(*args: Any) -> LogitsProcessorList:
+            every = list(made(*args))
+            return LogitsProcessorList(change(every) or every)
+
+        monkeypatch.setattr(device_sampling, "make_processors", altered)
+        reason = why_not(options, build(FAMILY))
+        assert reason is not None
+        return reason
+
+    assert "Discouraging is worked out" in changed(lambda every: every.append(Discouraging()))
+    assert "`repetition_penalty`" in changed(lambda every: setattr(every[0], "prompt_ignore_length", 3))
+    assert "`top_k`" in changed(lambda every: setattr(every[-1], "min_tokens_to_keep", 2))
+    for change in (lambda every: every[::-1], lambda every: every[:-1], lambda every: every[1:] + every[:1]):
+        assert "order of its own" in changed(change)
+
+
+# -- the kernels -----------------------------------------------------------------------------------------------
+
+COMBINED: list[dict[str, Any]] = [
+    {"top_k": 0},
+    {"top_k": 50, "top_p": 0.9, "temperature": 0.6},
+    {"top_k": 0, "top_p": 0.9, "min_p": 0.01},
+    {"top_k": 20, "repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": [5, 6]},
+    {"do_sample": False, "repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": [5, 6]},
+]
+
+
+@kernel
+@pytest.mark.parametrize("options", COMBINED, ids=brief)
+def test_kernels_and_twins_give_the_same_tokens(options: dict[str, Any]) -> None:
+    vocabulary, rows = (2100, 5) if not GPU else (128_256, 64)
+    scores = scores_of(rows, vocabulary)
+    scores = scores.bfloat16() if GPU else scores
+    requests = requests_of(rows, HISTORIES, vocabulary)
+    tokens = []
+    for kernels, device in ((device_sampling.torch_sampling(), "cpu"), (device_sampling.triton_sampling(), DEVICE)):
+        mine = made_with(kernels, device, vocabulary, **options)
+        state = state_of(requests, mine, device)
+        tokens.append([mine(scores.to(device), state).tolist() for _ in range(2)])
+    # Two noisy scores that float32 cannot tell apart, or a nucleus whose edge it cannot: next to never.
+    same = sum(a == b for one, other in zip(*tokens, strict=True) for a, b in zip(one, other, strict=True))
+    assert same >= 2 * rows - (1 if GPU else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", COMBINED, ids=brief)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_wait_for_the_host_and_a_graph_replays_native(options: dict[str, Any], dtype: torch.dtype) -> None:
+    rows, vocabulary = 37, 50_257
+    mine = made_with(device_sampling.triton_sampling(), "cuda", vocabulary, **options)
+    state = state_of(requests_of(rows, HISTORIES, vocabulary), mine, "cuda")
+    logits, out = torch.zeros(rows, vocabulary, dtype=dtype, device="cuda"), torch.zeros(rows, dtype=torch.int64).cuda()
+    mine(logits, state, out)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mine(logits, state, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine(logits, state, out)
+    for step in range(4):
+        logits.copy_(scores_of(rows, vocabulary, step))
+        state.prompt.add_(1)
+        state.made.copy_(torch.arange(rows) % (step + 2))
+        state.seen.copy_(torch.randint(-(2**31), 2**31 - 1, state.seen.shape, generator=torch.manual_seed(step)))
+        before = state.seen.clone()
+        graph.replay()
+        replayed, after = out.clone(), state.seen.clone()
+        state.seen.copy_(before)
+        assert torch.equal(replayed, mine(logits, state))
+        assert torch.equal(after, state.seen)
+        assert (replayed >= 0).all() and (mine.needs_seen or torch.equal(before, after))
