@@ -44,6 +44,18 @@ class Ahead:
         self.last[tokens.sample_seats] = picked
         return self._on_its_way(picked)
 
+    @property
+    def summary(self) -> str:
+        """For the report; empty where there are no graphs."""
+        graphs = self.graphs
+        if graphs is None or not graphs.captured:
+            return ""
+        return f"{graphs.steps:,} steps by {graphs.captured} of them, captured in {graphs.seconds:.1f} s"
+
+    def close(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
+
     def _on_its_way(self, picked: torch.Tensor) -> Callable[[], list[int]]:
         if self.device.type != "cuda":
             tokens = picked.tolist()  # now: the next step writes to the same place

@@ -78,6 +78,7 @@ class Call:
         self._opened = self._lined_up = self._started = self._complete = self._left = False
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
+        self._ahead: Ahead | None = None
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -116,8 +117,8 @@ class Call:
         depth = self._depth(sampler)
         launcher: Launcher = AtOnce(self._runner, sampler)
         if depth > 1:
-            launcher = ahead = Ahead(self._runner, greedy, len(self.lineup.requests), device)
-            ahead.graphs = graphs_for(self.config, self._runner, ahead.last, greedy, self.notices)
+            launcher = self._ahead = Ahead(self._runner, greedy, len(self.lineup.requests), device)
+            self._ahead.graphs = graphs_for(self.config, self._runner, self._ahead.last, greedy, self.notices)
         builder = BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk)
         self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
 
@@ -145,6 +146,8 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         if self._complete:
             self.home.settle()
         elif self._opened:
@@ -157,6 +160,8 @@ class Call:
         """Leave, if an interrupt came in the way of that."""
         if self._left:
             return
+        if self._ahead is not None:
+            self._ahead.close()
         if self._runner is not None:
             self._runner.restore()
         self.home.clear()
@@ -218,6 +223,8 @@ class Call:
             seed=self.work.seed,
             plan=self.plan,
             fused=self.fusion.summary if self._fused is not None else "",
+            graphs=self._ahead.summary if self._ahead is not None else "",
+            idle_tokens=engine.idle_tokens,
         )
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from .batch import ModelBatch
 from .config import BatchConfig
@@ -140,14 +141,16 @@ class DecodeGraphs:
         self._pool: Any = None
         self._given_up = False
         self.seconds = 0.0  # that captures took
-
-    def __len__(self) -> int:
-        return len(self._graphs)
+        self.captured = 0
+        self.steps = 0  # run by graphs
 
     def run(self, batch: ModelBatch, steps_to_come: int) -> torch.Tensor | None:  # [rows]
         """The next token of each decode row. None if the step is none for a graph: then nothing has been done."""
         rows = batch.attention.rows
-        if self._given_up or len(batch.attention.spans) > rows:
+        if self._given_up or len(batch.attention.spans) > rows or not self._backend.does_all:
+            return None
+        if self._fitting(rows) is None and (hooked := has_hooks(self._runner.model)) is not None:
+            self._give_up(f"the hooks on {hooked} would not be called")
             return None
         graph = self._fitting(rows)
         fresh = graph is None
@@ -162,6 +165,7 @@ class DecodeGraphs:
             return None
         if fresh:
             self._capture(graph)
+        self.steps += 1
         return graph.tokens[:rows]
 
     def _fitting(self, rows: int) -> DecodeGraph | None:
@@ -175,16 +179,33 @@ class DecodeGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
             graph.capture(self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold
-            self._given_up = True
             reason = str(error).strip().splitlines()
-            self._notices(
-                "graphs",
-                "decode steps run without CUDA graphs, which is slower: this model cannot be captured "
-                f"({type(error).__name__}: {reason[0] if reason else ''})",
-            )
+            self._give_up(f"this model cannot be captured ({type(error).__name__}: {reason[0] if reason else ''})")
         else:
             self._graphs[graph.rows] = graph
+            self.captured += 1
         self.seconds += time.perf_counter() - began
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._notices("graphs", f"decode steps run without CUDA graphs, which is slower: {reason}")
+
+    def close(self) -> None:
+        """Let the graphs go, once what was launched has ended."""
+        if self._graphs:
+            torch.cuda.current_stream(self._last.device).synchronize()
+            self._graphs.clear()
+
+
+def has_hooks(model: nn.Module) -> str | None:
+    """The first module whose hooks run in Python, which a replay would skip."""
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "every module"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"`{name}`" if name else "the model"
+    return None
 
 
 def graphs_for(

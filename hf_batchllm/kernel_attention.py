@@ -82,6 +82,11 @@ class KernelBackend:
     def work_of(self, batch: AttentionBatch) -> StepWork:
         return StepWork(batch, self.device, self.multiprocessors, self.gates)
 
+    @property
+    def does_all(self) -> bool:
+        """Whether the kernels could do every layer that they have seen."""
+        return not any(self._refusals.values())
+
     def refusal(self, call: AttentionCall) -> str | None:
         """Why the kernels cannot do this layer."""
         heads, kv_heads, qk_dim, v_dim = call.q.shape[1], *call.k.shape[1:], call.v.shape[2]

@@ -52,6 +52,8 @@ class RunReport:
     peak_memory: bytes of KV cache that held tokens at the same time, at most.
     seed: of the sampling noise; None for greedy decoding.
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
+    graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
+    idle_tokens: tokens run for answers that turned out to have ended before.
     """
 
     sequences: int
@@ -72,6 +74,8 @@ class RunReport:
     seed: int | None
     plan: SharingPlan = field(repr=False)
     fused: str = ""
+    graphs: str = ""
+    idle_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,6 +106,10 @@ class RunReport:
             lines.append(f"preempted  {self.preemptions:,} times, {self.recomputed_tokens:,} tokens computed again")
         if self.fused:
             lines.append(f"fused      {self.fused}")
+        if self.graphs:
+            lines.append(f"graphs     {self.graphs}")
+        if self.idle_tokens:
+            lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:
             lines.append(f"seed       {self.seed}")
         return "\n".join(lines)

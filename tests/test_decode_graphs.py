@@ -17,7 +17,7 @@ from test_parity import KINDS_OF_ATTENTION, mixed_prompts
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, bucket_of
-from hf_batchllm.kernel_attention import KernelBackend
+from hf_batchllm.kernel_attention import AttentionKernels, KernelBackend
 
 pytestmark = plain
 NEW_TOKENS = 12
@@ -35,12 +35,22 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
         seen.append(DecodeGraphs(runner, runner.backend, last, pick, notices))
         return seen[-1]
 
-    def capture(self: DecodeGraphs, graph: DecodeGraph) -> None:
-        self._graphs[graph.rows] = graph
-
     monkeypatch.setattr("hf_batchllm.call.make_backend", make_backend)
     monkeypatch.setattr("hf_batchllm.call.graphs_for", graphs_for)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
+    """In the order in which they would have been captured."""
+    seen: list[DecodeGraph] = []
+
+    def capture(self: DecodeGraphs, graph: DecodeGraph) -> None:
+        self._graphs[graph.rows] = graph
+        seen.append(graph)
+
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(DecodeGraphs, "close", lambda self: self._graphs.clear())  # there is no stream to wait for
     return seen
 
 
@@ -53,26 +63,29 @@ def test_tokens_are_those_of_generate(
     generator = BatchGenerator(build(family), steps_per_sync=3, page_size=page_size, min_shared_tokens=1)
     result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
     assert_parity(family, prompts, result, NEW_TOKENS)
-    assert len(graphs[0]) == 1
+    assert len(graphs[0]._graphs) == 0, "they are gone with the call"
+    assert graphs[0].steps > 3
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
-def test_rows_that_leave_are_idle_in_the_graph_that_there_is(watched: list[Any], graphs: list[DecodeGraphs]) -> None:
+def test_rows_that_leave_are_idle_in_the_graph_that_there_is(
+    watched: list[Any], graphs: list[DecodeGraphs], captured: list[DecodeGraph]
+) -> None:
     prompts = mixed_prompts(5)
     generator = BatchGenerator(build("llama"), steps_per_sync=2, page_size=16)
     plain_result = BatchGenerator(build("llama"), steps_per_sync=1, cuda_graphs=False)
     options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": list(range(0, 97, 9)), "progress": False}
     result = generator.generate(prompts, **options)
     assert result.token_ids == plain_result.generate(prompts, **options).token_ids
-    rows = sorted(graphs[0]._graphs)
+    rows = [graph.rows for graph in captured]
     assert 1 < len(rows) < 8, rows
-    assert rows[-1] <= bucket_of(len(prompts))
+    assert max(rows) <= bucket_of(len(prompts))
 
 
 def test_few_steps_are_not_worth_a_graph(graphs: list[DecodeGraphs]) -> None:
     prompts = mixed_prompts(2)
     BatchGenerator(build("llama"), steps_per_sync=2).generate(prompts, max_new_tokens=4, progress=False)
-    assert len(graphs[0]) == 0
+    assert graphs[0].steps == 0
 
 
 def test_a_step_that_does_not_fit_runs_without(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +106,35 @@ def test_buckets() -> None:
     assert sizes == sorted(sizes)
     assert all(size <= 1.5 * rows for rows, size in enumerate(sizes, 1) if rows >= 16)
     assert len(set(sizes)) < 50
+
+
+def test_hooks_are_called_in_every_step(graphs: list[DecodeGraphs]) -> None:
+    """A replay would skip them."""
+    model, prompts = build("llama"), mixed_prompts(2)
+    calls: list[int] = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    generator = BatchGenerator(model, steps_per_sync=2)
+    try:
+        with pytest.warns(UserWarning, match=r"without CUDA graphs.*hooks on `model.layers.1.mlp` would not be called"):
+            result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
+    finally:
+        handle.remove()
+    assert_parity("llama", prompts, result, NEW_TOKENS)
+    assert graphs[0].steps == 0
+    assert len(calls) == result.report.steps
+    assert generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False).token_ids == result.token_ids
+    assert graphs[1].steps > 0
+
+
+def test_layers_that_the_kernels_cannot_do_are_not_captured(
+    graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsupported = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "too odd"}))
+    monkeypatch.setitem(globals(), "TWINS", unsupported)
+    prompts = mixed_prompts(2)
+    with pytest.warns(UserWarning, match="too odd"):
+        result = BatchGenerator(build("llama"), steps_per_sync=2).generate(
+            prompts, max_new_tokens=NEW_TOKENS, progress=False
+        )
+    assert_parity("llama", prompts, result, NEW_TOKENS)
+    assert graphs[0].steps == 0
