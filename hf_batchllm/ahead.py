@@ -7,13 +7,54 @@ before anyone on the host has seen what it continues.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from .batch import ModelBatch
-from .decode_graphs import DecodeGraphs, Pick
+from .decode_graphs import DecodeGraphs
+from .device_sampling import DeviceSampler, RowsState, SamplingKernels
+from .options import Options
 from .request import Request
 from .runner import ModelRunner
+from .sampling import NO_DISTRIBUTION
+
+
+class Pick(Protocol):
+    """Picks tokens without the host."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [samples, vocabulary]
+        seats: torch.Tensor,  # [samples]
+        made: torch.Tensor,  # [samples]
+    ) -> torch.Tensor: ...  # [samples]
+
+
+class SeatedSampler:
+    """A DeviceSampler that knows who sits where. Nobody's seat is the last."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        options: Options,
+        seed: int | None,
+        device: torch.device,
+        kernels: SamplingKernels,
+    ) -> None:
+        self._make = lambda vocabulary: DeviceSampler(options, seed, vocabulary, device, kernels)
+        self._sampler: DeviceSampler | None = None  # made when it is known how wide logits are
+        probe = self._make(1)
+        self._prompt = _on_device([request.index for request in requests], torch.long, device)
+        self._sample = _on_device([request.sample for request in requests], torch.long, device)
+        minima = [probe.minimum(len(request.prompt_ids)) for request in requests]
+        self._minimum = _on_device(minima, torch.int32, device)
+
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        if self._sampler is None:
+            self._sampler = self._make(logits.shape[1])
+        rows = RowsState(self._prompt[seats], self._sample[seats], made, self._minimum[seats])
+        return self._sampler(logits, rows)
 
 
 class Ahead:
@@ -23,7 +64,7 @@ class Ahead:
         self.device = device
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode(False):  # it is written in steps that may run outside
-            self.last = torch.zeros(seats + 1, dtype=torch.long, device=device)  # of each seat; one is nobody's
+            self.last = torch.zeros(seats + 1, dtype=torch.long, device=device)  # of each seat
 
     @torch.no_grad()
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
@@ -40,8 +81,8 @@ class Ahead:
         logits = self.runner.step(batch)
         if not sampling:
             return list
-        picked = self.pick(logits)
-        self.last[tokens.sample_seats] = picked
+        picked = self.pick(logits, tokens.sample_seats, tokens.made)
+        self.last[tokens.sample_seats] = picked.clamp(min=0)  # -1 is no token, and the next step may be on its way
         return self._on_its_way(picked)
 
     @property
@@ -59,7 +100,7 @@ class Ahead:
     def _on_its_way(self, picked: torch.Tensor) -> Callable[[], list[int]]:
         if self.device.type != "cuda":
             tokens = picked.tolist()  # now: the next step writes to the same place
-            return lambda: tokens
+            return lambda: _real(tokens)
         landed = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
         landed.copy_(picked, non_blocking=True)
         event = torch.cuda.Event()
@@ -67,15 +108,17 @@ class Ahead:
 
         def wait() -> list[int]:
             event.synchronize()
-            return landed.tolist()
+            return _real(landed.tolist())
 
         return wait
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The best token of each row, the lowest among equals."""
-    if logits.device.type != "cuda":
-        return logits.argmax(dim=-1)
-    from .kernels.sample_triton import greedy as best
+def _real(tokens: list[int]) -> list[int]:
+    if -1 in tokens:
+        raise RuntimeError(NO_DISTRIBUTION)
+    return tokens
 
-    return best(logits)
+
+def _on_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([*values, 0], dtype=dtype).to(device)

@@ -9,6 +9,7 @@ import torch
 
 from .attention import AttentionBackend, TorchBackend
 from .config import BatchConfig
+from .device_sampling import SamplingKernels, torch_sampling, triton_sampling
 from .errors import ConfigError
 from .kernel_attention import KernelBackend, triton_kernels
 from .notices import Notices
@@ -63,3 +64,9 @@ def _refused(config: BatchConfig, device: torch.device) -> str | None:
         sizes = ", ".join(map(str, _PAGE_SIZES[:-1]))
         return f"the Triton kernels work with a `page_size` of {sizes} or {_PAGE_SIZES[-1]}, not {config.page_size}"
     return None
+
+
+def sampling_kernels(device: torch.device) -> SamplingKernels:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return triton_sampling()
+    return torch_sampling()

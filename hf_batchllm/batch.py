@@ -23,6 +23,7 @@ class TokenBatch:
     logits_rows: torch.Tensor  # [samples]  the tokens whose output is sampled
     row_seats: torch.Tensor  # [rows]  where the device keeps the last tokens of the decode rows
     sample_seats: torch.Tensor  # [samples]  and where it puts those that are sampled
+    made: torch.Tensor  # [samples]  new tokens that their requests have had so far
 
     def to(self, device: torch.device) -> TokenBatch:
         return TokenBatch(*(_move(getattr(self, field.name), device) for field in fields(self)))
@@ -112,6 +113,7 @@ class BatchBuilder:
                 self._tensor(np.array(logits_rows)),
                 self._tensor(np.array([request.seat for request in step.rows])),
                 self._tensor(np.array([request.seat for request in step.sampling()])),
+                self._tensor(np.array([request.made for request in step.sampling()])),
             ),
             AttentionBatch(self._tensor(np.concatenate(slots)), every_position, table, spans, rows, self.page_size),
         )

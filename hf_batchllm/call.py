@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .ahead import Ahead, greedy
+from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
-from .backends import check_backend, fused_kernels, make_backend
+from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
 from .batch import BatchBuilder
 from .config import BatchConfig
 from .decode_graphs import graphs_for
+from .device_sampling import picked_by_host
 from .engine import AtOnce, Engine, Launcher
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
@@ -113,22 +114,25 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-        sampler = Sampler(self.model, work.options, work.seed)
-        depth = self._depth(sampler)
-        launcher: Launcher = AtOnce(self._runner, sampler)
-        if depth > 1:
-            launcher = self._ahead = Ahead(self._runner, greedy, len(self.lineup.requests), device)
-            self._ahead.graphs = graphs_for(self.config, self._runner, self._ahead.last, greedy, self.notices)
         builder = BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk)
+        launcher, depth = self._launcher(work)
         self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
 
-    def _depth(self, sampler: Sampler) -> int:
-        """How many steps may be on their way at a time."""
-        if self.config.steps_per_sync is not None:
-            depth = self.config.steps_per_sync
-        else:
-            depth = _DEPTH.get(self.architecture.device.type, 1)
-        return depth if sampler.is_plain_greedy(self.lineup.requests) else 1
+    def _launcher(self, work: Work) -> tuple[Launcher, int]:
+        """What runs the steps, and how many of them may be on their way at a time."""
+        assert self._runner is not None
+        device = self.architecture.device
+        depth = self.config.steps_per_sync or _DEPTH.get(device.type, 1)
+        reason = picked_by_host(work.options, self.model, device, depth)
+        if reason is not None:
+            if device.type == "cuda":
+                self.notices(f"host: {reason}", reason)
+            return AtOnce(self._runner, Sampler(self.model, work.options, work.seed)), 1
+        requests = self.lineup.requests
+        pick = SeatedSampler(requests, work.options, work.seed, device, sampling_kernels(device))
+        self._ahead = Ahead(self._runner, pick, len(requests), device)
+        self._ahead.graphs = graphs_for(self.config, self._runner, self._ahead.last, pick, self.notices)
+        return self._ahead, depth
 
     def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step."""

@@ -21,7 +21,7 @@ from .kernels.work_lists import WorkLists
 from .notices import Notices
 from .runner import ModelRunner
 
-Pick = Callable[[torch.Tensor], torch.Tensor]  # logits [rows, vocabulary] -> tokens [rows]
+Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
 
 _WORTH = 8  # steps still to come: fewer do not pay for a capture
 _SPARE = 1.3  # rows: a graph that is there and is no larger than so many times what is needed will do
@@ -83,7 +83,7 @@ class DecodeGraph:
         self.rows = rows
         self.work = GraphWork(rows, entries, backend.multiprocessors, device)
         self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
-        self._numbers = torch.zeros(4, rows, dtype=torch.long, device=device)  # positions, slots, seats, lengths
+        self._numbers = torch.zeros(5, rows, dtype=torch.long, device=device)  # positions, slots, seats, lengths, made
         self._context = KernelAttention(self.work, backend)
         self._runner = runner
         self._last = last
@@ -94,13 +94,14 @@ class DecodeGraph:
         """What the next run is about. ValueError if it does not fit."""
         rows = batch.attention.rows
         self.work.load(step)
-        numbers = np.zeros((4, self.rows), dtype=np.int64)
+        numbers = np.zeros((5, self.rows), dtype=np.int64)
         numbers[0, :rows] = batch.attention.positions
         numbers[1] = -1  # nothing is written
         numbers[1, :rows] = batch.attention.slots.numpy()
         numbers[2] = len(self._last) - 1  # nobody's
         numbers[2, :rows] = batch.tokens.row_seats.numpy()
         numbers[3, :rows] = batch.attention.positions + 1
+        numbers[4, :rows] = batch.tokens.made.numpy()
         self._numbers.copy_(_staged(torch.from_numpy(numbers), self._numbers.device), non_blocking=True)
 
     def run(self) -> None:
@@ -118,13 +119,13 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _run(self) -> None:
-        positions, slots, seats, lengths = self._numbers
+        positions, slots, seats, lengths, made = self._numbers
         self.work.slots.copy_(slots)
         self.work.lengths.copy_(lengths)
         self._context.calls = 0
         logits = self._runner.forward(self._last[seats], positions, self._context)
-        picked = self._pick(logits)
-        self._last[seats] = picked
+        picked = self._pick(logits, seats, made)
+        self._last[seats] = picked.clamp(min=0)
         self.tokens.copy_(picked)
 
 

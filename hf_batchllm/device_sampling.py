@@ -159,6 +159,15 @@ def why_not(options: Options, model: nn.Module) -> str | None:
     return None
 
 
+def picked_by_host(options: Options, model: nn.Module, device: torch.device, depth: int) -> str | None:
+    """Why tokens are not picked on the device; None if they are."""
+    if device.type != "cuda" and (depth == 1 or options.do_sample):  # where noise is ``sampling.py``'s, it stays so
+        return "on a CPU there is nothing to gain"
+    if _Recipe.of(options).penalty != 1:
+        return "`repetition_penalty` is worked out by transformers' own code, for which the host waits after each step"
+    return why_not(options, model)
+
+
 class DeviceSampler:
     """The next token of each row. All rows have the same options, for which ``why_not`` has found nothing."""
 

@@ -37,6 +37,7 @@ _BLIND_TO_HISTORY = (
 
 _MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
 
+NO_DISTRIBUTION = "the model gave logits that are not numbers (NaN or infinite): there is nothing to draw from"
 _TIES = 64  # a shortlist for top-k has this many more than k: with bfloat16 logits there are many equals
 _SHORTLIST = 1024  # for cuts whose number is not known beforehand
 _WIDER = 16  # times, when a shortlist was too short
@@ -62,10 +63,6 @@ class Sampler:
         for begin in range(0, len(requests), rows):
             tokens += self._next(logits[begin : begin + rows], requests[begin : begin + rows])
         return tokens
-
-    def is_plain_greedy(self, requests: Sequence[Request]) -> bool:
-        """Whether the best token is taken, and no processor has a say in which that is."""
-        return not self._options.do_sample and not any(any(self._processors(request)) for request in requests[:1])
 
     def _next(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         scores = self._with_history(logits, requests)
@@ -164,9 +161,7 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor, warpers: Sequence[LogitsPr
         for row, token in zip(missed, again, strict=True):
             tokens[row] = token
     if _INVALID in tokens:
-        raise RuntimeError(
-            "the model gave logits that are not numbers (NaN or infinite): there is nothing to draw from"
-        )
+        raise RuntimeError(NO_DISTRIBUTION)
     return tokens
 
 

@@ -138,3 +138,46 @@ def test_layers_that_the_kernels_cannot_do_are_not_captured(
         )
     assert_parity("llama", prompts, result, NEW_TOKENS)
     assert graphs[0].steps == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"do_sample": True, "top_k": 5, "temperature": 1.5, "min_new_tokens": 3},
+        {"do_sample": True, "top_p": 0.7, "min_p": 0.02, "num_return_sequences": 3},
+    ],
+)
+def test_sampled_tokens_depend_on_the_seed_alone(
+    options: dict[str, Any], watched: list[Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Picked on the device: however many steps are on their way, whatever shares a step, with graphs and without."""
+    monkeypatch.setattr("hf_batchllm.call.picked_by_host", lambda *_: None)
+    prompts = mixed_prompts(2)
+    options |= {"max_new_tokens": NEW_TOKENS, "eos_token_id": [3, 4, 5, 6], "progress": False}
+    configs: list[dict[str, Any]] = [
+        {},
+        {"steps_per_sync": 4},
+        {"steps_per_sync": 3, "share_prefixes": False, "page_size": 4},
+        {"max_batch_tokens": 40, "scheduler": "fifo"},
+    ]
+    seeded = [BatchGenerator(build("llama"), **config).generate(prompts, seed=5, **options) for config in configs]
+    assert all(result.token_ids == seeded[0].token_ids for result in seeded)
+    assert graphs[0].steps > 0
+    other = BatchGenerator(build("llama")).generate(prompts, seed=6, **options)
+    assert other.token_ids != seeded[0].token_ids
+    if "num_return_sequences" in options:
+        assert len({tuple(row) for row in seeded[0].token_ids[:3]}) > 1
+
+
+def test_logits_that_are_no_numbers_are_an_error(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_batchllm.call.picked_by_host", lambda *_: None)
+    model = build("llama")
+    generator = BatchGenerator(model, steps_per_sync=4)
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * float("nan"))
+    try:
+        with pytest.raises(RuntimeError, match="not numbers"), pytest.warns(UserWarning, match="without CUDA graphs"):
+            generator.generate(mixed_prompts(1), do_sample=True, max_new_tokens=5, progress=False)
+    finally:
+        handle.remove()
+    assert len(generator.generate(mixed_prompts(1), max_new_tokens=2, progress=False)) == len(mixed_prompts(1))
