@@ -16,7 +16,7 @@ from .decode_graphs import DecodeGraphs
 from .device_sampling import DeviceSampler, RowsState, SamplingKernels
 from .options import Options
 from .request import Request
-from .runner import ModelRunner
+from .runner import ModelRunner, current_device
 from .sampling import NO_DISTRIBUTION
 
 
@@ -66,8 +66,11 @@ class Ahead:
         with torch.inference_mode(False):  # it is written in steps that may run outside
             self.last = torch.zeros(seats + 1, dtype=torch.long, device=device)  # of each seat
 
-    @torch.no_grad()
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
+        with torch.no_grad(), current_device(self.device):
+            return self._launch(batch, sampling)
+
+    def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
         if self.graphs is not None:
             to_come = max((request.max_new_tokens - request.made for request in sampling), default=0)
             picked = self.graphs.run(batch, to_come)

@@ -12,12 +12,14 @@ from .config import BatchConfig
 from .device_sampling import SamplingKernels, torch_sampling, triton_sampling
 from .errors import ConfigError
 from .kernel_attention import KernelBackend, triton_kernels
+from .kernels.work_lists import PAGE_SIZES
 from .notices import Notices
 from .patches.fused import FusedKernels, triton_fused_kernels
 from .storage import KVStorage
 
-_PAGE_SIZES = (16, 32, 64, 128)
-_LEAST_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY = (9, 0)
+_LEAST_SHARED_MEMORY = 227 << 10  # bytes that a block may have; what the widest heads take
+_YES = ("1", "true", "on", "yes", "y")  # as Triton reads its switches
 
 
 def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -> None:
@@ -38,7 +40,7 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
     if config.backend == "torch" or _refused(config, device) is not None:
         return TorchBackend(storage, device)
-    return KernelBackend(triton_kernels(), storage, device, notices)
+    return KernelBackend(triton_kernels(interpreted=is_interpreted()), storage, device, notices)
 
 
 def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
@@ -50,20 +52,32 @@ def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | N
 
 def _refused(config: BatchConfig, device: torch.device) -> str | None:
     """Why the kernels cannot be used, in the user's words."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and config.backend == "triton"
-    if device.type != "cuda" and not interpreted:
+    interpreted = is_interpreted()
+    if device.type != "cuda" and not (interpreted and config.backend == "triton"):
         return f"the Triton kernels need a CUDA GPU, and the model is on {device}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (`pip install triton`)"
     if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
         return "this Triton is too old (`pip install -U triton`)"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return f"the Triton kernels need a GPU of compute capability 8.0 or more, and {name} has less"
-    if config.page_size not in _PAGE_SIZES:
-        sizes = ", ".join(map(str, _PAGE_SIZES[:-1]))
-        return f"the Triton kernels work with a `page_size` of {sizes} or {_PAGE_SIZES[-1]}, not {config.page_size}"
+    if device.type == "cuda":
+        if interpreted:
+            return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it and start anew"
+        if torch.version.hip is not None:
+            return "the Triton kernels have been made for NVIDIA's GPUs alone"
+        capability, properties = torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device)
+        if capability < _LEAST_CAPABILITY or properties.shared_memory_per_block_optin < _LEAST_SHARED_MEMORY:
+            return (
+                "the Triton kernels need a data-centre GPU of Hopper's generation (compute capability 9.0) or later, "
+                f"and {properties.name} is none"
+            )
+    if config.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES[:-1]))
+        return f"the Triton kernels work with a `page_size` of {sizes} or {PAGE_SIZES[-1]}, not {config.page_size}"
     return None
+
+
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _YES
 
 
 def sampling_kernels(device: torch.device) -> SamplingKernels:

@@ -11,7 +11,7 @@ import torch
 
 from .batch import BatchBuilder, ModelBatch
 from .request import Request, Step
-from .runner import ModelRunner
+from .runner import ModelRunner, current_device
 from .scheduler import Scheduler
 
 
@@ -30,8 +30,9 @@ class AtOnce:
         self.sampler = sampler
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
-        logits = self.runner.step(batch)
-        tokens = self.sampler(logits, sampling) if sampling else []
+        with current_device(self.runner.architecture.device):
+            logits = self.runner.step(batch)
+            tokens = self.sampler(logits, sampling) if sampling else []
         return lambda: tokens
 
 

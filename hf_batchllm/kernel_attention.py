@@ -40,8 +40,13 @@ class AttentionKernels:
     unsupported: Callable[..., str | None]
 
 
-def triton_kernels() -> AttentionKernels:
+def triton_kernels(interpreted: bool = False) -> AttentionKernels:
     from .kernels import cascade_triton, pages_triton, prefill_triton, small_triton
+
+    def unsupported(*shape: Any) -> str | None:
+        if interpreted and shape[-1] == torch.bfloat16:
+            return "Triton's interpreter (TRITON_INTERPRET is set) does not multiply bfloat16"
+        return pages_triton.unsupported(*shape)
 
     return AttentionKernels(
         write=small_triton.rope_and_write,
@@ -50,7 +55,7 @@ def triton_kernels() -> AttentionKernels:
         attend_chunks=prefill_triton.attend_chunks,
         by_page=pages_triton.by_page,
         launch_options=prefill_triton.launch_options,
-        unsupported=pages_triton.unsupported,
+        unsupported=unsupported,
     )
 
 
@@ -261,7 +266,7 @@ class KernelAttention:
         self, call: AttentionCall, refusal: str, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
         self.backend.notices(
-            "kernels",
+            f"kernels: {refusal}",
             f"attention of {type(call.layer).__name__} runs in plain PyTorch, which is correct and slow: {refusal}",
         )
         q = write_in_torch(call, k_cache, v_cache, self.work.slots)

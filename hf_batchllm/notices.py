@@ -26,13 +26,27 @@ class Notices:
 
 
 def warn_user(message: str) -> None:
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)
+    # From the outermost of our frames: between it and this one there may be a model's.
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    level = max(at for at, each in enumerate(frames) if _is_ours(each)) + 1
+    while level < len(frames) and _stands_between(frames[level]):
+        level += 1
+    warnings.warn(message, UserWarning, stacklevel=min(level, len(frames) - 1) + 1)
 
 
 def _is_ours(frame: FrameType) -> bool:
-    # By the module's name, as the package lies in several folders. contextlib stands between a `with` and its body.
-    name = frame.f_globals.get("__name__") or ""
-    return name.partition(".")[0] == _PACKAGE or name == "contextlib"
+    # By the module's name, as the package lies in several folders.
+    return _module(frame).partition(".")[0] == _PACKAGE
+
+
+def _stands_between(frame: FrameType) -> bool:
+    """contextlib does, between a ``with`` and its body."""
+    return _module(frame) == "contextlib"
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""

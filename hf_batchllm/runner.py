@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -22,6 +22,11 @@ from .errors import UnsupportedModelError
 from .patches.attention_swap import AttentionSwap
 from .patches.cpu_head import HeadSwap
 from .patches.fused import FusedLayers
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class ModelRunner:

@@ -33,6 +33,7 @@ def attend_items(
 ) -> None:
     """All items of one tile."""
     for row, rows, begin, full, end, part, causal in work.items[tile][: int(work.counts[tile]), :7].tolist():
+        assert rows * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"
         here = slice(row, row + rows)
         sees_to = lengths[here].long()
         sees_from = sees_to - (window or _EVERYTHING)
@@ -101,6 +102,7 @@ def attend_chunks(
         entries = torch.cat([work.entries[short : short + shorts], work.entries[rest + shorts : rest + pages]])
         sees_to = torch.arange(position + 1, position + rows + 1, device=q.device)
         sees_from = sees_to - (window or _EVERYTHING)
+        assert rows * (q.shape[1] // k_pages.shape[2]) <= work.tile, "an item of more lines than its tile has"
         here = slice(row, row + rows)
         attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, 0, sees_from, sees_to, scale, softcap)
         if sinks is not None:

@@ -220,6 +220,7 @@ def attend_items(
     v_dim = v_pages.shape[3]
     options = launch_options(tile, qk_dim, v_dim, q.element_size())
     slices = triton.cdiv(tile, options["lines"])
+    assert scale > 0, "the largest score is found before it is scaled"
     scale, cap = in_log2(scale, softcap)
     _attend_items[(len(items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out, part_out, part_lse,

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .work_lists import ENTRY_FIELDS, TILES
+from .work_lists import ENTRY_FIELDS, PAGE_SIZES, TILES
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PAGE_SIZES = (16, 32, 64, 128)
 WIDEST_HEAD = 256  # also the most that a box can hold
 _WIDEST_BOX = 64  # tokens
 

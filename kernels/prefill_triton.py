@@ -146,6 +146,7 @@ def attend_chunks(
         options = launch_options(1, qk_dim, v_dim, q.element_size())
         lines = min(lines, options["tile"])  # more lines than a block takes well are left to several
     slices = triton.cdiv(work.tile, lines)
+    assert scale > 0, "the largest score is found before it is scaled"
     scale, cap = in_log2(scale, softcap)
     _attend_chunks[(len(work.items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out,

@@ -63,6 +63,7 @@ def make_ranges(
     gate_merged: float = GATE_MERGED,
 ) -> Ranges:
     """With a window, what lies before it counts for nothing at the gate; it is left to the lists to leave it out."""
+    assert (readers.rows > 0).all() and (window is None or window > 0)
     nodes = _nodes(units, readers)
     begin = units.start[nodes.unit]
     if window is not None and len(nodes):

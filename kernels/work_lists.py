@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+PAGE_SIZES = (16, 32, 64, 128)  # that the Triton kernels can do
 TILES = (16, 64)  # lines of a decode tile: query rows x the heads that share a KV head
 ITEM_FIELDS = 8  # row, rows, begin, full, end, part, causal, and a spare: a record is one 32-byte sector
 CHUNK_FIELDS = 12  # row, rows, position, short, shorts, rest, full_from, full_to, pages, and three spare

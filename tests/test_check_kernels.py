@@ -1,4 +1,4 @@
-"""examples/check_kernels.py finds nothing wrong with the kernels, and finds what is wrong with others."""
+"""examples/benchmarks/check_kernels.py finds nothing wrong with the kernels, and finds what is wrong with others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -209,7 +209,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_configs_say_what_is_wrong(fields: dict[str, Any], says: str) -> None:
+def test_wrong_configs_say_what_is_wrong(fields: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=says):
         BatchGenerator(build(FAMILY), **fields)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,3 +186,35 @@ def test_a_page_size_that_the_kernels_cannot_do_is_refused() -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     with pytest.raises(ConfigError, match="`page_size` of 16, 32, 64 or 128, not 100"):
         BatchGenerator(build("llama"), backend="triton", page_size=100)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
+def test_the_fallback_is_said_at_the_callers_line(twins: dict[str, Any]) -> None:
+    twins["kernels"] = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "odd"}))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        BatchGenerator(build("llama")).generate([[1, 2, 3]], max_new_tokens=2, progress=False)
+    assert [Path(each.filename).name for each in warned] == [Path(__file__).name]
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="starts an interpreter of its own")
+def test_bfloat16_is_refused_under_the_interpreter() -> None:
+    """It multiplies the bits: other tokens, and not a word."""
+    script = """if True:
+        import copy, sys; sys.path.insert(0, "tests")
+        import torch
+        from families import build
+        from hf_batchllm import BatchGenerator
+        prompts = [[5, 6, 7, 8] * 6 + [i] for i in range(3)]
+        tokens = []
+        for backend in ("torch", "triton"):
+            model = copy.deepcopy(build("llama")).to(torch.bfloat16)
+            result = BatchGenerator(model, backend=backend, page_size=16).generate(prompts, max_new_tokens=4)
+            tokens.append([each.token_ids for each in result])
+        assert tokens[0] == tokens[1], tokens
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-500:]

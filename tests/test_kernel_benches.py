@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_batchllm.kernels.work_lists import Ranges
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 
 import attention_rivals as rivals
 import calibrate_attention as calibrate
@@ -251,3 +252,16 @@ def test_a_gate_is_suggested_between_what_pays_and_what_does_not() -> None:
     gate = calibrate.best_gate(cells)
     assert 80 < gate <= 120 and max(cell.loss(gate) for cell in cells) == 0
     assert calibrate.break_even(cells[:2]) == np.inf and calibrate.break_even(cells[2:]) == 240
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["bench_attention", "bench_prefill", "calibrate_attention", "bench_small", "bench_sampling", "bench_fused"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_benches_say_that_they_need_a_gpu(script: str) -> None:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, f"examples/benchmarks/{script}.py"], capture_output=True, text=True, cwd=root
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr and "GPU" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,3 +221,45 @@ def test_what_does_not_fit_is_refused(short: dict[str, object], message: str) ->
     room = WorkLists.room(**(options | short))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         room.fill(lists(5))
+
+
+def a_prefix(tokens: int, own: int) -> tuple[Units, Readers]:
+    """One prefix and two rows behind it."""
+    held = -(-np.array([tokens, own, own]) // 4)
+    begin = np.concatenate([[0], np.cumsum(held)])
+    units = Units(np.array([-1, 0, 0]), np.array([0, tokens, tokens]), begin, np.arange(begin[-1]))
+    return units, Readers(np.array([1, 2]), np.arange(2), np.ones(2, dtype=int), np.full(2, tokens + own))
+
+
+@pytest.mark.parametrize(("window", "shared"), [(None, True), (29, False), (30, True)])
+def test_the_gate_counts_what_a_window_leaves_in_sight(window: int | None, shared: bool) -> None:
+    """With 10 tokens of its own, a row sees window - 10 of the prefix; two rows save half of that."""
+    ranges = make_ranges(*a_prefix(40, 10), page_size=4, window=window, gate=10, gate_merged=0)
+    assert (len(ranges.row_begin) == 3) == shared
+
+
+def test_a_row_between_readers_parts_them() -> None:
+    units, readers = a_prefix(40, 10)
+    readers.row[1] = 2
+    ranges = make_ranges(units, readers, page_size=4, gate=0)
+    assert not any((ranges.row_begin <= 1) & (ranges.row_end > 1)), "nobody's row got work"
+
+
+def test_causal_lists_do_not_go_where_no_item_is_causal() -> None:
+    units = Units(np.array([-1]), np.array([0]), np.array([0, 2]), np.arange(2))
+    one = np.zeros(1, dtype=np.int64)
+    ranges = make_ranges(units, Readers(one, one, one + 3, one + 5), page_size=4)
+    options: dict[str, Any] = {"kv_heads": 1, "group": 1, "page_size": 4, "multiprocessors": 1}
+    work = build_work(ranges, np.array([3, 4, 5]), **options)
+    with pytest.raises(ValueError, match="other kernels"):
+        WorkLists.room(rows=3, items={16: 9}, entries=9, parts=9, device="cpu").fill(work)
+
+
+def test_a_row_without_parts_asks_for_the_merge() -> None:
+    """It is the merge that writes its zeros."""
+    units = Units(np.array([-1]), np.array([0]), np.array([0, 2]), np.arange(2))
+    one = np.zeros(1, dtype=np.int64)
+    ranges = make_ranges(units, Readers(one, one, one + 1, one + 5), page_size=4)
+    options: dict[str, Any] = {"kv_heads": 1, "group": 1, "page_size": 4, "multiprocessors": 1}
+    assert build_work(ranges, np.array([5, 0]), **options).merges
+    assert not build_work(ranges, np.array([5]), **options).merges

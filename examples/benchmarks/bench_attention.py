@@ -1,9 +1,9 @@
 """How fast decode attention over many shared prefixes is on this GPU, beside its limits and beside others.
 
-    python examples/bench_attention.py                        # the default batches
-    python examples/bench_attention.py 16x16:2000+250         # groups x rows : shared + own tokens
-    python examples/bench_attention.py --rivals all           # torch's attention, FlashInfer, ... where installed
-    python examples/bench_attention.py --json figures.json
+    python examples/benchmarks/bench_attention.py  # the default batches
+    python examples/benchmarks/bench_attention.py 16x16:2000+250  # groups x rows : shared + own tokens
+    python examples/benchmarks/bench_attention.py --rivals all  # torch's attention, FlashInfer, ... where installed
+    python examples/benchmarks/bench_attention.py --json figures.json
 
 How batches are written, and how the floor is worked out, stands in attention_batches.py; what the rivals are given, in
 attention_rivals.py. A batch is one decode step of one layer: the segment and own launches on parallel branches, then
@@ -31,9 +31,9 @@ import torch
 from attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
 from attention_batches import DecodeBatch as Batch
 from attention_problem import Problem
-from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, warm_branches
+from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, need_gpu, warm_branches
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--rivals", default="none", help=f"a list of {', '.join(rivals.DECODE)}; none; or all")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
+    need_gpu()
     names, missing = rivals.chosen(options.rivals, rivals.DECODE)
     torch.manual_seed(0)
     copy, matmul = copy_bandwidth(), matmul_rate()

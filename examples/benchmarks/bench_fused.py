@@ -1,8 +1,8 @@
 """What fused layers bring: a step of decode rows and a step of prompts, with a model's own layers and with fused ones.
 
-    python examples/bench_fused.py                          # eight layers of Llama-8B's shape, random weights
-    python examples/bench_fused.py --family qwen3 --layers 4
-    python examples/bench_fused.py --json figures.json
+    python examples/benchmarks/bench_fused.py  # eight layers of Llama-8B's shape, random weights
+    python examples/benchmarks/bench_fused.py --family qwen3 --layers 4
+    python examples/benchmarks/bench_fused.py --json figures.json
 
 A step is run as the engine runs it. "eager" is its time from call to call, "graph" that of the same forward replayed
 from a CUDA graph, so without what launches cost the host; each is a median. "kernels" and "busy" count all of them, and
@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_timing import need_gpu  # beside this file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm import BatchConfig
 from hf_batchllm.architecture import inspect_model
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10, help="how often each is timed")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    need_gpu()
     on_gpu = torch.cuda.is_available()  # elsewhere a tiny model, to see that this runs
     device, shape = ("cuda", SHAPE) if on_gpu else ("cpu", TINY)
     config = AutoConfig.for_model(chosen.family, **shape, num_hidden_layers=chosen.layers)

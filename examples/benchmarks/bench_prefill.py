@@ -1,9 +1,9 @@
 """How fast prefill attention over paged caches is on this GPU, beside others' attention.
 
-    python examples/bench_prefill.py                               # the four default batches
-    python examples/bench_prefill.py 8x1024 4x2000+16x200 1x2048@6144
-    python examples/bench_prefill.py --rivals none                 # ours alone; else torch's, FlashInfer, ...
-    python examples/bench_prefill.py --tiles 64,4,3 128,8,3        # tile, warps, stages
+    python examples/benchmarks/bench_prefill.py  # the four default batches
+    python examples/benchmarks/bench_prefill.py 8x1024 4x2000+16x200 1x2048@6144
+    python examples/benchmarks/bench_prefill.py --rivals none  # ours alone; else torch's, FlashInfer, ...
+    python examples/benchmarks/bench_prefill.py --tiles 64,4,3 128,8,3  # tile, warps, stages
 
 A batch is one prefill step of one layer: chunks x rows (4x2048), and for each, if wanted, members x rows that read
 it as their prefix in the same step (4x2000+16x200), or the tokens computed in steps before (1x2048@6144). Only the
@@ -28,9 +28,9 @@ import torch
 from attention_batches import PAGE, floor_ms, operations, unique_bytes
 from attention_batches import PrefillBatch as Batch
 from attention_problem import Problem
-from gpu_timing import copy_bandwidth, graph_ms, matmul_rate
+from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, need_gpu
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import prefill_triton as pt
 from hf_batchllm.kernels import work_lists as wl
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rivals", default="all", help=f"a list of {', '.join(rivals.PREFILL)}; none; or all")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
+    need_gpu()
     names, missing = rivals.chosen(options.rivals, rivals.PREFILL)
     torch.manual_seed(0)
     chosen = pt.launch_options(options.heads // options.kv_heads, options.dim, options.dim, 2)

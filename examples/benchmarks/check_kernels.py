@@ -1,7 +1,7 @@
 """Every kernel against its plain twin, on small random inputs.
 
-    python examples/check_kernels.py                      # on a GPU; without one, under Triton's interpreter
-    compute-sanitizer --tool memcheck python3 examples/check_kernels.py --cases 3
+    python examples/benchmarks/check_kernels.py                      # on a GPU; without one, under Triton's interpreter
+    compute-sanitizer --tool memcheck python3 examples/benchmarks/check_kernels.py --cases 3
 
 Each tensor is an allocation of its own, so that the sanitizer sees what is read or written beyond its end, and only the
 kernels run on the GPU. Whatever may not be read is NaN, and so is every output beforehand. An error is a part of the
@@ -25,8 +25,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from attention_cases import TOLERANCE, Variant
 from decode_cases import check_decode, decode_case

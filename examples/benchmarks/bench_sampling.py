@@ -1,7 +1,7 @@
 """How fast sampling on the device is on this GPU, beside transformers' warpers on the same logits, which sort.
 
-    python examples/bench_sampling.py
-    python examples/bench_sampling.py --rows 256 --vocabulary 128256 --tune CUT_WARPS=4 SURVEY_BLOCK=8192
+    python examples/benchmarks/bench_sampling.py
+    python examples/benchmarks/bench_sampling.py --rows 256 --vocabulary 128256 --tune CUT_WARPS=4 SURVEY_BLOCK=8192
 
 Times are medians of replays of a CUDA graph that goes over several sets of logits in turn; those of the warpers, of
 calls one after the other. Logits are normal, with a standard deviation of 1 ("flat") or 3 ("peaked"), and the
@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_timing import copy_bandwidth, graph_ms  # beside this file
+from gpu_timing import copy_bandwidth, graph_ms, need_gpu  # beside this file
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import cut_triton, sample_triton
 
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
+    need_gpu()
     for setting in options.tune:
         tune(setting)
     torch.manual_seed(0)

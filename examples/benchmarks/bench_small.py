@@ -1,8 +1,8 @@
 """How fast the small fused kernels are on this GPU, beside the plain operations that transformers runs for the same.
 
-    python examples/bench_small.py                                   # Llama-3.1-8B's shapes
-    python examples/bench_small.py --model qwen3-0.6b gemma3-1b --tokens 64 8192
-    python examples/bench_small.py --tune NORM_ELEMENTS=8 ACT_BLOCK=2048
+    python examples/benchmarks/bench_small.py                                   # Llama-3.1-8B's shapes
+    python examples/benchmarks/bench_small.py --model qwen3-0.6b gemma3-1b --tokens 64 8192
+    python examples/benchmarks/bench_small.py --tune NORM_ELEMENTS=8 ACT_BLOCK=2048
 
 Each line is one operation of one layer, or of the LM head's output, for so many tokens (rows, where it samples). Times
 are medians of replays of a CUDA graph that goes over several sets of inputs in turn. Bytes are those of inputs and
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, graph_ms  # beside this file
+from gpu_timing import copy_bandwidth, graph_ms, need_gpu  # beside this file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import sample_triton, small_triton
 from hf_batchllm.kernels.small_torch import PADDING, Rows
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
+    need_gpu()
     for setting in options.tune:
         tune(setting)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Where the constants of the decode kernels' work lists come from: tables, and what they suggest, on this GPU.
 
-    python examples/calibrate_attention.py            # some 80 s
-    python examples/calibrate_attention.py --quick    # a smaller grid
+    python examples/benchmarks/calibrate_attention.py            # some 80 s
+    python examples/benchmarks/calibrate_attention.py --quick    # a smaller grid
 
 **Splits** (BLOCKS and MIN_PAGES in kernels/work_lists.py): a batch's time as the rule cuts its ranges, with items of so
 many pages at most, and with other constants in the rule.
@@ -33,9 +33,9 @@ import torch
 from attention_batches import EVERY, NEVER  # beside this file
 from attention_batches import DecodeBatch as Batch
 from bench_attention import Inputs, measure
-from gpu_timing import warm_branches
+from gpu_timing import need_gpu, warm_branches
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller grid")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     begin = time.perf_counter()
     gc.freeze()  # capturing a graph may collect garbage first, and there are some 400 graphs

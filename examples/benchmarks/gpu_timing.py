@@ -66,3 +66,9 @@ def _events(count: int, function: Callable[[], object]) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+def need_gpu() -> None:
+    """End at once where there is none, in words."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA GPU, and there is none here")
