@@ -123,6 +123,22 @@ class TestWithTwins:
         assert_parity("llama", prompts, result, NEW_TOKENS)
         assert not twins["lists"]
 
+    def test_each_shape_is_asked_about(self, twins: dict[str, Any]) -> None:
+        """Layers of one model may have different heads: what is true of one says nothing of another."""
+        asked: list[tuple[Any, ...]] = []
+
+        def unsupported(*shape: Any) -> str | None:
+            asked.append(shape)
+            return "odd" if len(asked) == 1 else None
+
+        twins["kernels"] = AttentionKernels(**(vars(TWINS) | {"unsupported": unsupported}))
+        prompts = mixed_prompts(1)
+        with pytest.warns(UserWarning, match="odd"):
+            result = generate("laguna", prompts, page_size=16)
+        assert len(asked) == len(set(asked)) > 1
+        assert twins["lists"]
+        assert_parity("laguna", prompts, result, NEW_TOKENS)
+
     def test_short_chunks_are_run_beside_the_decode_rows(
         self, monkeypatch: pytest.MonkeyPatch, twins: dict[str, Any]
     ) -> None:
@@ -173,7 +189,7 @@ def test_under_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="is run by test_under_the_interpreter")
-@pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss", "deepseek_v3"]))
+@pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss", "deepseek_v3", "laguna"]))
 def test_interpreted_kernels_give_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
     rng = random.Random(7)
     prompts = [prompt for kind in PROMPT_KINDS[:3] for prompt in random_prompts(rng, 97, kind, 2)]
