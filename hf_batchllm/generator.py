@@ -282,9 +282,12 @@ class BatchGenerator:
         return Work(good, places, problems, options, limits, seed)
 
     def _warn_of_dropout(self) -> None:
-        layers = (module for module in self.model.modules() if isinstance(module, nn.Dropout))
+        if not self.model.training:
+            return
+        # Lists: what interrupts a generator while it closes is lost.
+        drops = [module.p for module in self.model.modules() if isinstance(module, nn.Dropout)]
         config = base_model(self.model).config.get_text_config(decoder=True)
-        if self.model.training and (any(layer.p > 0 for layer in layers) or getattr(config, "attention_dropout", 0)):
+        if any(drops) or getattr(config, "attention_dropout", 0):
             self._notices(
                 "dropout",
                 "the model is in training mode and has dropout: results are random in a way that no seed governs "
