@@ -17,7 +17,7 @@ from torch import nn
 from .batch import ModelBatch
 from .config import BatchConfig
 from .kernel_attention import KernelAttention, KernelBackend, StepWork
-from .kernels.work_lists import WorkLists
+from .kernels.work_lists import WorkLists, sent
 from .notices import Notices
 from .runner import ModelRunner
 
@@ -54,7 +54,7 @@ class GraphWork:
         """Take over a step's lists. ValueError if they do not fit."""
         made = [(room, room.fitted(step.on_host(*key))) for key, room in self._rooms.items()]
         for room, work in made:
-            room.packed.copy_(_staged(work.packed, self._device), non_blocking=True)
+            room.packed.copy_(sent(work.packed, self._device))
         self._step = step
 
     def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
@@ -102,7 +102,7 @@ class DecodeGraph:
         numbers[2, :rows] = batch.tokens.row_seats.numpy()
         numbers[3, :rows] = batch.attention.positions + 1
         numbers[4, :rows] = batch.tokens.made.numpy()
-        self._numbers.copy_(_staged(torch.from_numpy(numbers), self._numbers.device), non_blocking=True)
+        self._numbers.copy_(sent(torch.from_numpy(numbers), self._numbers.device))
 
     def run(self) -> None:
         if self._graph is not None:
@@ -217,8 +217,3 @@ def graphs_for(
     if not config.cuda_graphs or last.device.type != "cuda" or not isinstance(backend, KernelBackend):
         return None
     return DecodeGraphs(runner, backend, last, pick, notices)
-
-
-def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Where a copy to the device need not wait for it."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -19,7 +19,7 @@ from .attention import AttentionCall, Rotation, write_in_torch
 from .batch import AttentionBatch
 from .cascade import CascadePlan, Scratch
 from .kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
-from .kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work
+from .kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work, sent
 from .notices import Notices
 from .storage import KVStorage
 
@@ -140,7 +140,7 @@ class StepWork:
     def lists(self, *key: Any) -> WorkLists:
         """As ``on_host``, on the device."""
         if key not in self._lists:
-            self._lists[key] = self.on_host(*key).to(self.device)
+            self._lists[key] = self.on_host(*key).to(self.device, non_blocking=True)
         return self._lists[key]
 
     def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
@@ -180,12 +180,12 @@ class StepWork:
             page_size = self.batch.page_size
             chunks = make_chunks(self._units, self._readers(slice(self._short, None)), page_size=page_size)
             work = build_prefill(chunks, group=group, page_size=page_size, tile=tile, window=window)
-            self._chunk_lists[key] = work.to(self.device)
+            self._chunk_lists[key] = work.to(self.device, non_blocking=True)
         return self._chunk_lists[key]
 
     @cached_property
     def lengths(self) -> torch.Tensor:  # [rows] int32
-        return torch.from_numpy(self._lengths.astype(np.int32)).to(self.device)
+        return sent(torch.from_numpy(self._lengths.astype(np.int32)), self.device)
 
     @cached_property
     def _lengths(self) -> np.ndarray:  # [rows]

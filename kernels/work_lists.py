@@ -7,7 +7,7 @@ against their whole page table. Both become *items*: what one block for each KV 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class WorkLists:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> WorkLists:
         return WorkLists(
-            self.packed.to(device, non_blocking=non_blocking),
+            sent(self.packed, device, non_blocking),
             self.rows,
             {tile: len(items) for tile, items in self.items.items()},
             len(self.entries),
@@ -131,6 +131,13 @@ class WorkLists:
             causal=self.causal,
             direct=self.direct,
         )
+
+
+def sent(tensor: torch.Tensor, device: torch.device | str, non_blocking: bool = True) -> torch.Tensor:
+    """On the device. Without blocking, the host does not wait until all that was launched before has ended."""
+    if non_blocking and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=non_blocking)
 
 
 _ALIGN = 8  # int32: each list starts with a sector
@@ -291,8 +298,19 @@ class PrefillWork:
     entries: torch.Tensor  # [entries, ENTRY_FIELDS] int32
     tile: int  # lines: query rows x the heads that share a KV head
 
-    def to(self, device: torch.device | str) -> PrefillWork:
-        return replace(self, items=self.items.to(device), count=self.count.to(device), entries=self.entries.to(device))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefillWork:
+        """In one copy."""
+        sizes = [-(-part.numel() // _ALIGN) * _ALIGN for part in (self.count, self.items, self.entries)]
+        packed = torch.from_numpy(np.zeros(sum(sizes), dtype=np.int32))
+        for part, place in zip((self.count, self.items, self.entries), packed.split(sizes), strict=True):
+            place[: part.numel()] = part.flatten()
+        count, items, entries = sent(packed, device, non_blocking).split(sizes)
+        return PrefillWork(
+            items[: self.items.numel()].view(self.items.shape),
+            count[:1],
+            entries[: self.entries.numel()].view(self.entries.shape),
+            self.tile,
+        )
 
 
 def build_prefill(

@@ -114,3 +114,57 @@ def test_close_gives_the_memory_back() -> None:
         generator.generate(mixed_prompts(), max_new_tokens=NEW_TOKENS)
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3", "gemma3", "gpt_oss"]))
+def test_graphs_and_steps_ahead_change_nothing(family: str, watched: list[Any]) -> None:
+    """Nor do fused layers, where rounding does not decide. Half of all tokens end an answer."""
+    prompts, stops = mixed_prompts(), list(range(0, 97, 2))
+    model = on_gpu(family)
+    exact: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": stops}
+    drawn: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": stops, "do_sample": True, "seed": 3, "top_p": 0.9}
+    results = []
+    for config in (
+        {"steps_per_sync": 1, "cuda_graphs": False},
+        {"steps_per_sync": 8, "cuda_graphs": False},
+        {"steps_per_sync": 1},
+        {"steps_per_sync": 32},
+        {"steps_per_sync": 3, "share_prefixes": False},
+    ):
+        generator = BatchGenerator(model, fuse=False, page_size=16, **config)
+        reports = [generator.generate(prompts, **options) for options in (exact, drawn)]
+        results.append([report.token_ids for report in reports])
+        assert bool(reports[0].report.graphs) == config.get("cuda_graphs", True)
+    for name, ours, theirs in zip(("exact", "drawn"), results[0], results[1], strict=True):
+        assert ours == theirs, name
+    assert results[1] == results[2] == results[3]
+    whole = BatchGenerator(model, page_size=16).generate(prompts, max_new_tokens=40, eos_token_id=[1000])
+    assert_parity(family, prompts, whole, 40)
+    assert all(cache.free_pages == cache.num_pages for cache in watched)
+
+
+def test_the_host_waits_for_nothing_but_tokens() -> None:
+    prompts = mixed_prompts()
+    generator = BatchGenerator(on_gpu("llama"), steps_per_sync=4, page_size=16)
+    generator.generate(prompts, max_new_tokens=30)  # what is compiled on first use
+    for options in ({}, {"do_sample": True, "seed": 1, "top_k": 20}):
+        stream = generator.stream(prompts, max_new_tokens=60, **options)
+        first = next(stream)  # the call has begun, and graphs are captured
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rest = list(stream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len([first, *rest]) == len(prompts)
+        assert generator.last_report is not None and generator.last_report.graphs
+
+
+def test_fifty_calls_leave_the_memory_as_it_was() -> None:
+    model, prompts = on_gpu("llama"), mixed_prompts(3)
+    generator = BatchGenerator(model, page_size=16)
+    sizes = []
+    for call in range(50):
+        generator.generate(prompts, max_new_tokens=12, do_sample=bool(call % 2))
+        sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert sizes[-1][0] == sizes[9][0]
+    assert sizes[-1][1] <= sizes[9][1]
