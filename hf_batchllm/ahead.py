@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from .batch import ModelBatch
@@ -44,17 +45,31 @@ class SeatedSampler:
     ) -> None:
         self._make = lambda vocabulary: DeviceSampler(options, seed, vocabulary, device, kernels)
         self._sampler: DeviceSampler | None = None  # made when it is known how wide logits are
-        probe = self._make(1)
-        self._prompt = _on_device([request.index for request in requests], torch.long, device)
-        self._sample = _on_device([request.sample for request in requests], torch.long, device)
-        minima = [probe.minimum(len(request.prompt_ids)) for request in requests]
-        self._minimum = _on_device(minima, torch.int32, device)
+        self._requests = requests
+        self._device = device
+        minimum = self._make(1).minimum
+        self._prompt = self._of_seats([request.index for request in requests], torch.long)
+        self._sample = self._of_seats([request.sample for request in requests], torch.long)
+        self._minimum = self._of_seats([minimum(len(request.prompt_ids)) for request in requests], torch.int32)
+        self._seen: torch.Tensor | None = None  # [seats, words]  which tokens a request has had, prompt included
 
     def __call__(self, logits: torch.Tensor, seats: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         if self._sampler is None:
             self._sampler = self._make(logits.shape[1])
-        rows = RowsState(self._prompt[seats], self._sample[seats], made, self._minimum[seats])
-        return self._sampler(logits, rows)
+            if self._sampler.needs_seen:
+                bits = [self._sampler.seen(request.prompt_ids) for request in self._requests]
+                with torch.inference_mode(False):
+                    self._seen = torch.from_numpy(np.stack([*bits, bits[0]])).to(self._device)
+        seen = None if self._seen is None else self._seen[seats]
+        rows = RowsState(self._prompt[seats], self._sample[seats], made, self._minimum[seats], seen)
+        tokens = self._sampler(logits, rows)
+        if self._seen is not None:
+            self._seen[seats] = seen  # with what was picked just now
+        return tokens
+
+    def _of_seats(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.tensor([*values, 0], dtype=dtype).to(self._device)
 
 
 class Ahead:
@@ -120,8 +135,3 @@ def _real(tokens: list[int]) -> list[int]:
     if -1 in tokens:
         raise RuntimeError(NO_DISTRIBUTION)
     return tokens
-
-
-def _on_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([*values, 0], dtype=dtype).to(device)

@@ -123,14 +123,14 @@ class Call:
         assert self._runner is not None
         device = self.architecture.device
         depth = self.config.steps_per_sync or _DEPTH.get(device.type, 1)
-        reason = picked_by_host(work.options, self.model, device, depth)
+        seats, vocabulary = len(self.lineup.requests), self.architecture.vocab_size
+        reason = picked_by_host(work.options, self.model, device, depth, seats, vocabulary)
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
             return AtOnce(self._runner, Sampler(self.model, work.options, work.seed)), 1
-        requests = self.lineup.requests
-        pick = SeatedSampler(requests, work.options, work.seed, device, sampling_kernels(device))
-        self._ahead = Ahead(self._runner, pick, len(requests), device)
+        pick = SeatedSampler(self.lineup.requests, work.options, work.seed, device, sampling_kernels(device))
+        self._ahead = Ahead(self._runner, pick, seats, device)
         self._ahead.graphs = graphs_for(self.config, self._runner, self._ahead.last, pick, self.notices)
         return self._ahead, depth
 

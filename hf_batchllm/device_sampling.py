@@ -19,6 +19,7 @@ from transformers.generation import logits_process as processors
 from .architecture import base_model
 from .options import Options, make_processors
 
+_SEEN_BYTES = 512 << 20  # at most, for the tokens that requests have had
 _WORD = 32  # tokens in each word of a row's bits
 
 _MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
@@ -159,12 +160,17 @@ def why_not(options: Options, model: nn.Module) -> str | None:
     return None
 
 
-def picked_by_host(options: Options, model: nn.Module, device: torch.device, depth: int) -> str | None:
+def picked_by_host(
+    options: Options, model: nn.Module, device: torch.device, depth: int, requests: int, vocabulary: int
+) -> str | None:
     """Why tokens are not picked on the device; None if they are."""
     if device.type != "cuda" and (depth == 1 or options.do_sample):  # where noise is ``sampling.py``'s, it stays so
         return "on a CPU there is nothing to gain"
-    if _Recipe.of(options).penalty != 1:
-        return "`repetition_penalty` is worked out by transformers' own code, for which the host waits after each step"
+    if _Recipe.of(options).penalty != 1 and requests * vocabulary > 8 * _SEEN_BYTES:
+        return (
+            f"`repetition_penalty` over {requests:,} sequences would take more than {_SEEN_BYTES >> 20} MB on the "
+            "device, so the host works it out, for which it waits after each step: pass fewer prompts at a time"
+        )
     return why_not(options, model)
 
 

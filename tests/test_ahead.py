@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from families import build, family_params, random_prompts
 from harness import assert_parity, pages_of_memory, reference
 from harness import watched as watched  # a fixture
@@ -89,12 +90,38 @@ def test_one_long_answer_among_short_ones(watched: list[Any]) -> None:
     assert_parity("llama", prompts[:1], long, lengths[0])
 
 
-def test_what_needs_the_host_is_not_run_ahead(engines: list[Engine]) -> None:
+def test_what_needs_the_host_is_not_run_ahead(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_batchllm.device_sampling._SEEN_BYTES", 10)
     prompts = mixed_prompts(1)
     generator = BatchGenerator(build("llama"), steps_per_sync=4)
-    generator.generate(prompts, max_new_tokens=3, repetition_penalty=1.3, progress=False)
+    generator.generate(prompts, max_new_tokens=3, repetition_penalty=1.2, progress=False)
     generator.generate(prompts, max_new_tokens=3, progress=False)
     assert [engine.depth for engine in engines] == [1, 4]
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "gemma2"]))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.8, "min_new_tokens": 6},
+        {"min_length": 12},
+    ],
+)
+def test_what_looks_back_looks_at_tokens_that_nobody_has_seen(
+    family: str, options: dict[str, Any], watched: list[Any], engines: list[Engine]
+) -> None:
+    """Penalties and minimum lengths, with preemption; the oracle is ``generate`` itself."""
+    model, prompts = build(family), mixed_prompts(2)
+    options |= {"max_new_tokens": 12, "eos_token_id": list(range(0, 97, 3)), "pad_token_id": 0}
+    memory = pages_of_memory(model, 20, 8)
+    for config in ({"steps_per_sync": 4}, {"steps_per_sync": 3, "kv_memory": memory, "page_size": 8}):
+        result = BatchGenerator(model, **config).generate(prompts, progress=False, **options)
+        for prompt, generation in zip(prompts, result, strict=True):
+            ids = torch.tensor([prompt])
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+            assert generation.token_ids == alone[0, len(prompt) :].tolist()
+    assert all(engine.depth > 1 for engine in engines)
 
 
 class Plain(FifoScheduler):

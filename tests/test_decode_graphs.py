@@ -146,6 +146,7 @@ def test_layers_that_the_kernels_cannot_do_are_not_captured(
         {"do_sample": True},
         {"do_sample": True, "top_k": 5, "temperature": 1.5, "min_new_tokens": 3},
         {"do_sample": True, "top_p": 0.7, "min_p": 0.02, "num_return_sequences": 3},
+        {"do_sample": True, "repetition_penalty": 1.4, "min_new_tokens": 4},
     ],
 )
 def test_sampled_tokens_depend_on_the_seed_alone(
