@@ -78,11 +78,14 @@ class Ahead:
         self.pick = pick
         self.device = device
         self.graphs: DecodeGraphs | None = None
+        # All steps go to one stream, whatever is the caller's between two results: a page's next owner writes to it
+        # after whoever was found to have ended.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         with torch.inference_mode(False):  # it is written in steps that may run outside
             self.last = torch.zeros(seats + 1, dtype=torch.long, device=device)  # of each seat
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
-        with torch.no_grad(), current_device(self.device):
+        with torch.no_grad(), current_device(self.device), torch.cuda.stream(self._stream):
             return self._launch(batch, sampling)
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
@@ -113,7 +116,7 @@ class Ahead:
 
     def close(self) -> None:
         if self.graphs is not None:
-            self.graphs.close()
+            self.graphs.close(self._stream)
 
     def _on_its_way(self, picked: torch.Tensor) -> Callable[[], list[int]]:
         if self.device.type != "cuda":

@@ -191,11 +191,11 @@ class DecodeGraphs:
         self._given_up = True
         self._notices("graphs", f"decode steps run without CUDA graphs, which is slower: {reason}")
 
-    def close(self) -> None:
+    def close(self, stream: torch.cuda.Stream | None) -> None:
         """Let the graphs go, once what was launched has ended."""
-        if self._graphs:
-            torch.cuda.current_stream(self._last.device).synchronize()
-            self._graphs.clear()
+        if stream is not None and self._graphs:
+            stream.synchronize()
+        self._graphs.clear()
 
 
 def has_hooks(model: nn.Module) -> str | None:
