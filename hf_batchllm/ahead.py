@@ -18,7 +18,6 @@ from .device_sampling import DeviceSampler, RowsState, SamplingKernels
 from .options import Options
 from .request import Request
 from .runner import ModelRunner, current_device
-from .sampling import NO_DISTRIBUTION
 
 
 class Pick(Protocol):
@@ -81,12 +80,17 @@ class Ahead:
         # All steps go to one stream, whatever is the caller's between two results: a page's next owner writes to it
         # after whoever was found to have ended.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._outside: torch.cuda.Stream | None = None  # during a step, the caller's
         with torch.inference_mode(False):  # it is written in steps that may run outside
             self.last = torch.zeros(seats + 1, dtype=torch.long, device=device)  # of each seat
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
-        with torch.no_grad(), current_device(self.device), torch.cuda.stream(self._stream):
-            return self._launch(batch, sampling)
+        if self._stream is not None:
+            self._outside = torch.cuda.current_stream()
+        with current_device(self.device), torch.cuda.stream(self._stream):
+            wait = self._launch(batch, sampling)
+        self._outside = None
+        return wait
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
         if self.graphs is not None:
@@ -115,13 +119,16 @@ class Ahead:
         return f"{graphs.steps:,} steps by {graphs.captured} of them, captured in {graphs.seconds:.1f} s"
 
     def close(self) -> None:
+        if self._outside is not None:  # an interrupt came while a step put things back
+            torch.cuda.set_stream(self._outside)
+            self._outside = None
         if self.graphs is not None:
             self.graphs.close(self._stream)
 
     def _on_its_way(self, picked: torch.Tensor) -> Callable[[], list[int]]:
         if self.device.type != "cuda":
             tokens = picked.tolist()  # now: the next step writes to the same place
-            return lambda: _real(tokens)
+            return lambda: tokens
         landed = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
         landed.copy_(picked, non_blocking=True)
         event = torch.cuda.Event()
@@ -129,12 +136,6 @@ class Ahead:
 
         def wait() -> list[int]:
             event.synchronize()
-            return _real(landed.tolist())
+            return landed.tolist()
 
         return wait
-
-
-def _real(tokens: list[int]) -> list[int]:
-    if -1 in tokens:
-        raise RuntimeError(NO_DISTRIBUTION)
-    return tokens

@@ -142,6 +142,11 @@ class PagedCache:
         """At most so many pages would ``evict`` free."""
         return sum(len(prefix.pages) for prefix in self._kept if prefix.running == 0)
 
+    @property
+    def droppable_pages(self) -> int:
+        """So many pages ``evict`` frees for certain: of kept prefixes on which nobody stands, not even who waits."""
+        return sum(len(prefix.pages) for prefix in self._kept if prefix.refs == 0)
+
     def evict(self, pages: int) -> bool:
         """Drop kept prefixes that nothing stands on until ``pages`` are free; least recently used first.
 

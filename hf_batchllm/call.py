@@ -17,7 +17,7 @@ from .batch import BatchBuilder
 from .config import BatchConfig
 from .decode_graphs import graphs_for
 from .device_sampling import picked_by_host
-from .engine import AtOnce, Engine, Launcher
+from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
@@ -99,11 +99,12 @@ class Call:
         self.cache, self.storage = self.home.open(max(wanted, 1))
         stop_tokens = work.options.eos_token_ids
         self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=bool(stop_tokens))
-        for seat, request in enumerate(self.lineup.requests):
+        for request in self.lineup.requests:
             request.index = work.places[request.index]
-            request.seat = seat
         self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
+        for seat, request in enumerate(self.lineup.requests):
+            request.seat = seat
         if self.lineup.apart:
             self.notices(
                 "apart",
@@ -131,11 +132,17 @@ class Call:
             return AtOnce(self._runner, Sampler(self.model, work.options, work.seed)), 1
         pick = SeatedSampler(self.lineup.requests, work.options, work.seed, device, sampling_kernels(device))
         self._ahead = Ahead(self._runner, pick, seats, device)
+        if device.type == "cuda" and not runs_ahead(self.scheduler):
+            self.notices(
+                "scheduler",
+                f"{type(self.scheduler).__name__} does not run ahead, so the device waits while a step is prepared: "
+                "see `runs_ahead` in hf_batchllm.scheduler.Scheduler",
+            )
         self._ahead.graphs = graphs_for(self.config, self._runner, self._ahead.last, pick, self.notices)
         return self._ahead, depth
 
-    def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
-        """Requests as they finish. ``watch`` is told of every step."""
+    def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
+        """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
@@ -150,26 +157,33 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._complete:
-            self.home.settle()
-        elif self._opened:
-            # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
-            refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
-            self._abandon(refused)
-        self._left = True
+        try:
+            if self._ahead is not None:
+                self._ahead.close()
+        except BaseException:
+            self._complete = False
+            raise
+        finally:
+            if self._complete:
+                self.home.settle()
+            elif self._opened:
+                # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
+                refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
+                self._abandon(refused)
+            self._left = True
 
     def make_sure(self) -> None:
         """Leave, if an interrupt came in the way of that."""
         if self._left:
             return
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._runner is not None:
-            self._runner.restore()
-        self.home.clear()
-        self._left = True
+        try:
+            if self._ahead is not None:
+                self._ahead.close()
+        finally:
+            if self._runner is not None:
+                self._runner.restore()
+            self.home.clear()
+            self._left = True
 
     def _abandon(self, refused: bool) -> None:
         if self._runner is not None:
@@ -204,7 +218,7 @@ class Call:
         lengths = sum(len(prompt.ids) for prompt in self.prompts)
         new_tokens = sum(len(request.generated) for request in requests)
         seconds = time.perf_counter() - self.began
-        decoded = sum(max(len(request.generated) - 1, 0) for request in requests)
+        decoded = sum(max(request.made - 1, 0) for request in requests)
         computed = engine.model_tokens - engine.idle_tokens - cache.lost_tokens - decoded
         # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
         needed = max(computed, self.plan.computed_tokens - self.lineup.cached_tokens)

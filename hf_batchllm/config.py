@@ -55,8 +55,8 @@ class BatchConfig:
     scheduler: "groups" (fills memory, sharers together), "fifo" (in the order given, never preempts), or an
         object with the methods of ``hf_batchllm.scheduler.Scheduler``.
     steps_per_sync: how many steps are on their way before the host waits for the tokens of the oldest. None: two on a
-        GPU, one on a CPU. 1 to debug. Greedy decoding alone runs ahead; whatever picks tokens on the host waits
-        for each step. Results are the same; where answers may stop early, what runs beyond the end is wasted.
+        GPU, one on a CPU. 1 to debug. Results are the same; where answers may stop early, what runs beyond the end is
+        wasted. Sampling on a CPU waits for each step, and so does whatever scheduler does not run ahead.
     cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same.
     fuse: use fused kernels where the model's structure allows. Turn off to debug.
     keep_prefixes: how many shared prefixes stay in the cache for the next call, least recently used ones going

@@ -19,10 +19,13 @@ from .config import BatchConfig
 from .kernel_attention import KernelAttention, KernelBackend, StepWork
 from .kernels.work_lists import WorkLists, sent
 from .notices import Notices
+from .patches.plain import IDLE_HOOKS
 from .runner import ModelRunner
+from .storage import autocast_dtype
 
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
 
+_CAPTURE = "graphs: capture"
 _WORTH = 8  # steps still to come: fewer do not pay for a capture
 _SPARE = 1.3  # rows: a graph that is there and is no larger than so many times what is needed will do
 
@@ -63,14 +66,15 @@ class GraphWork:
             assert self._step is not None
             at_once = self._multiprocessors // kv_heads + 1
             blocks = self.rows * (heads // kv_heads) // 64 + 1
-            room = WorkLists.room(
-                rows=self.rows,
-                items={16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once},
-                entries=self._entries,
-                parts=8 * self.rows + 8 * at_once,
-                device=self._device,
-                direct=not sinks,
-            )
+            with torch.inference_mode(False):  # filled for steps that may run outside
+                room = WorkLists.room(
+                    rows=self.rows,
+                    items={16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once},
+                    entries=self._entries,
+                    parts=8 * self.rows + 8 * at_once,
+                    device=self._device,
+                    direct=not sinks,
+                )
             room.fill(self._step.on_host(*key))
             self._rooms[key] = room
         return self._rooms[key]
@@ -140,7 +144,8 @@ class DecodeGraphs:
         self._notices = notices
         self._graphs: dict[int, DecodeGraph] = {}
         self._pool: Any = None
-        self._given_up = False
+        self._given_up = notices.was_given(_CAPTURE)  # what could not be captured once cannot be the next time
+        self._state: object = None  # of the model, as it was captured
         self.seconds = 0.0  # that captures took
         self.captured = 0
         self.steps = 0  # run by graphs
@@ -150,15 +155,20 @@ class DecodeGraphs:
         rows = batch.attention.rows
         if self._given_up or len(batch.attention.spans) > rows or not self._backend.does_all:
             return None
-        if self._fitting(rows) is None and (hooked := has_hooks(self._runner.model)) is not None:
-            self._give_up(f"the hooks on {hooked} would not be called")
+        state = owners_state(self._runner.model, self._last.device)
+        if state != self._state:  # the owner may do anything to the model between two results
+            self.forget()
+            self._state = state
+        if not self._graphs and (reason := not_in_graphs(self._runner.model)) is not None:
+            self._give_up(reason)
             return None
         graph = self._fitting(rows)
         fresh = graph is None
         if graph is None:
             if steps_to_come < _WORTH:
                 return None
-            graph = DecodeGraph(bucket_of(rows), self._runner, self._backend, self._last, self._pick)
+            with torch.inference_mode(False):  # a later step may run outside
+                graph = DecodeGraph(bucket_of(rows), self._runner, self._backend, self._last, self._pick)
         try:
             graph.load(batch, self._backend.work_of(batch.attention))
             graph.run()
@@ -175,38 +185,81 @@ class DecodeGraphs:
 
     def _capture(self, graph: DecodeGraph) -> None:
         began = time.perf_counter()
+        device = self._last.device
+        stream, generator = torch.cuda.current_stream(device), torch.cuda.default_generators[device.index or 0]
+        noise = generator.get_state()
         try:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph.capture(self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold
-            reason = str(error).strip().splitlines()
-            self._give_up(f"this model cannot be captured ({type(error).__name__}: {reason[0] if reason else ''})")
+            # A capture that breaks off leaves both as they are while it goes on.
+            torch.cuda.set_stream(stream)
+            fresh = torch.Generator(device)
+            fresh.set_state(noise)
+            generator.graphsafe_set_state(fresh)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
+            else:
+                said = str(error).strip().splitlines()
+                reason = f"this model cannot be captured ({type(error).__name__}: {said[0] if said else ''})"
+                self._give_up(reason, _CAPTURE)
         else:
             self._graphs[graph.rows] = graph
             self.captured += 1
         self.seconds += time.perf_counter() - began
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True
-        self._notices("graphs", f"decode steps run without CUDA graphs, which is slower: {reason}")
+        self._notices(kind, f"decode steps run without CUDA graphs, which is slower: {reason}")
+
+    def forget(self) -> None:
+        """Let the graphs go, once what was launched has ended."""
+        if self._graphs and self._last.device.type == "cuda":
+            torch.cuda.current_stream(self._last.device).synchronize()
+        self._graphs.clear()
 
     def close(self, stream: torch.cuda.Stream | None) -> None:
-        """Let the graphs go, once what was launched has ended."""
         if stream is not None and self._graphs:
             stream.synchronize()
         self._graphs.clear()
 
 
-def has_hooks(model: nn.Module) -> str | None:
-    """The first module whose hooks run in Python, which a replay would skip."""
+def not_in_graphs(model: nn.Module) -> str | None:
+    """What of ``model`` runs in Python for its effects, which a replay would skip."""
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return "every module"
+        return "the hooks on all modules would not be called"
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"`{name}`" if name else "the model"
+        where = f"`{name}`" if name else "the model"
+        if has_hooks(module):
+            return f"the hooks on {where} would not be called"
+        if "forward" in module.__dict__:
+            return f"{where} has a `forward` of its own, which would not be called"
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody watches it. transformers leaves idle hooks behind, which do nothing."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(getattr(hook, "__module__", "") != IDLE_HOOKS for hook in hooks)
+
+
+def owners_state(model: nn.Module, device: torch.device) -> object:
+    """Changes with whatever an owner may do to a model that graphs have been captured of: see ``not_in_graphs``."""
+    modules = list(model.modules())
+    return (
+        autocast_dtype(device),
+        [module.training for module in modules],
+        [id(module.__dict__["forward"]) for module in modules if "forward" in module.__dict__],
+        sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules),
+        [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())],
+        [str(module.active_adapters) + str(module.disable_adapters) for module in modules if _has_adapters(module)],
+    )
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return hasattr(module, "disable_adapters") and hasattr(module, "active_adapters")
 
 
 def graphs_for(

@@ -12,6 +12,7 @@ import torch
 from .batch import BatchBuilder, ModelBatch
 from .request import Request, Step
 from .runner import ModelRunner, current_device
+from .sampling import NO_DISTRIBUTION
 from .scheduler import Scheduler
 
 
@@ -36,6 +37,10 @@ class AtOnce:
         return lambda: tokens
 
 
+def runs_ahead(scheduler: Scheduler) -> bool:
+    return getattr(scheduler, "runs_ahead", False) and callable(getattr(scheduler, "must_know", None))
+
+
 @dataclass
 class Flight:
     """A step on its way."""
@@ -58,26 +63,34 @@ class Engine:
         self.builder = builder
         self.launcher = launcher
         self.stop_tokens = stop_tokens
-        self.depth = depth if getattr(scheduler, "runs_ahead", False) else 1
+        self.depth = depth if runs_ahead(scheduler) else 1
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0  # of requests that turned out to have ended before
 
-    def run(self, watch: Callable[[Step], None] | None = None) -> Iterator[Request]:
-        """Requests as they finish, until there are none. ``watch`` is told of every step that has been run."""
+    def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
+        """Requests as they finish, until there are none.
+
+        ``watch`` is told of every step that has been run, and how many tokens of answers it brought.
+        """
         flights: deque[Flight] = deque()
-        while True:
-            step = self._next(must_wait=bool(flights))
-            if step is not None:
-                flights.append(self._launch(step))
-            elif not flights:
-                return
-            if step is None or len(flights) >= self.depth:
-                flight = flights.popleft()
-                tokens = flight.wait()
-                if watch is not None:
-                    watch(flight.step)
-                yield from self.collect(flight, tokens)
+        try:
+            while True:
+                step = self._next(must_wait=bool(flights))
+                if step is not None:
+                    flights.append(self._launch(step))
+                elif not flights:
+                    return
+                if step is None or len(flights) >= self.depth:
+                    flight = flights.popleft()
+                    tokens = flight.wait()
+                    idle = self.idle_tokens
+                    finished = self.collect(flight, tokens)
+                    if watch is not None:
+                        watch(flight.step, len(tokens) - (self.idle_tokens - idle))
+                    yield from finished
+        finally:  # left half-way, it may have run more for those that had ended
+            self.idle_tokens += sum(request.done for flight in flights for request in flight.sampling)
 
     def _next(self, must_wait: bool) -> Step | None:
         """The next step; None if what is on its way must be seen first, or if there is none."""
@@ -102,6 +115,8 @@ class Engine:
             if request.done:  # it had ended before this step, which nobody knew when it was launched
                 self.idle_tokens += 1
                 continue
+            if token < 0:
+                raise RuntimeError(NO_DISTRIBUTION)
             request.append(token, token in self.stop_tokens)
             if request.done:
                 finished.append(request)

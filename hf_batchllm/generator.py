@@ -232,9 +232,11 @@ class BatchGenerator:
         """After a call; and once more after an interrupt, which may have come in the way of the first time."""
         if turn is None or self._running is not turn:
             return
-        if turn.call is not None:
-            turn.call.make_sure()
-        self._running = None
+        try:
+            if turn.call is not None:
+                turn.call.make_sure()
+        finally:
+            self._running = None
 
     def _check(
         self,

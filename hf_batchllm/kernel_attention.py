@@ -252,7 +252,8 @@ class KernelAttention:
         shape = work.parts, *out.shape[1:]
         if shape not in self._parts:  # the layers of a step take turns with it
             new = {"dtype": torch.float32, "device": q.device}
-            self._parts[shape] = torch.empty(shape, **new), torch.empty(shape[:2], **new)
+            with torch.inference_mode(False):  # a graph's are used again, maybe outside
+                self._parts[shape] = torch.empty(shape, **new), torch.empty(shape[:2], **new)
         parts = self._parts[shape]
         for tile in reversed(TILES):  # the long items first
             if tile in work.items:

@@ -19,6 +19,9 @@ class Notices:
     def __init__(self) -> None:
         self._given: set[str] = set()
 
+    def was_given(self, kind: str) -> bool:
+        return kind in self._given
+
     def __call__(self, kind: str, message: str) -> None:
         if kind not in self._given:
             warn_user(message)

@@ -24,9 +24,8 @@ class Progress:
         self._saved = f", {saving:.0%} saved" if saving >= 0.005 else ""
         self._finished = self._new_tokens = 0
 
-    def step(self, step: Step) -> None:
-        """A step has been run."""
-        new_tokens = len(step.sampling())
+    def step(self, step: Step, new_tokens: int) -> None:
+        """A step has been run, which brought so many tokens of answers."""
         # What is computed again after a preemption is no progress.
         prompt_tokens = min(step.tokens - len(step.rows), self._prompt_tokens)
         self._prompt_tokens -= prompt_tokens

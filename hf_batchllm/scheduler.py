@@ -208,7 +208,7 @@ class GroupScheduler(_Base):
         if len(growing) <= self.cache.free_pages:
             return False
         missing = sum(self.cache.missing(request, request.length) for request in growing)
-        return not self._could_have(missing)
+        return missing > self.cache.free_pages + self.cache.droppable_pages
 
     def finish(self, request: Request) -> None:
         self.expected.learn(len(request.generated))
@@ -248,6 +248,7 @@ class GroupScheduler(_Base):
         return True
 
     def _preempt(self, request: Request) -> None:
+        assert not request.pending, "its tokens are needed to compute it again, and nobody has seen them"
         self._leave(request)
         self.cache.give_up(request)
         self.waiting.appendleft(request)

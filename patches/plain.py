@@ -9,7 +9,7 @@ from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # By these transformers collects hidden states when it is asked to. Once installed they stay, and do nothing.
-_IDLE_HOOKS = "transformers.utils.output_capturing"
+IDLE_HOOKS = "transformers.utils.output_capturing"
 
 
 def is_class(cls: type, module: str, name: str) -> bool:
@@ -41,7 +41,7 @@ def why_not_plain(module: nn.Module | None, home: str, name: str) -> str | None:
     """The same for a module that is not to be called at all: nobody may be watching it."""
     why = why_not_own(module, home, name)
     if why is None and any(
-        getattr(hook, "__module__", "") != _IDLE_HOOKS for hooks in hook_dicts(module) for hook in hooks.values()
+        getattr(hook, "__module__", "") != IDLE_HOOKS for hooks in hook_dicts(module) for hook in hooks.values()
     ):
         return "has hooks"
     return why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build
@@ -14,8 +15,9 @@ from test_decode_graphs import captured as captured  # a fixture
 from test_decode_graphs import graphs as graphs  # a fixture
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, has_hooks
+from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, not_in_graphs
 from hf_batchllm.progress import Progress
+from hf_batchllm.request import Request
 from hf_batchllm.scheduler import GroupScheduler
 
 pytestmark = plain
@@ -108,7 +110,7 @@ def test_the_bar_ends_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hooks_that_transformers_leaves_behind_are_no_reason() -> None:
     model = FAMILIES["llama"]()
     model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
-    assert has_hooks(model) is None
+    assert not_in_graphs(model) is None
 
 
 def add_hook(model: Any) -> None:
@@ -165,3 +167,38 @@ def test_graphs_that_do_not_close_leave_the_generator_free(
         generator.generate(some(3), max_new_tokens=12, progress=False)
     assert generator._running is None
     generator.close()
+
+
+def test_a_forward_that_was_put_in_place_of_a_modules_own_keeps_graphs_away(graphs: list[DecodeGraphs]) -> None:
+    model, calls = FAMILIES["llama"](), []
+    own = model.model.layers[0].mlp.forward
+
+    def forward(*given: Any) -> Any:
+        calls.append(1)
+        return own(*given)
+
+    model.model.layers[0].mlp.forward = forward
+    generator = BatchGenerator(model, steps_per_sync=2)
+    with pytest.warns(UserWarning, match="`model.layers.0.mlp` has a `forward` of its own"):
+        result = generator.generate(some(4), max_new_tokens=12, progress=False)
+    assert graphs[0].steps == 0 and len(calls) == result.report.steps
+
+
+def test_a_request_that_has_stopped_waits_for_nothing() -> None:
+    request = Request(0, np.arange(4), 9)
+    request.computed = 4
+    request.expect()
+    request.computed = 5
+    request.expect()
+    request.append(7, is_stop=True)
+    assert request.done and request.pending == 0 and request.length == 5
+
+
+def test_a_scheduler_that_cannot_say_what_it_must_know_does_not_run_ahead() -> None:
+    class Forgetful(GroupScheduler):
+        must_know = None  # type: ignore[assignment]
+
+    prompts = some(4)
+    generator = BatchGenerator(build("llama"), steps_per_sync=4, scheduler=Forgetful())
+    expected = BatchGenerator(build("llama")).generate(prompts, max_new_tokens=5, progress=False).token_ids
+    assert generator.generate(prompts, max_new_tokens=5, progress=False).token_ids == expected
