@@ -110,6 +110,10 @@ class Ahead:
         self.last[tokens.sample_seats] = picked.clamp(min=0)  # -1 is no token, and the next step may be on its way
         return self._on_its_way(picked)
 
+    def back(self) -> None:
+        if self.graphs is not None:
+            self.graphs.look_again = True
+
     @property
     def summary(self) -> str:
         """For the report; empty where there are no graphs."""

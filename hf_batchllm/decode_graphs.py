@@ -146,6 +146,7 @@ class DecodeGraphs:
         self._pool: Any = None
         self._given_up = notices.was_given(_CAPTURE)  # what could not be captured once cannot be the next time
         self._state: object = None  # of the model, as it was captured
+        self.look_again = True  # somebody else has been at work since the last step
         self.seconds = 0.0  # that captures took
         self.captured = 0
         self.steps = 0  # run by graphs
@@ -155,10 +156,11 @@ class DecodeGraphs:
         rows = batch.attention.rows
         if self._given_up or len(batch.attention.spans) > rows or not self._backend.does_all:
             return None
-        state = owners_state(self._runner.model, self._last.device)
-        if state != self._state:  # the owner may do anything to the model between two results
-            self.forget()
-            self._state = state
+        if self.look_again:  # the owner may do anything to the model between two results
+            state, self.look_again = owners_state(self._runner.model, self._last.device), False
+            if state != self._state:
+                self.forget()
+                self._state = state
         if not self._graphs and (reason := not_in_graphs(self._runner.model)) is not None:
             self._give_up(reason)
             return None
@@ -246,20 +248,26 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def owners_state(model: nn.Module, device: torch.device) -> object:
-    """Changes with whatever an owner may do to a model that graphs have been captured of: see ``not_in_graphs``."""
-    modules = list(model.modules())
-    return (
-        autocast_dtype(device),
-        [module.training for module in modules],
-        [id(module.__dict__["forward"]) for module in modules if "forward" in module.__dict__],
-        sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules),
-        [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())],
-        [str(module.active_adapters) + str(module.disable_adapters) for module in modules if _has_adapters(module)],
-    )
+    """Changes with whatever an owner may do to a model that graphs have been captured of: see ``not_in_graphs``.
 
-
-def _has_adapters(module: nn.Module) -> bool:
-    return hasattr(module, "disable_adapters") and hasattr(module, "active_adapters")
+    It is asked for often, so it looks where modules keep things, past their ``__getattr__``.
+    """
+    state: list[object] = [autocast_dtype(device)]
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        held = module.__dict__
+        state += [held["training"], id(held.get("forward")), len(held["_forward_hooks"])]
+        state.append(len(held["_forward_pre_hooks"]))
+        for tensors in (held["_parameters"], held["_buffers"]):
+            state += [tensor.data_ptr() for tensor in tensors.values() if tensor is not None]
+        # PEFT's layers; transformers' models have a method of that name.
+        if isinstance(getattr(type(module), "disable_adapters", None), property) or "disable_adapters" in held:
+            state += [str(getattr(module, name, None)) for name in ("active_adapters", "disable_adapters")]
+        waiting.extend(held["_modules"].values())
+    return state
 
 
 def graphs_for(

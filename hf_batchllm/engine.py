@@ -22,6 +22,9 @@ class Launcher(Protocol):
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
         """Start. What comes back waits for the tokens of ``sampling`` when it is called."""
 
+    def back(self) -> None:
+        """Results have been handed out, and whoever took them may have done anything meanwhile."""
+
 
 class AtOnce:
     """Tokens are picked by the host, from logits that it waits for."""
@@ -35,6 +38,9 @@ class AtOnce:
             logits = self.runner.step(batch)
             tokens = self.sampler(logits, sampling) if sampling else []
         return lambda: tokens
+
+    def back(self) -> None:
+        """A step looks at everything anew."""
 
 
 def runs_ahead(scheduler: Scheduler) -> bool:
@@ -88,7 +94,9 @@ class Engine:
                     finished = self.collect(flight, tokens)
                     if watch is not None:
                         watch(flight.step, len(tokens) - (self.idle_tokens - idle))
-                    yield from finished
+                    if finished:
+                        yield from finished
+                        self.launcher.back()
         finally:  # left half-way, it may have run more for those that had ended
             self.idle_tokens += sum(request.done for flight in flights for request in flight.sampling)
 

@@ -15,7 +15,7 @@ from test_decode_graphs import captured as captured  # a fixture
 from test_decode_graphs import graphs as graphs  # a fixture
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, not_in_graphs
+from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, not_in_graphs, owners_state
 from hf_batchllm.progress import Progress
 from hf_batchllm.request import Request
 from hf_batchllm.scheduler import GroupScheduler
@@ -202,3 +202,38 @@ def test_a_scheduler_that_cannot_say_what_it_must_know_does_not_run_ahead() -> N
     generator = BatchGenerator(build("llama"), steps_per_sync=4, scheduler=Forgetful())
     expected = BatchGenerator(build("llama")).generate(prompts, max_new_tokens=5, progress=False).token_ids
     assert generator.generate(prompts, max_new_tokens=5, progress=False).token_ids == expected
+
+
+def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
+    model, device = FAMILIES["llama"](), torch.device("cpu")
+
+    class Adapted(torch.nn.Module):
+        """As PEFT's layers are."""
+
+        active = "one"
+
+        @property
+        def disable_adapters(self) -> bool:
+            return False
+
+        @property
+        def active_adapters(self) -> str:
+            return self.active
+
+    model.model.layers[0].extra = Adapted()
+    states = [owners_state(model, device)]
+    assert owners_state(model, device) == states[0]
+
+    def then(change: Any) -> None:
+        change()
+        states.append(owners_state(model, device))
+
+    then(model.train)
+    then(lambda: setattr(model.model.layers[0].extra, "active", "two"))
+    then(lambda: model.lm_head.register_forward_hook(lambda *_: None))
+    then(lambda: setattr(model.model.norm, "forward", model.model.norm.forward))
+    then(lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()))
+    then(lambda: model.model.register_buffer("more", torch.zeros(1)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        then(lambda: None)
+    assert all(one != other for at, one in enumerate(states) for other in states[:at])
