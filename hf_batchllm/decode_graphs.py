@@ -17,7 +17,7 @@ from torch import nn
 from .batch import ModelBatch
 from .config import BatchConfig
 from .kernel_attention import KernelAttention, KernelBackend, StepWork
-from .kernels.work_lists import WorkLists, sent
+from .kernels.work_lists import NoRoom, WorkLists, sent
 from .notices import Notices
 from .patches.plain import IDLE_HOOKS
 from .runner import ModelRunner
@@ -54,7 +54,7 @@ class GraphWork:
         self._step: StepWork | None = None
 
     def load(self, step: StepWork) -> None:
-        """Take over a step's lists. ValueError if they do not fit."""
+        """Take over a step's lists. NoRoom if they do not fit."""
         made = [(room, room.fitted(step.on_host(*key))) for key, room in self._rooms.items()]
         for room, work in made:
             room.packed.copy_(sent(work.packed, self._device))
@@ -95,7 +95,7 @@ class DecodeGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def load(self, batch: ModelBatch, step: StepWork) -> None:
-        """What the next run is about. ValueError if it does not fit."""
+        """What the next run is about. NoRoom if it does not fit."""
         rows = batch.attention.rows
         self.work.load(step)
         numbers = np.zeros((5, self.rows), dtype=np.int64)
@@ -174,7 +174,8 @@ class DecodeGraphs:
         try:
             graph.load(batch, self._backend.work_of(batch.attention))
             graph.run()
-        except ValueError:  # more lists than a graph has room for: an odd step
+        except NoRoom as error:  # an odd step. What of it has been run may be run again
+            self._notices("room", f"some decode steps run without CUDA graphs, which is slower: {error}")
             return None
         if fresh:
             self._capture(graph)

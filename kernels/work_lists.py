@@ -38,6 +38,10 @@ class Ranges:
     causal: np.ndarray | None = None  # [ranges] bool; None: none of them is
 
 
+class NoRoom(ValueError):
+    """Lists are longer than those that they are to go into."""
+
+
 class WorkLists:
     """One step's work, for all layers that attend in the same way.
 
@@ -91,7 +95,7 @@ class WorkLists:
         return cls(packed, rows, items, entries, parts=parts, merges=True, causal=causal, direct=direct)
 
     def fill(self, work: WorkLists) -> None:
-        """Take over the work of other lists, in place. Rows that those do not have get no work: zeros."""
+        """Take over the work of other lists, in place; NoRoom if they are longer. Rows that those lack get zeros."""
         self.packed.copy_(self.fitted(work).packed, non_blocking=True)
 
     def fitted(self, work: WorkLists) -> WorkLists:
@@ -105,7 +109,7 @@ class WorkLists:
             *((f"items of {tile} lines", size, have.get(tile, 0)) for tile, size in want.items()),
         ):
             if needed > there:
-                raise ValueError(f"{needed} {name} do not fit into lists with room for {there}")
+                raise NoRoom(f"{needed} {name} do not fit into lists with room for {there}")
         if work.causal > self.causal or work.direct != self.direct:
             raise ValueError("lists that were made for other kernels")
         made = WorkLists.room(

@@ -16,7 +16,7 @@ from test_kernel_attention import TWINS
 from test_parity import KINDS_OF_ATTENTION, mixed_prompts
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, bucket_of
+from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, GraphWork, bucket_of
 from hf_batchllm.kernel_attention import AttentionKernels, KernelBackend
 
 pytestmark = plain
@@ -87,16 +87,26 @@ def test_few_steps_are_not_worth_a_graph(graphs: list[DecodeGraphs]) -> None:
     assert graphs[0].steps == 0
 
 
-def test_a_step_that_does_not_fit_runs_without(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(self: DecodeGraph, *rest: Any) -> None:
-        raise ValueError("9 entries do not fit into lists with room for 8")
-
-    monkeypatch.setattr(DecodeGraph, "load", load)
+def test_a_step_that_does_not_fit_runs_without_and_that_is_said(
+    graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GraphWork.__init__
+    monkeypatch.setattr(GraphWork, "__init__", lambda self, rows, entries, *rest: made(self, rows, 8, *rest))
     prompts = mixed_prompts(2)
-    result = BatchGenerator(build("llama"), steps_per_sync=2).generate(
-        prompts, max_new_tokens=NEW_TOKENS, progress=False
-    )
+    generator = BatchGenerator(build("llama"), steps_per_sync=2)
+    with pytest.warns(UserWarning, match="without CUDA graphs.*entries do not fit .* room for 8") as warned:
+        result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
+    assert len(warned) == 1 and graphs[0].steps == 0
     assert_parity("llama", prompts, result, NEW_TOKENS)
+
+
+def test_an_error_of_the_model_is_no_want_of_room(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: DecodeGraph) -> None:
+        raise ValueError("of the model's own")
+
+    monkeypatch.setattr(DecodeGraph, "run", run)
+    with pytest.raises(ValueError, match="the model's own"):
+        BatchGenerator(build("llama"), steps_per_sync=2).generate(mixed_prompts(1), max_new_tokens=12, progress=False)
 
 
 def test_buckets() -> None:
