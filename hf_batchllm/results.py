@@ -98,7 +98,7 @@ class RunReport:
             f"{count}, {self.new_tokens:,} new tokens in {seconds} ({self.tokens_per_second:,.0f} new tokens/s)",
             f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
-            f"KV cache   {_size(self.peak_memory)} used at most, of {_size(self.kv_memory)}",
+            f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
         ]
         if self.cached_tokens:
             lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
@@ -158,7 +158,7 @@ def _short(generation: Generation) -> str:
     return line if len(line) <= 70 else line[:67] + "..."
 
 
-def _size(count: int) -> str:
+def shown_size(count: int) -> str:
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
