@@ -13,7 +13,7 @@ from torch import nn
 
 from .batch import ModelBatch
 from .config import BatchConfig
-from .decode_rows import Advance, DecodeRows, Pick, Seats
+from .decode_rows import Advance, DecodeRows, Met, Pick, Seats
 from .kernel_attention import KernelBackend
 from .kernels.work_lists import NoRoom
 from .notices import Notices
@@ -56,6 +56,7 @@ class DecodeGraphs:
         self.most_times = most_times
         self._notices = notices
         self._graphs: dict[int, DecodeRows] = {}  # captured or not
+        self._met: dict[tuple[Any, ...], Met] = {}
         self._pool: Any = None
         # What could not be captured once cannot be the next time.
         self._given_up = not capture or notices.was_given(_CAPTURE)
@@ -112,7 +113,7 @@ class DecodeGraphs:
     def _made(self, rows: int) -> DecodeRows:
         bucket = bucket_of(rows)
         self._graphs[bucket] = DecodeRows(
-            bucket, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance
+            bucket, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met
         )
         return self._graphs[bucket]
 

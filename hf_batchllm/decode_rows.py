@@ -8,7 +8,7 @@ nothing, and nobody looks at them. So does a row that has ended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from .batch import ModelBatch
 from .kernel_attention import KernelAttention, KernelBackend, StepWork
 from .kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
-from .kernels.work_lists import WorkLists, sent
+from .kernels.work_lists import NoRoom, WorkLists, sent
 from .runner import ModelRunner
 
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
@@ -50,12 +50,27 @@ class Seats:
             self.ended[seats] = (picked[:, None] == self.eos).any(dim=1)
 
 
+@dataclass
+class Met:
+    """What kinds of work there were."""
+
+    tiles: set[int] = field(default_factory=set)
+    merges: bool = False
+
+
 class RowsWork:
-    """The work of whatever the rows are; as ``StepWork``, at addresses that stay."""
+    """The work of whatever the rows are; as ``StepWork``, at addresses that stay.
+
+    ``met``: what work has come up so far in the call, by a layer's key. A kernel without work still takes 2 to 4 us,
+    so what has not come up is not launched: where it does, there is no room for it.
+    """
 
     has_chunks = False
 
-    def __init__(self, state: Rows, entries: int, multiprocessors: int, device: torch.device) -> None:
+    def __init__(
+        self, state: Rows, entries: int, multiprocessors: int, device: torch.device, met: dict[tuple[Any, ...], Met]
+    ) -> None:
+        self._met = met
         self.rows = len(state.token)
         self.slots = state.slot
         self.lengths = state.length
@@ -67,29 +82,42 @@ class RowsWork:
 
     def load(self, step: StepWork) -> None:
         """Take over a step's lists. NoRoom if they do not fit."""
-        made = [(room, room.fitted(step.on_host(*key))) for key, room in self._rooms.items()]
+        made = []
+        for key, room in self._rooms.items():
+            work = step.on_host(*key)
+            if self._note(key, work).merges > room.merges:
+                raise NoRoom("rows of several parts do not fit into lists without a merge")
+            made.append((room, room.fitted(work)))
         for room, work in made:
             room.packed.copy_(sent(work.packed, self._device))
         self._step = step
+
+    def _note(self, key: tuple[Any, ...], work: WorkLists) -> Met:
+        met = self._met.setdefault(key, Met())
+        met.tiles |= work.items.keys()
+        met.merges |= work.merges or work.rows < self.rows  # which writes what idle rows give: zeros
+        return met
 
     def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
         key = window, heads, kv_heads, sinks
         if key not in self._rooms:  # in the run before the capture
             assert self._step is not None
             work = self._step.on_host(*key)
+            met = self._note(key, work)
             at_once = self._multiprocessors // kv_heads + 1
             blocks = self.rows * (heads // kv_heads) // 64 + 1
             items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
             with torch.inference_mode(False):  # filled for bursts that may run outside
                 room = WorkLists.room(
                     rows=self.rows,
-                    items={tile: max(size, _more(len(work.items.get(tile, ())))) for tile, size in items.items()},
+                    items={tile: max(items[tile], _more(len(work.items.get(tile, ())))) for tile in sorted(met.tiles)},
                     entries=max(self._entries, _more(len(work.entries))),
                     parts=max(8 * self.rows + 8 * at_once, _more(work.parts)),
                     device=self._device,
                     direct=not sinks,
                 )
             room.packed.copy_(sent(room.fitted(work).packed, self._device))
+            room.merges = met.merges
             self._rooms[key] = room
         return self._rooms[key]
 
@@ -99,7 +127,7 @@ class DecodeRows:
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: KernelBackend, seats: Seats, pick: Pick,
-        advance: Advance,
+        advance: Advance, met: dict[tuple[Any, ...], Met],
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -129,7 +157,7 @@ class DecodeRows:
             )
             self._seat = zeros(rows, dtype=torch.long)
         entries = backend.storage.num_pages + 8 * rows + 64
-        self.work = RowsWork(self._state, entries, backend.multiprocessors, device)
+        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
         self._context = KernelAttention(self.work, backend)
 
     @property

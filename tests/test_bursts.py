@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from families import build, family_params
 from harness import assert_parity, pages_of_memory, reference
 from harness import watched as watched  # a fixture
@@ -25,6 +26,7 @@ from hf_batchllm.decode_graphs import DecodeGraphs
 from hf_batchllm.decode_rows import DecodeRows
 from hf_batchllm.engine import Engine
 from hf_batchllm.request import Request, Step
+from hf_batchllm.runner import ModelRunner
 from hf_batchllm.scheduler import FifoScheduler, GroupScheduler
 
 pytestmark = plain
@@ -165,6 +167,29 @@ def test_a_stream_left_within_a_burst(watched: list[Any], graphs: list[DecodeGra
     assert all(cache.free_pages == cache.num_pages for cache in watched)
     result = generator.generate(prompts, max_new_tokens=20, eos_token_id=1000, progress=False)
     assert_parity("llama", prompts, result, 20)
+
+
+def test_idle_rows_are_finite(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody looks at may still send other rows astray: through a router, or a sum over the batch."""
+    seen, rows = [], ModelRunner.rows
+
+    def noted(self: ModelRunner, *given: Any) -> torch.Tensor:
+        logits = rows(self, *given)
+        seen.append(len(logits))
+        assert logits.isfinite().all()
+        return logits
+
+    def empty(self: torch.Tensor, *shape: int, **rest: Any) -> torch.Tensor:
+        return self.new_full(shape, float("nan"), **rest)
+
+    monkeypatch.setattr(ModelRunner, "rows", noted)
+    monkeypatch.setattr(torch.Tensor, "new_empty", empty)
+    prompts = [[index, 5, 7] for index in range(11)]  # the bucket is of 16
+    stops = list(range(0, 97, 9))
+    BatchGenerator(build("llama"), steps_per_sync=8).generate(
+        prompts, max_new_tokens=40, eos_token_id=stops, progress=False
+    )
+    assert seen[0] == 16
 
 
 # -- how often rows run in a row -------------------------------------------------------------------------------
