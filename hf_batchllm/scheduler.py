@@ -52,6 +52,7 @@ def make_scheduler(choice: str | Scheduler, gather_rows: int = 0) -> Scheduler:
     return FifoScheduler() if isinstance(choice, str) else choice
 
 
+_AT_FIRST = 4  # times that rows run in a row when answers that may stop begin
 _SOONER = 4  # where newcomers wait for whoever stops, rows run so many times fewer before somebody looks
 
 
@@ -112,6 +113,9 @@ class _Base(ABC):
             return 1  # others wait for their turn
         left = [request.max_new_tokens - request.made for request in rows]
         times = min(most, max(left))
+        if any(request.can_stop for request in rows):
+            # Two bursts are on their way when somebody stops, so what runs in vain is about what was made, at most.
+            times = min(times, max(_AT_FIRST, max(request.made for request in rows) // 2))
         if self.waiting:  # for memory: whoever ends makes room
             times = min(times, *left)
             if any(request.can_stop for request in rows):
