@@ -42,12 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_at_random(model, asked.stop_after)
     name, machine = _name(model), _machine(device)
     print(f"{name}, {str(dtype).removeprefix('torch.')}, on {machine}")
-    for workload in asked.workloads:
-        said = str(workload)
-        if asked.stop_after:
-            said = said.replace("EOS ignored", f"or fewer: one token in {asked.stop_after:,} ends an answer")
-        print(textwrap.fill(said, 118))
-    print(flush=True)
+    said = _work(asked)
+    print(f"{textwrap.fill(said, 118)}\n", flush=True)
     kind = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
     found = kind(model, asked, f"{name}, {str(dtype).removeprefix('torch.')}, {machine}")
     if asked.json:
@@ -97,7 +93,7 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace, where: str) -
     if asked.plot:
         from .plot import plot_contenders
 
-        plot_contenders(asked.plot, rows, f"{where}\n{textwrap.fill(str(workload), 110)}")
+        plot_contenders(asked.plot, rows, f"{where}\n{_work(asked)}")
     assert report is not None
     return figures.of_contenders(workload, rows, report, pieces, same, tried, reads, busy)
 
@@ -159,9 +155,7 @@ def _degrees(model: PreTrainedModel, asked: argparse.Namespace, where: str) -> d
     if asked.plot:
         from .plot import plot_degrees
 
-        one = asked.workloads[0]
-        what = f"{one.shared:,} tokens shared, {one.own:,} of their own, {one.new:,} new"
-        plot_degrees(asked.plot, sweep, f"{where}\n{what}")
+        plot_degrees(asked.plot, sweep, f"{where}\n{_work(asked)}")
     return figures.of_degrees(sweep)
 
 
@@ -172,6 +166,19 @@ def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace, where: st
     )
     print(f"\n{table.sync_table(sweep)}")
     return figures.of_steps_per_sync(sweep)
+
+
+def _work(asked: argparse.Namespace) -> str:
+    one = asked.workloads[0]
+    if asked.degrees:
+        order = "shuffled" if one.shuffle else "sorted"
+        return (
+            f"groups of prompts, {order}: {one.shared:,} tokens shared by the prompts of a group, {one.own:,} of their "
+            f"own; {one.new:,} new tokens, EOS ignored"
+        )
+    if asked.stop_after:
+        return str(one).replace("EOS ignored", f"or fewer: one token in {asked.stop_after:,} ends an answer")
+    return str(one)
 
 
 def _name(model: PreTrainedModel) -> str:

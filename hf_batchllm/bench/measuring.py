@@ -84,6 +84,7 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
         answers = workload.answers
         contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # what is made on first use
         for _ in range(runs):
+            torch.manual_seed(0)  # where tokens are drawn: a contender draws the same ones each time
             took, row.tokens = timed(device, lambda: contender.run(prompts, answers))
             row.runs.append(took)
             row.made.append(sum(map(len, row.tokens)))

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .measuring import Row
 from .sweeps import DegreeSweep
+from .workload import Mix
 
 _OURS, _RIVAL, _FLOOR, _INK = "#2a6fbb", "#b4bcc6", "#c0392b", "#333333"
+_TITLE_WIDTH = 110
 
 
 def plot_contenders(path: Path, rows: Sequence[Row], title: str) -> None:
     """A bar for each, ours on top; the floor as a line."""
     shown = [row for row in rows if not row.error][::-1]
     figure, axes = _axes(8, 1.6 + 0.45 * len(shown), title)
-    speeds = [row.prompts_per_second for row in shown]
+    by_tokens = isinstance(rows[0].workload, Mix)  # where prompts differ, the first few are no fair part of them
+    speeds = [row.new_tokens_per_second if by_tokens else row.prompts_per_second for row in shown]
     bars = axes.barh([row.name for row in shown], speeds, color=[_OURS if row is rows[0] else _RIVAL for row in shown])
-    axes.bar_label(bars, [f"{speed:,.3g}" for speed in speeds], padding=4, color=_INK)
+    axes.bar_label(
+        bars, [f"{speed:,.0f}" if speed >= 1000 else f"{speed:,.3g}" for speed in speeds], padding=4, color=_INK
+    )
     floor = rows[0].floor
     most = max(speeds)
     if floor is not None:
-        least = rows[0].requests / floor.seconds
+        least = (rows[0].made[-1] if by_tokens else rows[0].requests) / floor.seconds
         most = max(most, least)
         axes.axvline(least, color=_FLOOR, linestyle="--")
         axes.annotate(
-            f"floor {least:,.3g} ", (least, 0), xycoords=("data", "axes fraction"), xytext=(0, 4),
+            f"floor {least:,.0f} ", (least, 0), xycoords=("data", "axes fraction"), xytext=(0, 4),
             textcoords="offset points", ha="right", va="bottom", color=_FLOOR,
         )  # fmt: skip
     axes.set_xlim(0, 1.12 * most)
-    axes.set_xlabel("prompts/s")
+    axes.set_xlabel("new tokens/s" if by_tokens else "prompts/s")
     _save(figure, path)
 
 
@@ -58,7 +64,8 @@ def _axes(width: float, height: float, title: str) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title, fontsize=9, loc="left", color=_INK)
+    lines = [line for part in title.splitlines() for line in textwrap.wrap(part, _TITLE_WIDTH)]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9, color=_INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return figure, axes

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .contenders import Generate, Ours, best_batch_size
-from .measuring import Floors, Row, measure
+from .measuring import Floors, Row, is_greedy, measure
 from .workload import Mix, Workload
 
 _BATCHES = 2  # of generate at its best batch size, where nothing else is asked for
@@ -69,6 +69,7 @@ class SyncSweep:
     with_graphs: list[SyncCell]
     without: list[SyncCell]  # empty where there are no graphs to do without
     off_new: int
+    drawn: bool  # answers end where the noise has it
 
 
 def sweep_steps_per_sync(
@@ -93,6 +94,5 @@ def sweep_steps_per_sync(
 
     with_graphs = [cell(count, True) for count in steps]
     without = [cell(count, False) for count in steps] if model.device.type == "cuda" else []
-    return SyncSweep(
-        steps, with_graphs, without, shorter.new if not isinstance(shorter, Mix) else off_new or shorter.new
-    )
+    drawn = not is_greedy(model)
+    return SyncSweep(steps, with_graphs, without, min(off_new or workload.new, workload.new), drawn)

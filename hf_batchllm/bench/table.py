@@ -70,7 +70,7 @@ def reads_line(reads: Reads) -> str:
 
 def busy_line(busy: Busy, new: int) -> str:
     return (
-        f"GPU busy {_percent(busy.share)} of the decode part: its last {busy.seconds:.2f} s in a run of {new:,} new "
+        f"GPU busy {100 * busy.share:.1f} % of the decode part: its last {busy.seconds:.2f} s in a run of {new:,} new "
         "tokens under a profiler"
     )
 
@@ -119,7 +119,12 @@ def sync_table(sweep: SyncSweep) -> str:
     if not sweep.without:
         lines += ["", "Without a GPU there are no CUDA graphs to turn off."]
     if not any(cell.idle_tokens for cell in sweep.with_graphs):
-        lines += ["", "No token is idle: every answer's length is known (see --stop-after)."]
+        why = (
+            "tokens drawn on a CPU are waited for"
+            if sweep.drawn
+            else "every answer's length is known (see --stop-after)"
+        )
+        lines += ["", f"No token is idle: {why}."]
     return "\n".join(lines)
 
 
