@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from families import build
 
+from hf_batchllm.bench.busy import busy_share, share_of
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of
 from hf_batchllm.bench.models import load_model
 from hf_batchllm.bench.rates import Rates, measure_rates
@@ -129,3 +131,21 @@ def test_the_groups_of_a_workload() -> None:
     groups = Workload(7, 20, 4, 2, degree=3).as_groups()
     assert [len(group.own) for group in groups] == [3, 3, 1]
     assert groups[0] == Group(20, [4] * 3, [2] * 3)
+
+
+def test_how_busy_a_device_was() -> None:
+    def spans(*pairs: tuple[int, int]) -> np.ndarray:
+        return np.array(pairs, dtype=np.int64)
+
+    # Prompts until 500; the last six tenths of what follows begin at 700. Two kernels overlap, one lies in another.
+    given = spans((0, 490), (500, 690), (690, 750), (740, 800), (900, 1000), (910, 920))
+    busy = share_of(given, prompts_until=500)
+    assert busy is not None and busy.share == pytest.approx((100 + 100) / 300) and busy.seconds == pytest.approx(300e-9)
+    # A clock that tells another time says nothing: the last six tenths of everything.
+    for elsewhere in (-1, 5000):
+        busy = share_of(given, prompts_until=elsewhere)
+        assert busy is not None and busy.seconds == pytest.approx(600e-9)
+        assert busy.share == pytest.approx((90 + 190 + 110 + 100) / 600)
+    assert share_of(spans((0, 10), (10, 20)), -1).share == 1.0  # type: ignore[union-attr]
+    assert share_of(np.zeros((0, 2), dtype=np.int64), 0) is None
+    assert busy_share(torch.device("cpu"), lambda: None, lambda: 0) is None
