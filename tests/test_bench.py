@@ -20,6 +20,8 @@ from hf_batchllm.bench.floor import Floor, Needs
 from hf_batchllm.bench.measuring import Row
 from hf_batchllm.bench.models import SHAPES, end_at_random, load_model
 from hf_batchllm.bench.pieces import bare_pieces
+from hf_batchllm.bench.plot import main as draw
+from hf_batchllm.bench.plot import plot
 from hf_batchllm.bench.rates import Rates
 from hf_batchllm.bench.sweeps import SyncCell, SyncSweep
 from hf_batchllm.bench.workload import Mix, Workload
@@ -285,8 +287,22 @@ def test_pictures(tmp_path: Path) -> None:
         path = tmp_path / f"{arguments[0].strip('-')}.svg"
         asked = [*SMALL, *arguments, "--rivals", "generate", "--no-pieces", "--plot", str(path)]
         assert bench.main(asked if "--floor" in arguments else without(asked, "--degree")) == 0
-        text = path.read_text()
-        assert text.rstrip().endswith("</svg>") and len(text) > 5000
+        assert path.read_text().rstrip().endswith("</svg>") and path.stat().st_size > 5000
+
+
+def test_a_picture_of_figures_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    assert bench.main([*SMALL, "--rivals", "none", "--no-pieces", "--json", str(figures)]) == 0
+    assert draw([str(figures), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_picture_maker_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw(["figures.json"]) == draw(["figures.json", "picture.doc"]) == 2
+    assert "FIGURES.json PICTURE (.svg, .png, .pdf)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="only one workload and --degrees"):
+        plot({"with_graphs": []}, tmp_path / "picture.svg")
 
 
 def without(arguments: list[str], flag: str) -> list[str]:

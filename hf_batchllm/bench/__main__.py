@@ -22,6 +22,7 @@ from .contenders import Generate, GenerateBatch, Ours, best_batch_size
 from .measuring import Floors, Reads, Row, agreement, is_greedy, measure
 from .models import end_at_random, load_model
 from .pieces import bare_pieces
+from .plot import plot
 from .sweeps import sweep_degrees, sweep_steps_per_sync
 from .workload import Mix, Workload
 
@@ -45,14 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = _work(asked)
     print(f"{textwrap.fill(said, 118)}\n", flush=True)
     kind = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
-    found = kind(model, asked, f"{name}, {str(dtype).removeprefix('torch.')}, {machine}")
+    found = {**figures.of_the_machine(model, name, machine), "work": said, **kind(model, asked)}
     if asked.json:
-        text = json.dumps({**figures.of_the_machine(model, name, machine), **found}, indent=2)
-        asked.json.write_text(text + "\n")
+        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+    if asked.plot:
+        plot(found, asked.plot)
     return 0
 
 
-def _contenders(model: PreTrainedModel, asked: argparse.Namespace, where: str) -> dict[str, Any]:
+def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
     """One workload: ours, the rivals, and what no engine could do without."""
     (workload,) = asked.workloads
     vocabulary = model.config.get_text_config().vocab_size
@@ -90,10 +92,6 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace, where: str) -
     if tried:
         print("model.generate, prompts/s by batch size: " + ", ".join(f"{n}: {s:.2f}" for n, s in tried.items()))
     print(f"\n{report}")
-    if asked.plot:
-        from .plot import plot_contenders
-
-        plot_contenders(asked.plot, rows, f"{where}\n{_work(asked)}")
     assert report is not None
     return figures.of_contenders(workload, rows, report, pieces, same, tried, reads, busy)
 
@@ -138,7 +136,7 @@ def _measure_rivals(
     return tried
 
 
-def _degrees(model: PreTrainedModel, asked: argparse.Namespace, where: str) -> dict[str, Any]:
+def _degrees(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
     sweep = sweep_degrees(
         model,
         asked.fields,
@@ -152,14 +150,10 @@ def _degrees(model: PreTrainedModel, asked: argparse.Namespace, where: str) -> d
     print(f"\n{table.degrees_table(sweep)}")
     if sweep.note:
         print(f"no floor: {sweep.note}")
-    if asked.plot:
-        from .plot import plot_degrees
-
-        plot_degrees(asked.plot, sweep, f"{where}\n{_work(asked)}")
     return figures.of_degrees(sweep)
 
 
-def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace, where: str) -> dict[str, Any]:
+def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
     (workload,) = asked.workloads
     sweep = sweep_steps_per_sync(
         model, asked.fields, workload, asked.steps_per_sync, runs=asked.runs, off_new=asked.off_new

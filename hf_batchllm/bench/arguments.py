@@ -14,6 +14,7 @@ import torch
 
 from ..config import BatchConfig
 from .models import SHAPES
+from .plot import PICTURES
 from .workload import Mix, Workload
 
 _DESCRIPTION = """\
@@ -48,7 +49,6 @@ _DEFAULTS = {
     "decode": {"requests": 256, "degree": 1, "shared": 0, "own": 128, "new": 512},
     "sharegpt": {"requests": 256, "own": 2048, "new": 2048},
 }
-_PICTURES = (".svg", ".png", ".pdf")
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -99,8 +99,8 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
         return
     if asked.steps_per_sync:
         raise ValueError("--plot draws one workload or --degrees, not --steps-per-sync")
-    if asked.plot.suffix not in _PICTURES:
-        raise ValueError(f"--plot {asked.plot}: the name must end in {', '.join(_PICTURES)}")
+    if asked.plot.suffix not in PICTURES:
+        raise ValueError(f"--plot {asked.plot}: the name must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or pip install 'hf-batchllm[bench]'")
 

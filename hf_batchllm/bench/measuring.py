@@ -14,7 +14,7 @@ from .floor import Floor, NoFloorError, Shape, floor_of
 from .rates import Rates, measure_rates
 from .workload import Mix, Workload
 
-_WARM_UP = {"cuda": (64, 32)}  # prompts and new tokens: as many as it takes to compile kernels and to capture a graph
+_WARM_UP = {"cuda": (32, 32)}  # prompts and new tokens: as many as it takes to compile kernels and to capture a graph
 _BRIEF_WARM_UP = 2, 2
 
 

@@ -39,10 +39,9 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 def _operations(device: torch.device, dtype: torch.dtype) -> float:
     """There and back between the two widths of an MLP, so that no result stays in a cache."""
     rows, narrow, wide = _PRODUCT.get(device.type, _SMALL_PRODUCT)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        inputs = torch.randn(rows, narrow, device=device, dtype=dtype)
-        there = torch.randn(narrow, wide, device=device, dtype=dtype) / narrow**0.5
-        back = torch.randn(wide, narrow, device=device, dtype=dtype) / wide**0.5
+    inputs = torch.randn(rows, narrow, device=device, dtype=dtype)
+    there = torch.randn(narrow, wide, device=device, dtype=dtype) / narrow**0.5
+    back = torch.randn(wide, narrow, device=device, dtype=dtype) / wide**0.5
 
     def some() -> int:
         count = 50 if device.type == "cuda" else 1
