@@ -18,7 +18,7 @@ from transformers.utils import logging
 from . import figures, table
 from .arguments import read_arguments
 from .busy import Busy, busy_share
-from .contenders import Generate, GenerateBatch, Ours, best_batch_size
+from .contenders import Generate, GenerateBatch, Ours, best_batch_size, tidied
 from .measuring import Floors, Reads, Row, agreement, is_greedy, measure
 from .models import end_at_random, load_model
 from .pieces import bare_pieces
@@ -102,7 +102,7 @@ def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> Busy | None:
         return None
     short = workload.cut_short(_PROFILED_NEW)
     prompts = short.prompts(vocabulary)
-    torch.cuda.empty_cache()
+    tidied(ours.model.device)
     try:
         return busy_share(
             ours.model.device, lambda: ours.run(prompts, short.answers), lambda: ours.scheduler.prompts_until

@@ -28,9 +28,9 @@ workloads:
   decode    nothing shared, long answers (256 prompts of 128 tokens, 512 new ones)
   sharegpt  lengths mixed as in people's chats: about 220 tokens in and 200 out on average, many of them short and a few
             up to 2,048 (256 prompts; --own and --new set the longest, and all others shrink with it). EOS is ignored;
-            each prompt has an answer length of its own, the same for every contender. This library learns it through
-            its scheduler, generate_batch as a limit of each request; model.generate, sorted by prompt length, runs
-            each batch to its longest answer.
+            each prompt has an answer length of its own, the same for every contender and known beforehand, as real
+            ones are not (see --stop-after). This library learns it through its scheduler, generate_batch as a limit of
+            each request; model.generate, sorted by prompt length, runs each batch to its longest answer.
 
 examples:
   python -m hf_batchllm.bench --config tiny                                 a minute on a laptop

@@ -224,11 +224,16 @@ def settled(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
+def tidied(device: torch.device) -> None:
+    """Nothing of an earlier run is left in memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     settled(device)
+
+
+def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
+    tidied(device)
     began = time.perf_counter()
     value = work()
     settled(device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .contenders import Ours, Prompts, StepSize, Tokens, ends_of, timed
+from .contenders import Ours, Prompts, StepSize, Tokens, ends_of, tidied, timed
 from .floor import Floor, NoFloorError, Shape, floor_of
 from .rates import Rates, measure_rates
 from .workload import Mix, Workload
@@ -77,6 +77,7 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
     device = contender.model.device
     row = Row(contender.name, workload)
     print(f"{contender.name} ...", end=" ", flush=True)
+    tidied(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .contenders import settled
+from .contenders import settled, tidied
 
 _WARM = {"cuda": 2.0}  # seconds: a GPU slows down when its power budget is spent, and that rate counts
 _MEASURED = {"cuda": 2.0}
@@ -33,6 +33,7 @@ def _digits(value: float) -> str:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    tidied(device)
     return Rates(_operations(device, dtype), _copy(device))
 
 
@@ -63,6 +64,8 @@ def _operations(device: torch.device, dtype: torch.dtype) -> float:
 
 def _copy(device: torch.device) -> float:
     size = _COPY_BYTES.get(device.type, _SMALL_COPY)
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

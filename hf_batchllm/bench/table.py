@@ -62,10 +62,8 @@ def floor_lines(floor: Floor, ours: Row) -> str:
 
 
 def reads_line(reads: Reads) -> str:
-    return (
-        f"decode steps had to read {reads.bytes_per_second / 1e9:,.4g} GB/s over the whole run: K and V once, and the "
-        f"weights\nfor {reads.weight_steps:,} steps without prompts"
-    )
+    speed, steps = f"{reads.bytes_per_second / 1e9:,.4g} GB/s", f"{reads.weight_steps:,} steps without prompts"
+    return f"decode steps had to read {speed} over the whole run: K and V, and weights for {steps}"
 
 
 def busy_line(busy: Busy, new: int) -> str:
