@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,3 +151,48 @@ def test_how_busy_a_device_was() -> None:
     assert share_of(spans((0, 10), (10, 20)), -1).share == 1.0  # type: ignore[union-attr]
     assert share_of(np.zeros((0, 2), dtype=np.int64), 0) is None
     assert busy_share(torch.device("cpu"), lambda: None, lambda: 0) is None
+
+
+def test_what_the_profiler_noted_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in: there is no GPU here."""
+
+    class Event:
+        def __init__(self, begin: int, end: int, kind: torch.autograd.DeviceType, name: str = "kernel") -> None:
+            self.times, self.kind, self.label = (begin, end), kind, name
+
+        def start_ns(self) -> int:
+            return self.times[0]
+
+        def duration_ns(self) -> int:
+            return self.times[1] - self.times[0]
+
+        def device_type(self) -> torch.autograd.DeviceType:
+            return self.kind
+
+        def name(self) -> str:
+            return self.label
+
+    gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [Event(0, 50, gpu), Event(60, 100, gpu), Event(0, 100, cpu), Event(0, 100, gpu, "ProfilerStep#1")]
+
+    class Profile:
+        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+        def __init__(self, activities: list[Any]) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            assert ran == ["run", "synchronize"]
+
+    ran: list[str] = []
+    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {torch.profiler.ProfilerActivity.CUDA})
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ran.append("synchronize"))
+    busy = busy_share(torch.device("cuda"), lambda: ran.append("run"), lambda: -1)
+    assert busy is not None and busy.share == pytest.approx(50 / 60)
+    Profile.profiler = SimpleNamespace()
+    ran.clear()
+    assert busy_share(torch.device("cuda"), lambda: ran.append("run"), lambda: -1) is None
