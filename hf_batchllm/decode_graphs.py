@@ -122,10 +122,12 @@ class DecodeGraphs:
         device = self._seats.last.device
         index = torch.cuda.current_device() if device.index is None else device.index
         stream, generator = torch.cuda.current_stream(device), torch.cuda.default_generators[index]
-        noise, reserved = generator.get_state(), torch.cuda.memory_reserved(device)
+        noise = generator.get_state()
+        torch.cuda.empty_cache()  # as a capture does: what the graph takes shows afterwards
+        reserved = torch.cuda.memory_reserved(device)
         try:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            if not any(other.captured for other in self._graphs.values()):
+                self._pool = torch.cuda.graph_pool_handle()  # a pool goes with its last graph
             graph.capture(self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold
             # A capture that breaks off leaves both as they are while it goes on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from itertools import islice
 from typing import Any
 
@@ -169,3 +170,14 @@ def test_fifty_calls_leave_the_memory_as_it_was() -> None:
         sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert sizes[-1][0] == sizes[9][0]
     assert sizes[-1][1] <= sizes[9][1]
+
+
+def test_the_last_graph_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pool of memory has gone with it."""
+    monkeypatch.setattr("hf_batchllm.decode_rows._SPARE", 1.0)
+    prompts = [[index, 5, 7, 9] for index in range(8)]  # no lists but of single rows, and the bucket is of eight
+    generator = BatchGenerator(on_gpu("llama"), page_size=16, steps_per_sync=2, max_batch_tokens=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = generator.generate(prompts, max_new_tokens=200, eos_token_id=list(range(0, 97, 20)))
+    assert "by 1 of them" not in result.report.graphs and "0 B" not in result.report.graphs
