@@ -118,12 +118,15 @@ def assert_best(
     family: str,
     prompts: Sequence[Sequence[int]],
     result: Iterable[Any],
-    new_tokens: int,
+    new_tokens: int | Sequence[int],
     stops: Iterable[int] = (),
     seed: int | None = None,
     **options: Any,
 ) -> None:
-    """Every token is the best there was after those before it, and every row ends where it should."""
+    """Every token is the best there was after those before it, and every row ends where it should.
+
+    ``new_tokens`` may be one limit for each prompt.
+    """
     result, stops = list(result), set(stops)
     rows = rows_of(result)
     assert len(rows) == len(result)
@@ -133,11 +136,11 @@ def assert_best(
         where, tokens = f"{family}: prompt {generation.index}, sample {generation.sample}", generation.token_ids
         assert generation.prompt_token_ids == list(prompts[generation.index])
         gap = gaps[generation.index, generation.sample]
-        assert (gap < NEAR_TIE).all(), (
-            f"{where}: token {int((gap >= NEAR_TIE).nonzero()[0])} of {len(gap)}: {gap.max()}"
-        )
+        far = (gap >= NEAR_TIE).nonzero()
+        assert not len(far), f"{where}: token {int(far[0])} of {len(gap)} is {float(gap[far[0]])} behind the best"
+        limit = new_tokens if isinstance(new_tokens, int) else new_tokens[generation.index]
         ends = next((at for at, token in enumerate(tokens) if token in stops), None)
-        assert len(tokens) == (new_tokens if ends is None else ends + 1), where
+        assert len(tokens) == (limit if ends is None else ends + 1), where
         assert generation.finish_reason == ("length" if ends is None else "stop"), where
 
 
