@@ -7,6 +7,7 @@ what gaps, is printed by ``python tests/test_near_ties.py``.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hf_batchllm import BatchGenerator
 
 FAMILIES = ["llama", "qwen3", "mistral"]
 PROMPTS, NEW_TOKENS = 200, 24
+CONFIGS: list[dict[str, Any]] = [{}, {"fuse": False}, {"share_prefixes": False, "steps_per_sync": 8}]
 
 
 @dataclass
@@ -38,42 +40,60 @@ class Comparison:
     prompts: int
     error: float  # most that the two reference runs differ by, anywhere
     partings: list[Parting]
+    eager_parts: int  # answers with which a run in eager mode would not go along
 
     def __str__(self) -> str:
         share = len(self.partings) / self.prompts
         widest = max((parting.gap for parting in self.partings), default=0.0)
         over = sum(parting.gap > 2 * parting.own_error for parting in self.partings)
         return (
-            f"{self.family:8}  {len(self.partings):3} of {self.prompts} answers part ({share:.1%}); widest gap "
-            f"{widest:.4f}, the reference runs differ by up to {self.error:.4f}; {over} wider than twice their own"
+            f"{self.family:8} {len(self.partings):3} of {self.prompts} answers part ({share:.1%}; of eager "
+            f"mode's {self.eager_parts}); widest gap {widest:.4f}, the references differ by up to {self.error:.4f}; "
+            f"{over} gaps are wider than twice what they differ by in that answer"
         )
 
 
+@dataclass
+class Reference:
+    """What transformers makes of some prompts, one at a time, and the logits of that over both implementations."""
+
+    model: Any
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    logits: dict[str, list[torch.Tensor]]
+
+    @classmethod
+    @functools.cache
+    def of(cls, family: str, device: str, count: int, new_tokens: int) -> Reference:
+        model = copy.deepcopy(build(family)).to(device, torch.bfloat16)
+        rng = random.Random(12)
+        prompts = [prompt for kind in PROMPT_KINDS for prompt in random_prompts(rng, 97, kind, -(-count // 7))]
+        rng.shuffle(prompts)
+        prompts = prompts[:count]
+        model.set_attn_implementation("sdpa")
+        answers = [reference_generate(model, prompt, max_new_tokens=new_tokens) for prompt in prompts]
+        logits = {}
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            logits[implementation] = [logits_of(model, *each) for each in zip(prompts, answers, strict=True)]
+        return cls(model, prompts, answers, logits)
+
+
 def compare(family: str, device: str, count: int = PROMPTS, new_tokens: int = NEW_TOKENS, **config: Any) -> Comparison:
-    model = copy.deepcopy(build(family)).to(device, torch.bfloat16)
-    rng = random.Random(12)
-    prompts = [prompt for kind in PROMPT_KINDS for prompt in random_prompts(rng, 97, kind, -(-count // 7))]
-    rng.shuffle(prompts)
-    prompts = prompts[:count]
-    with BatchGenerator(model, **config) as generator:
-        ours = generator.generate(prompts, max_new_tokens=new_tokens, progress=False).token_ids
-    model.set_attn_implementation("sdpa")
-    theirs = [reference_generate(model, prompt, max_new_tokens=new_tokens) for prompt in prompts]
-    logits = {}
-    for implementation in ("sdpa", "eager"):
-        model.set_attn_implementation(implementation)
-        logits[implementation] = [
-            logits_of(model, prompt, answer) for prompt, answer in zip(prompts, theirs, strict=True)
-        ]
-    partings, errors = [], []
-    for index, (sdpa, eager) in enumerate(zip(logits["sdpa"], logits["eager"], strict=True)):
+    reference = Reference.of(family, device, count, new_tokens)
+    with BatchGenerator(reference.model, **config) as generator:
+        result = generator.generate(reference.prompts, max_new_tokens=new_tokens, progress=False)
+    partings, errors, eager_parts = [], [], 0
+    for index, (ours, theirs) in enumerate(zip(result.token_ids, reference.answers, strict=True)):
+        sdpa, eager = reference.logits["sdpa"][index], reference.logits["eager"][index]
         errors.append(float((sdpa - eager).abs().max()))
-        parted = [at for at, (a, b) in enumerate(zip(ours[index], theirs[index], strict=True)) if a != b]
+        eager_parts += eager.argmax(dim=-1).tolist() != theirs
+        parted = [at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
         if parted:
             at = parted[0]
-            gap = float((sdpa[at, theirs[index][at]] - sdpa[at, ours[index][at]]).abs())
+            gap = float((sdpa[at, theirs[at]] - sdpa[at, ours[at]]).abs())
             partings.append(Parting(index, at, gap, errors[-1]))
-    return Comparison(family, len(prompts), max(errors), partings)
+    return Comparison(family, len(reference.prompts), max(errors), partings, eager_parts)
 
 
 @torch.no_grad()
@@ -89,19 +109,21 @@ def test_few_answers_part_over_plain_attention(family: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [{}, {"fuse": False}, {"share_prefixes": False, "steps_per_sync": 8}], ids=str)
 @pytest.mark.parametrize("family", family_params(FAMILIES))
-def test_answers_part_at_near_ties_alone(family: str, config: dict[str, Any]) -> None:
-    check(compare(family, "cuda", **config))
+def test_answers_part_at_near_ties_alone(family: str) -> None:
+    for config in CONFIGS:
+        check(compare(family, "cuda", **config))
 
 
 def check(comparison: Comparison) -> None:
     assert comparison.error > 0, "the reference runs are the same: nothing to hold a gap against"
     for parting in comparison.partings:
         assert parting.gap <= 2 * comparison.error, f"{parting}\n{comparison}"
-    assert len(comparison.partings) < 0.5 * comparison.prompts, str(comparison)
+    assert len(comparison.partings) <= 1.5 * comparison.eager_parts + 0.05 * comparison.prompts, str(comparison)
 
 
 if __name__ == "__main__":
+    on = "cuda" if torch.cuda.is_available() else "cpu"
     for each in FAMILIES:
-        print(compare(each, "cuda" if torch.cuda.is_available() else "cpu"), flush=True)
+        for settings in CONFIGS:
+            print(compare(each, on, **settings), settings or "", flush=True)
