@@ -129,12 +129,14 @@ class DecodeGraphs:
             if not any(other.captured for other in self._graphs.values()):
                 self._pool = torch.cuda.graph_pool_handle()  # a pool goes with its last graph
             graph.capture(self._pool)
-        except Exception as error:  # whatever a model does that a graph cannot hold
+        except BaseException as error:  # whatever a model does that a graph cannot hold; an interrupt
             # A capture that breaks off leaves both as they are while it goes on.
             torch.cuda.set_stream(stream)
             fresh = torch.Generator(device)
             fresh.set_state(noise)
             generator.graphsafe_set_state(fresh)
+            if not isinstance(error, Exception):
+                raise
             if isinstance(error, torch.OutOfMemoryError):
                 self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
             else:

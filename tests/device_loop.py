@@ -20,7 +20,8 @@ from harness import NEAR_TIE
 from test_kernel_attention import TWINS
 
 from hf_batchllm import BatchResult
-from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs
+from hf_batchllm.decode_graphs import DecodeGraphs
+from hf_batchllm.decode_rows import DecodeRows
 from hf_batchllm.kernel_attention import KernelBackend
 from hf_batchllm.kernels.small_torch import exponential
 
@@ -35,6 +36,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
+class Replay:
+    """In the place of a captured graph."""
+
+    def __init__(self, rows: DecodeRows) -> None:
+        self.replay = rows._run
+
+
 def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call does on a GPU is done on a CPU: work lists, graphs' fixed memory, fused layers, tokens picked
     on the device. What would be captured is run again in its place."""
@@ -42,11 +50,11 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> KernelBackend:
         return KernelBackend(TWINS, storage, device, notices, (4, 2))
 
-    def graphs_for(config: Any, runner: Any, *others: Any) -> DecodeGraphs | None:
-        return DecodeGraphs(runner, runner.backend, *others) if config.cuda_graphs else None
+    def graphs_for(config: Any, runner: Any, *others: Any) -> DecodeGraphs:
+        return DecodeGraphs(runner, runner.backend, *others, config.cuda_graphs)
 
-    def capture(self: DecodeGraphs, graph: DecodeGraph) -> None:
-        self._graphs[graph.rows] = graph
+    def capture(self: DecodeGraphs, graph: DecodeRows) -> None:
+        graph._graph = Replay(graph)  # type: ignore[assignment]
         self.captured += 1
 
     monkeypatch.setattr("hf_batchllm.call.make_backend", make_backend)

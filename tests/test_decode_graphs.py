@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from device_loop import Replay
 from families import build, family_params
 from harness import assert_parity
 from harness import watched as watched  # a fixture
@@ -39,11 +40,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
     monkeypatch.setattr("hf_batchllm.call.make_backend", make_backend)
     monkeypatch.setattr("hf_batchllm.call.graphs_for", graphs_for)
     return seen
-
-
-class Replay:
-    def __init__(self, rows: DecodeRows) -> None:
-        self.replay = rows._run
 
 
 @pytest.fixture(autouse=True)

@@ -180,11 +180,12 @@ def test_a_stream_that_is_left(how: str, drawn: dict[str, Any], device: str, wat
     assert memory_in_use(device) == before
 
 
-LOOP = ("engine.py", "ahead.py", "decode_graphs.py", "kernel_attention.py", "scheduler.py", "call.py")
+GRAPHS = ("decode_graphs.py", "decode_rows.py")
+LOOP = ("engine.py", "ahead.py", "decode_graphs.py", "decode_rows.py", "kernel_attention.py", "scheduler.py", "call.py")
 
 
 @pytest.mark.parametrize("depth", [2, 8])
-@pytest.mark.parametrize("files", [(), LOOP, ("decode_graphs.py",)], ids=["anywhere", "loop", "graphs"])
+@pytest.mark.parametrize("files", [(), LOOP, GRAPHS], ids=["anywhere", "loop", "graphs"])
 def test_an_interrupt_at_any_line(files: tuple[str, ...], depth: int, device: str) -> None:
     """Captures included. The next call is none the worse, on this generator and on a new one."""
     prompts, model = crowd(24), model_on(device, "llama")
