@@ -101,7 +101,7 @@ class Call:
         longest = max((len(prompt.ids) + limit for prompt, limit in zip(self.prompts, limits, strict=True)), default=2)
         self.cache, self.storage = self.home.open(
             pages_wanted=max(wanted, 1),
-            pages_needed=-(-(longest - 1) // self.config.page_size),
+            pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
         )
         stop_tokens = work.options.eos_token_ids

@@ -117,4 +117,4 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 def is_out_of_memory(error: BaseException) -> bool:
     # A CPU's allocator has no class of its own for that.
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

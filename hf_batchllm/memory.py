@@ -31,6 +31,7 @@ class CacheHome:
         self._fingerprint: object = None
         self.memory: DeviceMemory = device_memory(architecture.device)
         self.rehearsals = Rehearsals()
+        self._beside: int | None = None  # bytes to leave to the call's steps, if that is known
         self.cache: PagedCache | None = None
         self.storage: KVStorage | None = None
 
@@ -51,6 +52,7 @@ class CacheHome:
         pages_needed: what its longest sequence takes. beside: the bytes that the call takes beside a cache of so many
         pages at most, if that can be found out; asked for only where memory may run short.
         """
+        self._beside = None
         if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
             self.cache.forget_kept()  # computed with other weights
             self.clear()
@@ -108,7 +110,7 @@ class CacheHome:
         """Bytes that nothing but the cache has a use for; ``share`` of them where that cannot be found out."""
         self.memory.trim()
         try:
-            taken = beside((held + self.memory.free()) // self.page_bytes)
+            self._beside = beside((held + self.memory.free()) // self.page_bytes)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -120,10 +122,12 @@ class CacheHome:
             return share // 2  # fewer sequences at a time, whose steps may do
         finally:
             self.memory.trim()
-        if taken is None:
-            return share
         # It is reckoned with the largest step that could be: a single sequence may do with less.
-        return max(held + self.memory.free() - taken, min(share, needed * self.page_bytes))
+        return max(self._room(held + self.memory.free()), min(share, needed * self.page_bytes))
+
+    def _room(self, free: int) -> int:
+        """Bytes of ``free`` that the cache may have."""
+        return int(free * self.memory.share) if self._beside is None else free - self._beside
 
     def _make(self, planned: int, needed: int) -> None:
         """A cache of ``planned`` pages; of fewer, if meanwhile there is no memory for so many."""
@@ -145,7 +149,7 @@ class CacheHome:
                         "or `max_new_tokens`"
                     ) from error
             self.memory.trim()
-            pages = max(least, min(int(pages * _SMALLER), self.memory.free() // self.page_bytes))
+            pages = max(least, min(int(pages * _SMALLER), self._room(self.memory.free()) // self.page_bytes))
         self.cache = PagedCache(pages, size, self._config.keep_prefixes)
         if pages < planned:
             self._notices(

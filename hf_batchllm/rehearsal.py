@@ -6,6 +6,7 @@ graphs, and how tokens are picked) is reckoned from its size.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,6 +125,7 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
             runner.step(batch)
     except Exception as error:
         runner.restore()
+        traceback.clear_frames(error.__traceback__)  # they hold what the step was about
         if is_out_of_memory(error):
             raise
         return None  # a model that is particular about its tokens: what it says of real ones counts
