@@ -109,9 +109,21 @@ class CudaMemory:
         return max(self._earlier, torch.cuda.max_memory_allocated(self._device))
 
 
+class UncountedMemory(HostMemory):
+    """A GPU's, under an allocator that is not PyTorch's."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(_OTHER_SHARE)
+        self._device = device
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":
-        return CudaMemory(device)
+        counted = torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
+        return CudaMemory(device) if counted else UncountedMemory(device)
     return HostMemory(_CPU_SHARE if device.type == "cpu" else _OTHER_SHARE)
 
 

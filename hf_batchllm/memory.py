@@ -18,6 +18,7 @@ from .results import size_shown
 from .storage import KVStorage, autocast_dtype
 
 _SMALLER = 0.9  # times what could not be had
+_MUCH = 10  # to leave more than one part in so many to steps is worth a closer look
 
 
 class CacheHome:
@@ -110,7 +111,7 @@ class CacheHome:
         """Bytes that nothing but the cache has a use for; ``share`` of them where that cannot be found out."""
         self.memory.trim()
         try:
-            self._beside = beside((held + self.memory.free()) // self.page_bytes)
+            self._beside = self._found(beside, held)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -124,6 +125,19 @@ class CacheHome:
             self.memory.trim()
         # It is reckoned with the largest step that could be: a single sequence may do with less.
         return max(self._room(held + self.memory.free()), min(share, needed * self.page_bytes))
+
+    def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
+        """Bytes to leave to steps: a larger cache holds more sequences, which make larger steps."""
+        most = beside((held + self.memory.free()) // self.page_bytes)
+        self.memory.trim()
+        free = held + self.memory.free()  # without what was made on first use, and stays
+        if most is None or most < free // _MUCH:
+            return most
+        # Far too much where few sequences fit into the rest. What those take is too little, as then more would fit.
+        least = beside(max(free - most, 0) // self.page_bytes)
+        between = (most + (most if least is None else least)) // 2
+        taken = beside(max(free - between, 0) // self.page_bytes)
+        return between if taken is not None and taken <= between else most
 
     def _room(self, free: int) -> int:
         """Bytes of ``free`` that the cache may have."""
