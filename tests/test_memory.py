@@ -737,7 +737,7 @@ class TestOnAGpu:
         generator = BatchGenerator(model, keep_prefixes=4)
         prompts = [[*range(5, 90), index % 90] for index in range(2000)]
         generator.generate(prompts, max_new_tokens=2000, eos_token_id=list(range(97)))
-        stream = generator.stream(prompts, max_new_tokens=2000)
+        stream = generator.stream(prompts, max_new_tokens=20)
         list(islice(stream, 1))
         stream.close()
         generator.close()
