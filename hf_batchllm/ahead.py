@@ -7,28 +7,18 @@ before anyone on the host has seen what it continues.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from .batch import ModelBatch
 from .decode_graphs import DecodeGraphs
+from .decode_rows import Pick, Seats
 from .device_sampling import DeviceSampler, RowsState, SamplingKernels
 from .options import Options
 from .request import Request
+from .results import shown_size
 from .runner import ModelRunner, current_device
-
-
-class Pick(Protocol):
-    """Picks tokens without the host."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,  # [samples, vocabulary]
-        seats: torch.Tensor,  # [samples]
-        made: torch.Tensor,  # [samples]
-    ) -> torch.Tensor: ...  # [samples]
 
 
 class SeatedSampler:
@@ -72,19 +62,24 @@ class SeatedSampler:
 
 
 class Ahead:
-    def __init__(self, runner: ModelRunner, pick: Pick, seats: int, device: torch.device) -> None:
+    def __init__(
+        self, runner: ModelRunner, pick: Pick, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
+    ) -> None:
         self.runner = runner
         self.pick = pick
+        self.seats = seats
+        self.graphs = graphs
         self.device = device
-        self.graphs: DecodeGraphs | None = None
         # All steps go to one stream, whatever is the caller's between two results: a page's next owner writes to it
         # after whoever was found to have ended.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._outside: torch.cuda.Stream | None = None  # during a step, the caller's
-        with torch.inference_mode(False):  # it is written in steps that may run outside
-            self.last = torch.zeros(seats + 1, dtype=torch.long, device=device)  # of each seat
 
-    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
+    @property
+    def most_times(self) -> int:
+        return self.graphs.most_times if self.graphs is not None and self.runner.backend.does_all else 1
+
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         if self._stream is not None:
             self._outside = torch.cuda.current_stream()
         with current_device(self.device), torch.cuda.stream(self._stream):
@@ -92,23 +87,25 @@ class Ahead:
         self._outside = None
         return wait
 
-    def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
-        if self.graphs is not None:
-            to_come = max((request.max_new_tokens - request.made for request in sampling), default=0)
-            picked = self.graphs.run(batch, to_come)
-            if picked is not None:
-                return self._on_its_way(picked)
+    def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        burst = batch.burst
+        if self.graphs is not None and burst is not None:
+            produced = self.graphs.run(batch, int(burst.left.max()))
+            if produced is not None:
+                landed = self._on_its_way(produced)
+                places = batch.tokens.made.numpy()[:, None] + np.arange(burst.times)  # [rows, times]
+                return lambda: np.take_along_axis(landed(), places % produced.shape[1], axis=1)
         batch = batch.to(self.device)
         tokens = batch.tokens
         rows = len(tokens.row_seats)
         if rows:
-            tokens.input_ids[:rows] = self.last[tokens.row_seats]
+            tokens.input_ids[:rows] = self.seats.last[tokens.row_seats]
         logits = self.runner.step(batch)
         if not sampling:
-            return list
+            return lambda: np.empty((0, 1), dtype=np.int64)
         picked = self.pick(logits, tokens.sample_seats, tokens.made)
-        self.last[tokens.sample_seats] = picked.clamp(min=0)  # -1 is no token, and the next step may be on its way
-        return self._on_its_way(picked)
+        self.seats.take(tokens.sample_seats, picked)
+        return self._on_its_way(picked[:, None])
 
     def back(self) -> None:
         if self.graphs is not None:
@@ -120,7 +117,8 @@ class Ahead:
         graphs = self.graphs
         if graphs is None or not graphs.captured:
             return ""
-        return f"{graphs.steps:,} steps by {graphs.captured} of them, captured in {graphs.seconds:.1f} s"
+        taken = f"{graphs.seconds:.1f} s and {shown_size(graphs.bytes)}"
+        return f"{graphs.steps:,} steps by {graphs.captured} of them, which took {taken} to capture"
 
     def close(self) -> None:
         if self._outside is not None:  # an interrupt came while a step put things back
@@ -129,17 +127,17 @@ class Ahead:
         if self.graphs is not None:
             self.graphs.close(self._stream)
 
-    def _on_its_way(self, picked: torch.Tensor) -> Callable[[], list[int]]:
+    def _on_its_way(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
         if self.device.type != "cuda":
-            tokens = picked.tolist()  # now: the next step writes to the same place
-            return lambda: tokens
-        landed = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
-        landed.copy_(picked, non_blocking=True)
+            now = tokens.numpy().copy()  # the next step writes to the same place
+            return lambda: now
+        landed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        landed.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
 
-        def wait() -> list[int]:
+        def wait() -> np.ndarray:
             event.synchronize()
-            return landed.tolist()
+            return landed.numpy()
 
         return wait

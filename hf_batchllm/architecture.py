@@ -30,6 +30,9 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
+_SEEN: dict[tuple[type, str], list[AttentionCall]] = {}  # of models without data, which hold no memory
+_MOST_SEEN = 16
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -182,11 +185,23 @@ class _NoteTaker:
 def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
     try:
+        # All that such a copy is made of. A look takes half a second where there are many layers.
+        key = type(model), model.config.to_json_string(use_diff=False)
+        if key in _SEEN:
+            return _SEEN[key]
+    except Exception:  # a config that holds something odd
+        key = None
+    try:
         # The copy's weights are never filled in, yet making them may draw random numbers: the caller's stay unmoved.
         # bfloat16, because that is what the grouped products of experts are defined for without data.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             skeleton = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16).eval()
-        return _noted_passes(skeleton, torch.device("meta"), name)
+        calls = _noted_passes(skeleton, torch.device("meta"), name)
+        if key is not None:
+            if len(_SEEN) >= _MOST_SEEN:
+                _SEEN.pop(next(iter(_SEEN)), None)
+            _SEEN[key] = calls
+        return calls
     except UnsupportedModelError:
         raise
     except Exception:

@@ -63,23 +63,38 @@ class AttentionBatch:
     spans: list[Span]  # the decode rows, then the chunks; neighbours in the plan are neighbours here
     rows: int  # how many of the spans, and of the tokens, are decode rows
     page_size: int
+    growth: np.ndarray | None = None  # [rows]  by how much a row grows while this holds; None: it runs once
 
     def to(self, device: torch.device) -> AttentionBatch:
         return replace(self, slots=_move(self.slots, device))
 
 
 @dataclass(frozen=True)
+class Burst:
+    """What decode rows that run several times have to know beforehand."""
+
+    times: int
+    left: np.ndarray  # [rows]  new tokens that each may still have
+    start: np.ndarray  # [rows]  the position at which the first of these pages begins
+    pages: np.ndarray  # [rows, few]  those that it writes to; -1 for none
+
+
+@dataclass(frozen=True)
 class ModelBatch:
     tokens: TokenBatch
     attention: AttentionBatch
+    burst: Burst | None = None  # where all are decode rows, if the builder was asked for it
 
     def to(self, device: torch.device) -> ModelBatch:
-        return ModelBatch(self.tokens.to(device), self.attention.to(device))
+        return ModelBatch(self.tokens.to(device), self.attention.to(device), self.burst)
 
 
 class BatchBuilder:
-    def __init__(self, page_size: int, pin_memory: bool = False, short_chunk: int = 0) -> None:
+    """``most_times``: how often decode rows may run in a row; 0 where there is nothing to do so."""
+
+    def __init__(self, page_size: int, pin_memory: bool = False, short_chunk: int = 0, most_times: int = 0) -> None:
         self.page_size = page_size
+        self.most_times = most_times
         self.short_chunk = short_chunk  # chunks of no more tokens stand before longer ones
         self.pin_memory = pin_memory
 
@@ -106,17 +121,41 @@ class BatchBuilder:
             last[chunk] = token - 1
         logits_rows = [*range(rows), *(last[chunk] for chunk in step.chunks if chunk.samples)]
         every_position = np.concatenate(positions)
+        burst = None if chunks or not self.most_times else self._burst(step)
+        # What rows run by lies in the device's own memory already, so these stay here.
+        tensor = self._tensor if burst is None else _plain
         return ModelBatch(
             TokenBatch(
-                self._tensor(np.concatenate(ids)),
-                self._tensor(every_position),
-                self._tensor(np.array(logits_rows)),
-                self._tensor(np.array([request.seat for request in step.rows])),
-                self._tensor(np.array([request.seat for request in step.sampling()])),
-                self._tensor(np.array([request.made for request in step.sampling()])),
+                tensor(np.concatenate(ids)),
+                tensor(every_position),
+                tensor(np.array(logits_rows)),
+                tensor(np.array([request.seat for request in step.rows])),
+                tensor(np.array([request.seat for request in step.sampling()])),
+                tensor(np.array([request.made for request in step.sampling()])),
             ),
-            AttentionBatch(self._tensor(np.concatenate(slots)), every_position, table, spans, rows, self.page_size),
+            AttentionBatch(
+                tensor(np.concatenate(slots)),
+                every_position,
+                table,
+                spans,
+                rows,
+                self.page_size,
+                None if burst is None else np.minimum(burst.times, burst.left) - 1,
+            ),
+            burst,
         )
+
+    def _burst(self, step: Step) -> Burst:
+        few = (self.most_times - 1) // self.page_size + 2
+        pages = np.full((len(step.rows), few), -1, dtype=np.int64)
+        start, left = [], []
+        for row, request in enumerate(step.rows):
+            first = (request.length - 1 - request.start) // self.page_size
+            own = request.pages[first : first + few]
+            pages[row, : len(own)] = own
+            start.append(request.start + first * self.page_size)
+            left.append(request.max_new_tokens - request.made)
+        return Burst(step.times, np.array(left), np.array(start), pages)
 
     def _rows(
         self, rows: list[Request], place: dict[Unit, int]
@@ -133,8 +172,12 @@ class BatchBuilder:
         return spans, *([np.array(values, dtype=np.int64)] for values in (ids, positions, slots))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array.astype(np.int64))
+        tensor = _plain(array)
         return tensor.pin_memory() if self.pin_memory else tensor
+
+
+def _plain(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64))
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from .backends import check_backend, fused_kernels, make_backend, sampling_kerne
 from .batch import BatchBuilder
 from .config import BatchConfig
 from .decode_graphs import graphs_for
+from .decode_rows import Seats
 from .device_sampling import picked_by_host
 from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
@@ -40,6 +41,9 @@ _DEFAULT_BATCH_TOKENS = {"cpu": 512}
 _OTHER_BATCH_TOKENS = 8192
 _GATHER_ROWS = {"cpu": 128}
 _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
+# Decode rows run so often in a row that the host, which takes a millisecond or two to prepare a burst, keeps ahead:
+# each run takes at least as long as reading the weights, at so many bytes a second.
+_BURST_SECONDS, _BYTES_PER_SECOND, _MOST_TIMES = 0.016, 3e12, 16
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,14 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-        builder = BatchBuilder(self.config.page_size, pin_memory=device.type == "cuda", short_chunk=backend.short_chunk)
         launcher, depth = self._launcher(work)
+        graphs = None if self._ahead is None else self._ahead.graphs
+        builder = BatchBuilder(
+            self.config.page_size,
+            pin_memory=device.type == "cuda",
+            short_chunk=backend.short_chunk,
+            most_times=0 if graphs is None else graphs.most_times,
+        )
         self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
@@ -155,22 +165,29 @@ class Call:
         """What runs the steps, and how many of them may be on their way at a time."""
         assert self._runner is not None
         device = self.architecture.device
-        depth = self.config.steps_per_sync or _DEPTH.get(device.type, 1)
+        depth = self.config.steps_per_sync
+        if depth is None:
+            depth = 2 * times_in_a_row(self.model) if device.type == "cuda" else 1
         seats, vocabulary = len(self.lineup.requests), self.architecture.vocab_size
         reason = picked_by_host(work.options, self.model, device, depth, seats, vocabulary)
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
             return AtOnce(self._runner, Sampler(self.model, work.options, work.seed)), 1
-        pick = SeatedSampler(self.lineup.requests, work.options, work.seed, device, sampling_kernels(device))
-        self._ahead = Ahead(self._runner, pick, seats, device)
+        kernels = sampling_kernels(device)
+        pick = SeatedSampler(self.lineup.requests, work.options, work.seed, device, kernels)
+        places = Seats.of(seats, work.options.eos_token_ids, device)
+        times = max(1, depth // 2) if runs_ahead(self.scheduler) else 1  # one burst runs, one waits for its turn
+        graphs = graphs_for(self.config, self._runner, places, pick, kernels.advance, times, self.notices)
+        if graphs is None and self.config.steps_per_sync is None:
+            depth = _DEPTH.get(device.type, 1)
+        self._ahead = Ahead(self._runner, pick, places, graphs, device)
         if device.type == "cuda" and not runs_ahead(self.scheduler):
             self.notices(
                 "scheduler",
                 f"{type(self.scheduler).__name__} does not run ahead, so the device waits while a step is prepared: "
                 "see `runs_ahead` in hf_batchllm.scheduler.Scheduler",
             )
-        self._ahead.graphs = graphs_for(self.config, self._runner, self._ahead.last, pick, self.notices)
         return self._ahead, depth
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
@@ -293,6 +310,12 @@ class Call:
 
 def scheduler_for(choice: str | Scheduler, device: torch.device) -> Scheduler:
     return make_scheduler(choice, _GATHER_ROWS.get(device.type, 0))
+
+
+def times_in_a_row(model: nn.Module) -> int:
+    """The same for each call, so that sums come in the same order."""
+    least = sum(weight.nbytes for weight in model.parameters()) / _BYTES_PER_SECOND
+    return min(_MOST_TIMES, max(2, round(_BURST_SECONDS / least))) if least else _MOST_TIMES
 
 
 def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:

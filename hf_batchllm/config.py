@@ -55,9 +55,11 @@ class BatchConfig:
         there are many tiny groups.
     scheduler: "groups" (fills memory, sharers together), "fifo" (in the order given, never preempts), or an
         object with the methods of ``hf_batchllm.scheduler.Scheduler``.
-    steps_per_sync: how many steps are on their way before the host waits for the tokens of the oldest. None: two on a
-        GPU, one on a CPU. 1 to debug. Results are the same; where answers may stop early, what runs beyond the end is
-        wasted. Sampling on a CPU waits for each step, and so does whatever scheduler does not run ahead.
+    steps_per_sync: how many steps may be on their way before the host waits for tokens. On a GPU decode steps come in
+        bursts of half as many: the host prepares the next burst while one runs. Lower it where answers are short and
+        stop early, as what runs beyond an end is wasted (the report counts it); 1 to debug. None: up to 32 on a GPU,
+        fewer for a large model; 1 on a CPU. Results are the same. Sampling on a CPU waits for each step, and so does
+        whatever scheduler does not run ahead.
     cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same.
     fuse: use fused kernels where the model's structure allows. Turn off to debug.
     keep_prefixes: how many shared prefixes stay in the cache for the next call, least recently used ones going

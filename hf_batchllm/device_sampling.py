@@ -65,6 +65,7 @@ class SamplingKernels:
     cutoffs: Callable[..., torch.Tensor]
     penalise: Callable[..., torch.Tensor]
     mark_seen: Callable[..., None]
+    advance: Callable[..., None]
 
 
 def triton_sampling() -> SamplingKernels:
@@ -76,6 +77,7 @@ def triton_sampling() -> SamplingKernels:
         cutoffs=cut_triton.cutoffs,
         penalise=cut_triton.penalise,
         mark_seen=cut_triton.mark_seen,
+        advance=sample_triton.advance,
     )
 
 
@@ -88,6 +90,7 @@ def torch_sampling() -> SamplingKernels:
         cutoffs=cut_torch.cutoffs,
         penalise=cut_torch.penalise,
         mark_seen=cut_torch.mark_seen,
+        advance=small_torch.advance,
     )
 
 

@@ -1,4 +1,4 @@
-"""The loop and nothing else: next step, build, launch, collect; ``depth`` steps on their way at a time."""
+"""The loop and nothing else: next step, build, launch, collect; some steps are on their way at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from .batch import BatchBuilder, ModelBatch
@@ -19,8 +20,15 @@ from .scheduler import Scheduler
 class Launcher(Protocol):
     """Has a step run and its tokens picked: at once, or ahead of what the host has seen."""
 
-    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
-        """Start. What comes back waits for the tokens of ``sampling`` when it is called."""
+    @property
+    def most_times(self) -> int:
+        """How often the rows of a step may run in a row."""
+
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        """Start. What comes back waits for the tokens of ``sampling``, [samples, times], when it is called.
+
+        -1 stands where there is none: the row had ended before, or there is no token to be had.
+        """
 
     def back(self) -> None:
         """Results have been handed out, and whoever took them may have done anything meanwhile."""
@@ -29,15 +37,17 @@ class Launcher(Protocol):
 class AtOnce:
     """Tokens are picked by the host, from logits that it waits for."""
 
+    most_times = 1
+
     def __init__(self, runner: ModelRunner, sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]]) -> None:
         self.runner = runner
         self.sampler = sampler
 
-    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], list[int]]:
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with current_device(self.runner.architecture.device):
             logits = self.runner.step(batch)
             tokens = self.sampler(logits, sampling) if sampling else []
-        return lambda: tokens
+        return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
     def back(self) -> None:
         """A step looks at everything anew."""
@@ -53,10 +63,13 @@ class Flight:
 
     step: Step
     sampling: list[Request]
-    wait: Callable[[], list[int]]
+    counts: list[int]  # how many tokens each of them may get
+    wait: Callable[[], np.ndarray]
 
 
 class Engine:
+    """``depth``: how many steps may be on their way before the host waits for the oldest, times in a row counted."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -70,6 +83,9 @@ class Engine:
         self.launcher = launcher
         self.stop_tokens = stop_tokens
         self.depth = depth if runs_ahead(scheduler) else 1
+        # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
+        self.flights = 2 if launcher.most_times > 1 else depth
+        self._stops = np.array(sorted(stop_tokens), dtype=np.int64)
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0  # of requests that turned out to have ended before
@@ -87,18 +103,23 @@ class Engine:
                     flights.append(self._launch(step))
                 elif not flights:
                     return
-                if step is None or len(flights) >= self.depth:
+                if step is None or self._enough(flights):
                     flight = flights.popleft()
                     tokens = flight.wait()
                     idle = self.idle_tokens
                     finished = self.collect(flight, tokens)
                     if watch is not None:
-                        watch(flight.step, len(tokens) - (self.idle_tokens - idle))
+                        watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle))
                     if finished:
                         yield from finished
                         self.launcher.back()
         finally:  # left half-way, it may have run more for those that had ended
-            self.idle_tokens += sum(request.done for flight in flights for request in flight.sampling)
+            for flight in flights:
+                pairs = zip(flight.sampling, flight.counts, strict=True)
+                self.idle_tokens += sum(count for request, count in pairs if request.done)
+
+    def _enough(self, flights: deque[Flight]) -> bool:
+        return len(flights) >= self.flights or sum(flight.step.times for flight in flights) >= self.depth
 
     def _next(self, must_wait: bool) -> Step | None:
         """The next step; None if what is on its way must be seen first, or if there is none."""
@@ -107,25 +128,38 @@ class Engine:
         return self.scheduler.next()
 
     def _launch(self, step: Step) -> Flight:
+        repeat, most = getattr(self.scheduler, "repeat", None), self.launcher.most_times
+        if most > 1 and not step.chunks and repeat is not None:
+            step.times = repeat(step, most)
         batch = self.builder.build(step)
         sampling = step.sampling()
+        counts = [step.times_of(request) for request in sampling]
         wait = self.launcher.launch(batch, sampling)
-        for request in sampling:
-            request.expect()
-        self.steps += 1
-        self.model_tokens += step.tokens
-        return Flight(step, sampling, wait)
+        for request, count in zip(sampling, counts, strict=True):
+            request.expect(count)
+        self.steps += step.times
+        # With chunks, rows run once.
+        self.model_tokens += step.tokens if step.chunks else sum(counts)
+        return Flight(step, sampling, counts, wait)
 
-    def collect(self, flight: Flight, tokens: list[int]) -> list[Request]:
-        """Give each request its token; those that end with it leave the cache."""
+    def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
+        """Give each request its tokens; those that end with them leave the cache."""
+        assert tokens.shape == (len(flight.sampling), flight.step.times)
+        none, stops = tokens < 0, np.isin(tokens, self._stops)
+        last = none | stops  # [samples, times]
+        odd = last.any(axis=1).tolist()
         finished = []
-        for request, token in zip(flight.sampling, tokens, strict=True):
+        for row, (request, count) in enumerate(zip(flight.sampling, flight.counts, strict=True)):
             if request.done:  # it had ended before this step, which nobody knew when it was launched
-                self.idle_tokens += 1
+                self.idle_tokens += count
                 continue
-            if token < 0:
-                raise RuntimeError(NO_DISTRIBUTION)
-            request.append(token, token in self.stop_tokens)
+            has = count
+            if odd[row]:
+                has = min(count, 1 + int(last[row].argmax()))
+                if none[row, has - 1]:
+                    raise RuntimeError(NO_DISTRIBUTION)
+            request.extend(tokens[row, :has].tolist(), bool(stops[row, has - 1]))
+            self.idle_tokens += count - has
             if request.done:
                 finished.append(request)
         for request in finished:

@@ -79,6 +79,7 @@ class KernelBackend:
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.scratch = Scratch()
+        self._parts: torch.Tensor | None = None  # the largest that was asked for
         self._refusals: dict[tuple[Any, ...], str | None] = {}
 
     def prepare(self, batch: AttentionBatch) -> KernelAttention:
@@ -91,6 +92,17 @@ class KernelBackend:
     def does_all(self) -> bool:
         """Whether the kernels could do every layer that they have seen."""
         return not any(self._refusals.values())
+
+    def parts(
+        self, parts: int, heads: int, dim: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [parts, heads, dim], [parts, heads]
+        """Where partial results lie until they are merged: steps, their layers and all graphs take turns with it."""
+        numbers = parts * heads * (dim + 1)
+        if self._parts is None or len(self._parts) < numbers:
+            with torch.inference_mode(False):  # used again, maybe outside
+                self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
+        out = self._parts[: parts * heads * dim].view(parts, heads, dim)
+        return out, self._parts[parts * heads * dim : numbers].view(parts, heads)
 
     def refusal(self, call: AttentionCall) -> str | None:
         """Why the kernels cannot do this layer."""
@@ -160,6 +172,7 @@ class StepWork:
                 page_size=page_size,
                 multiprocessors=self.multiprocessors,
                 window=window,
+                ahead=0 if self.batch.growth is None else int(self.batch.growth.max(initial=0)),
                 direct=not sinks,
             )
         return self._on_host[key]
@@ -193,7 +206,10 @@ class StepWork:
 
     def _readers(self, spans: slice) -> Readers:
         begin, rows = self._begin[spans], (self._end - self._begin)[spans]
-        return Readers(self._unit[spans], begin, rows, self._position[spans] + rows)
+        ends = self._position[spans] + rows
+        if self.batch.growth is not None:  # then all spans are decode rows
+            ends = ends + self.batch.growth
+        return Readers(self._unit[spans], begin, rows, ends)
 
     @cached_property
     def _units(self) -> Units:
@@ -250,10 +266,8 @@ class KernelAttention:
         kernels = self.backend.kernels
         work = self.work.lists(call.window, q.shape[1], k_pages.shape[2], call.sinks is not None)
         shape = work.parts, *out.shape[1:]
-        if shape not in self._parts:  # the layers of a step take turns with it
-            new = {"dtype": torch.float32, "device": q.device}
-            with torch.inference_mode(False):  # a graph's are used again, maybe outside
-                self._parts[shape] = torch.empty(shape, **new), torch.empty(shape[:2], **new)
+        if shape not in self._parts:
+            self._parts[shape] = self.backend.parts(*shape, q.device)
         parts = self._parts[shape]
         for tile in reversed(TILES):  # the long items first
             if tile in work.items:

@@ -14,7 +14,7 @@ from .device_memory import DeviceMemory, device_memory, is_out_of_memory
 from .errors import CacheMemoryError
 from .notices import Notices
 from .rehearsal import Rehearsals
-from .results import size_shown
+from .results import shown_size
 from .storage import KVStorage, autocast_dtype
 
 _SMALLER = 0.9  # times what could not be had
@@ -202,7 +202,7 @@ class CacheHome:
         self._make(pages, needed)
 
     def _shown(self, pages: int) -> str:
-        return size_shown(pages * self.page_bytes)
+        return shown_size(pages * self.page_bytes)
 
 
 def weights_fingerprint(model: nn.Module) -> object:

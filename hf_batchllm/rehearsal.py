@@ -31,7 +31,7 @@ _MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit t
 _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
 _ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
 _PARTS = 8  # partial results of attention that each decode row has, at most
-_SIZES = 5  # graphs of so many rows, and all the smaller ones, hold what so many of the largest would
+_SIZES = 5  # decode steps of ever fewer rows keep in all what so many of the most rows would
 _PICKED_AT_ONCE = 1 << 25  # scores, where transformers' own code picks
 _COPIES = 48  # bytes that it takes for each of them
 
@@ -91,12 +91,12 @@ class Rehearsals:
         rows = bucket_of(step.samples)
         parts = sum(4 * heads * v_dim for heads, v_dim in {(each.heads, each.v_dim) for each in architecture.attention})
         parts *= _PARTS * (rows + backend.multiprocessors + 1)
-        total = most + picking + parts
+        total = most + picking + (1 + _SIZES) * parts
         if graphs:
             decode = self._step(runner, backend, LargestStep(rows, rows, 1), memory)
             if decode is None:
                 return None
-            total += decode + picking + _SIZES * parts
+            total += decode + picking
         return int(_MARGIN * total) + _UNSEEN + 2 * architecture.layers * _ROUNDING
 
     def _step(self, runner: ModelRunner, backend: KernelBackend, step: LargestStep, memory: DeviceMemory) -> int | None:

@@ -142,19 +142,26 @@ class Request(Unit):
     def done(self) -> bool:
         return self.finish_reason is not None
 
-    def expect(self) -> None:
-        """A token is being sampled, and will be seen later."""
-        assert not self.done and self.computed == self.length, "a token is sampled before its prompt is computed"
-        self.pending += 1
+    def expect(self, tokens: int = 1) -> None:
+        """So many tokens are being sampled, and will be seen later."""
+        assert not self.done and tokens > 0
+        assert self.computed == self.length + tokens - 1, "a token is sampled before its prompt is computed"
+        self.pending += tokens
+        assert self.made <= self.max_new_tokens
 
     def append(self, token: int, is_stop: bool) -> None:
         """Take a sampled token and notice the end."""
-        assert not self.done
+        self.extend([token], is_stop)
+
+    def extend(self, tokens: list[int], is_stop: bool) -> None:
+        """Take tokens that were sampled one after the other; ``is_stop``: the last of them ends the answer."""
+        assert not self.done and tokens
         if self.pending:
-            self.pending -= 1
+            assert self.pending >= len(tokens)
+            self.pending -= len(tokens)
         else:
-            assert self.computed == self.length, "a token was sampled before its prompt was computed"
-        self.generated.append(token)
+            assert len(tokens) == 1 and self.computed == self.length, "a token was sampled before its prompt"
+        self.generated += tokens
         if is_stop:
             self.finish_reason = FinishReason.STOP
             self.pending = 0  # whatever has been sampled since is not part of the answer
@@ -196,16 +203,23 @@ class Chunk:
 class Step:
     """What one run of the model works on: decode rows of a token each, then chunks of prompts.
 
-    Rows are in the order of the plan, so that all rows below a prefix are neighbours.
+    Rows are in the order of the plan, so that all rows below a prefix are neighbours. Without chunks, the rows may run
+    several times before anybody looks: each time with the token that it was given the time before.
     """
 
     rows: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    times: int = 1  # set by the engine; a row that may have no more tokens leaves earlier
     _sampling: list[Request] | None = None
 
     @property
     def tokens(self) -> int:
+        """How many the model runs over at a time."""
         return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
+
+    def times_of(self, request: Request) -> int:
+        """How many tokens the step gives a request. To be asked before the engine expects them."""
+        return min(self.times, request.max_new_tokens - request.made)
 
     def sampling(self) -> list[Request]:
         """The requests that get a token, rows first. Found out once: it changes whether a chunk is the last one."""

@@ -103,10 +103,10 @@ class RunReport:
             f"{count}, {self.new_tokens:,} new tokens in {seconds} ({self.tokens_per_second:,.0f} new tokens/s)",
             f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
-            f"KV cache   {size_shown(self.peak_memory)} used at most, of {size_shown(self.kv_memory)}",
+            f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
         ]
         if self.device_memory:
-            lines.append(f"memory     {size_shown(self.device_memory)} at most on the device, all in all")
+            lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
         if self.cached_tokens:
             lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
         if self.preemptions:
@@ -165,7 +165,7 @@ def _short(generation: Generation) -> str:
     return line if len(line) <= 70 else line[:67] + "..."
 
 
-def size_shown(count: int) -> str:
+def shown_size(count: int) -> str:
     """A number of bytes, in words."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

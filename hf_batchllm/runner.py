@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -49,11 +50,22 @@ class ModelRunner:
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary] float32
         """Run the step's tokens; the logits of those rows that are sampled."""
+        with self._as_inference():
+            return self._step(batch)
+
+    def rows(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:  # [rows, vocabulary]
+        """Run decode rows, all of which are sampled. Nothing here waits for the device, or sends it anything."""
+        with self._as_inference():
+            return self.forward(input_ids, position_ids, context)
+
+    @contextmanager
+    def _as_inference(self) -> Iterator[None]:
         self._outside = torch.is_grad_enabled(), context_in_use()
         with torch.no_grad():
-            logits = self._step(batch)
+            yield
         self._outside = None
-        return logits
 
     def _step(self, batch: ModelBatch) -> torch.Tensor:
         batch = batch.to(self.architecture.device)

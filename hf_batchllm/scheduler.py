@@ -28,6 +28,9 @@ class Scheduler(Protocol):
     With ``runs_ahead`` (absent: False) steps are asked for before the tokens of earlier ones have been seen: requests
     then have ``pending`` tokens, and those that are ``exhausted`` only wait for theirs. Where a request may be
     preempted ``must_know()`` says so beforehand: it is computed again from its tokens.
+
+    With ``repeat`` (absent: once) a step of nothing but rows may run several times in a row, before anybody looks at
+    the tokens.
     """
 
     preemptions: int
@@ -47,6 +50,10 @@ def make_scheduler(choice: str | Scheduler, gather_rows: int = 0) -> Scheduler:
     if choice == "groups":
         return GroupScheduler(gather_rows)
     return FifoScheduler() if isinstance(choice, str) else choice
+
+
+_AT_FIRST = 4  # times that rows run in a row when answers that may stop begin
+_SOONER = 4  # where newcomers wait for whoever stops, rows run so many times fewer before somebody looks
 
 
 class ExpectedLength:
@@ -98,6 +105,32 @@ class _Base(ABC):
     def finish(self, request: Request) -> None:
         self._leave(request)
         self.cache.retire(request)
+
+    def repeat(self, step: Step, most: int) -> int:
+        """How many times the rows of ``step``, which has no chunks, are to run; the pages for it are reserved."""
+        rows = step.rows
+        if len(rows) < sum(not request.exhausted for request in self.running):
+            return 1  # others wait for their turn
+        left = [request.max_new_tokens - request.made for request in rows]
+        times = min(most, max(left))
+        if any(request.can_stop for request in rows):
+            # Two bursts are on their way when somebody stops, so what runs in vain is about what was made, at most.
+            times = min(times, max(_AT_FIRST, max(request.made for request in rows) // 2))
+        if self.waiting:  # for memory: whoever ends makes room
+            times = min(times, *left)
+            if any(request.can_stop for request in rows):
+                times = min(times, max(1, most // _SOONER))
+        while times > 1:
+            # The step itself has been counted as computed; the last token is sampled and not run.
+            ends = [request.length + min(times, own) - 1 for request, own in zip(rows, left, strict=True)]
+            missing = sum(self.cache.missing(request, end) for request, end in zip(rows, ends, strict=True))
+            if missing <= self.cache.free_pages:
+                for request, end in zip(rows, ends, strict=True):
+                    self.cache.reserve(request, end)
+                    request.computed = end
+                break
+            times //= 2
+        return times
 
     def _enter(self, request: Request) -> None:
         """Into the running set, with pages for its whole prompt and for whatever of its prefixes is not there."""

@@ -189,8 +189,7 @@ def gumbel_sample(
 @triton.jit
 def _advance(
     token, position, length, slot, made, remaining, status, start, pages, produced,
-    sampled, eos, n_rows,
-    EOS: tl.constexpr,
+    sampled, eos, n_eos, n_rows,
     STEPS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -208,7 +207,7 @@ def _advance(
     tl.store(remaining + row, left, mask=real)
 
     stopped = new != new
-    for i in tl.static_range(EOS):
+    for i in tl.range(n_eos):
         stopped = stopped | (new == tl.load(eos + i))
     stopped = stopped & real
     full = real & (left <= 0)
@@ -220,7 +219,8 @@ def _advance(
     page = tl.load(pages + row.to(tl.int64) * PAGES + index, mask=moving & (index < PAGES), other=-1).to(tl.int64)
     tl.store(token + row, new, mask=moving)
     tl.store(position + row, at, mask=moving)
-    tl.store(length + row, tl.load(length + row, mask=moving, other=0) + 1, mask=moving)
+    seen = tl.load(length + row, mask=moving, other=0) + 1
+    tl.store(length + row, tl.where(moving, seen, 0), mask=running)
     tl.store(slot + row, tl.where(moving & (page >= 0), page * PAGE + offset % PAGE, -1), mask=running)
     code = tl.where(stopped, _STOPPED, tl.where(full, _FULL, tl.where(real, _NO_PAGE, _NO_TOKEN)))
     tl.store(status + row, code, mask=running & ((moving == 0) | (page < 0)))
@@ -229,8 +229,8 @@ def _advance(
 def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int) -> None:
     """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
 
-    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, and no slot. One that needs a
-    page that it does not have moves on without a slot: with a page and a slot given, it can run again.
+    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, no slot, and sees nothing more.
+    One that needs a page that it does not have moves on without a slot: with a page and a slot given, it can run again.
     """
     assert rows.pages.is_contiguous() and rows.produced.is_contiguous()
     count = len(rows.token)
@@ -238,7 +238,7 @@ def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int
         return
     _advance[(triton.cdiv(count, ADVANCE_BLOCK),)](
         rows.token, rows.position, rows.length, rows.slot, rows.made, rows.remaining, rows.status, rows.start,
-        rows.pages, rows.produced, sampled, eos, count,
-        EOS=len(eos), STEPS=rows.produced.shape[1], PAGES=rows.pages.shape[1], PAGE=page_size, BLOCK=ADVANCE_BLOCK,
+        rows.pages, rows.produced, sampled, eos, len(eos), count,
+        STEPS=rows.produced.shape[1], PAGES=rows.pages.shape[1], PAGE=page_size, BLOCK=ADVANCE_BLOCK,
         num_warps=2,
     )  # fmt: skip

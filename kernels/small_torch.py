@@ -202,7 +202,7 @@ class Rows:
 
     token: torch.Tensor  # int64  the model's next input
     position: torch.Tensor  # int64  of that token
-    length: torch.Tensor  # int32  positions that the row sees: up to that token's
+    length: torch.Tensor  # int32  positions that the row sees: up to that token's; 0 once the row has ended
     slot: torch.Tensor  # int64  where that token's K and V go; -1 once the row has ended
     made: torch.Tensor  # int32  tokens generated so far
     remaining: torch.Tensor  # int32  tokens that it may still generate
@@ -218,8 +218,8 @@ class Rows:
 def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int) -> None:
     """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
 
-    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, and no slot. One that needs a
-    page that it does not have moves on without a slot: with a page and a slot given, it can run again.
+    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, no slot, and sees nothing more.
+    One that needs a page that it does not have moves on without a slot: with a page and a slot given, it can run again.
     """
     running = rows.status == RUNNING
     real = running & (sampled >= 0)
@@ -233,7 +233,9 @@ def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int
     moving = (real & ~stopped & ~full).nonzero().squeeze(1)
     rows.token[moving] = sampled[moving]
     rows.position[moving] += 1
-    rows.length[moving] += 1
+    seen = rows.length[moving] + 1
+    rows.length[running] = 0
+    rows.length[moving] = seen
     offset = rows.position[moving] - rows.start[moving]
     index = offset // page_size
     page = rows.pages[moving, index.clamp(max=rows.pages.shape[1] - 1)].long()

@@ -15,7 +15,8 @@ from test_decode_graphs import captured as captured  # a fixture
 from test_decode_graphs import graphs as graphs  # a fixture
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, not_in_graphs, owners_state
+from hf_batchllm.decode_graphs import DecodeGraphs, not_in_graphs, owners_state
+from hf_batchllm.decode_rows import DecodeRows
 from hf_batchllm.progress import Progress
 from hf_batchllm.request import Request
 from hf_batchllm.scheduler import GroupScheduler
@@ -133,14 +134,14 @@ def test_graphs_of_a_model_that_has_changed_are_not_replayed(
     next(stream)
     old = set(map(id, graphs[-1]._graphs.values()))
     replayed: list[int] = []
-    run = DecodeGraph.run
+    run = DecodeRows.run
 
-    def noted(self: DecodeGraph) -> None:
+    def noted(self: DecodeRows) -> None:
         replayed.append(id(self))
         run(self)
 
     change(model)
-    monkeypatch.setattr(DecodeGraph, "run", noted)
+    monkeypatch.setattr(DecodeRows, "run", noted)
     list(stream)
     assert not old & set(replayed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from families import FAMILIES, REFUSED, build, family_params
 from harness import counted_tokens
 
-from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
+from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError, architecture
+from hf_batchllm.architecture import inspect_model
 
 SAYS = {  # by the zoo's reason, what the error says is in the way
     "unrouted": "brings an attention of its own",
@@ -85,3 +87,20 @@ def test_length_dependent_rope_is_refused_where_it_would_change_what_is_computed
     ids = torch.tensor([list(range(3, 33))])
     expected = generator.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
     assert generator.generate(ids[0], max_new_tokens=8)[0].token_ids == expected[0, 30:].tolist()
+
+
+def test_the_same_architecture_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    look = architecture._noted_passes
+
+    def noted(model: Any, device: Any, name: str) -> Any:
+        looks.append(name)
+        return look(model, device, name)
+
+    monkeypatch.setattr(architecture, "_noted_passes", noted)
+    monkeypatch.setattr(architecture, "_SEEN", {})
+    model = build("llama")
+    first = inspect_model(model)
+    assert inspect_model(model) == first == inspect_model(copy.deepcopy(model)) and len(looks) == 1
+    other = type(model)(type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 1})))
+    assert inspect_model(other).layers == 1 and len(looks) == 2

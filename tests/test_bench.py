@@ -6,15 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import build
+from transformers import GenerationConfig
 
 from hf_batchllm.bench import __main__ as bench
-from hf_batchllm.bench.contenders import GenerateBatch, Ours, StepSize, best_batch_size
-from hf_batchllm.bench.models import SHAPES, load_model
+from hf_batchllm.bench import table
+from hf_batchllm.bench.busy import Busy
+from hf_batchllm.bench.contenders import Generate, GenerateBatch, Ours, RecordingScheduler, StepSize, best_batch_size
+from hf_batchllm.bench.floor import Floor, Needs
+from hf_batchllm.bench.measuring import Row
+from hf_batchllm.bench.models import SHAPES, end_at_random, load_model
 from hf_batchllm.bench.pieces import bare_pieces
-from hf_batchllm.bench.workload import Workload
+from hf_batchllm.bench.plot import main as draw
+from hf_batchllm.bench.plot import plot
+from hf_batchllm.bench.rates import Rates
+from hf_batchllm.bench.sweeps import SyncCell, SyncSweep
+from hf_batchllm.bench.workload import Mix, Workload
+from hf_batchllm.request import Request, Step
+from hf_batchllm.scheduler import GroupScheduler
 
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --runs 1 --batch-sizes 2,4".split()
 
@@ -61,6 +73,156 @@ def test_the_table_and_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert figures["same_tokens"] == [6, 6]
 
 
+def test_the_floor_stands_beside_the_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    assert bench.main([*SMALL, "--floor", "--rivals", "generate", "--no-pieces", "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    for words in ("of the floor", "rates of the machine", "prompts/s, of which ours makes", "small operations", "GB/s"):
+        assert words in said
+    assert max(map(len, said.splitlines())) <= 120
+    figures = json.loads(path.read_text())
+    floor = figures["floor"]
+    assert floor["seconds"] == pytest.approx(floor["products_seconds"] + floor["kv_seconds"] + floor["weights_seconds"])
+    assert floor["prompt_tokens"] == figures["computed_tokens"] and floor["decode_tokens"] == 6 * 2
+    for row in figures["contenders"]:
+        assert row["share_of_floor"] == pytest.approx(floor["seconds"] / row["seconds"])
+    assert figures["decode_reads_bytes_per_second"] > 0 and figures["gpu_busy_share"] is None
+
+
+def test_a_model_that_has_no_floor_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "load_model", lambda *args: greedy(build("mixtral")))
+    assert bench.main([*SMALL, "--floor", "--rivals", "none", "--no-pieces"]) == 0
+    assert "no floor: some of its matrices are not met by every token" in capsys.readouterr().out
+
+
+def greedy(model: Any) -> Any:
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model
+
+
+def test_nothing_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    arguments = "--config tiny --workload decode --requests 4 --own 8 --new 5 --runs 1 --batch-sizes 4 --no-pieces"
+    assert bench.main([*arguments.split(), "--floor", "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "4 prompts of 8 tokens, nothing shared; 5 new tokens" in said
+    assert "same tokens as model.generate: 4 of 4 prompts" in said and "waiting for weights" in said
+    rows = json.loads(path.read_text())["contenders"]
+    assert [row["name"] for row in rows] == ["hf_batchllm", "model.generate, batch 4", "generate_batch"]
+
+
+def test_each_prompt_has_an_answer_length_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With every contender, and the same one."""
+    path = tmp_path / "figures.json"
+    arguments = "--config tiny --workload sharegpt --requests 8 --own 120 --new 90 --runs 1 --batch-sizes 3"
+    assert bench.main([*arguments.split(), "--json", str(path)]) == 0
+    assert "same tokens as model.generate: 8 of 8 prompts" in capsys.readouterr().out
+    figures = json.loads(path.read_text())
+    mix = Mix(8, own=120, new=90)
+    assert len(set(mix.answers)) > 3
+    assert figures["workload"] == mix.as_dict() and len(figures["contenders"]) == 3
+    for row in figures["contenders"]:
+        assert row["new_tokens_per_second"] * row["seconds"] == pytest.approx(sum(mix.answers))
+    model = load_model(None, "tiny", torch.device("cpu"), torch.float32)
+    prompts, answers = mix.prompts(4096), mix.answers
+    found = [Ours(model).run(prompts, answers), Generate(model, 3).run(prompts, answers)]
+    found.append(GenerateBatch(model).run(prompts, answers))
+    assert found[0] == found[1] == found[2]
+    assert [len(answer) for answer in found[0]] == answers
+
+
+def test_answers_that_end_at_random(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--config tiny --workload decode --requests 6 --own 8 --new 40 --stop-after 4 --runs 2 --batch-sizes 3"
+    assert bench.main(arguments.split()) == 0
+    said = capsys.readouterr().out
+    assert "40 new tokens, or fewer: one token in 4 ends an answer" in said and "same tokens" not in said
+    model = load_model(None, "tiny", torch.device("cpu"), torch.float32)
+    end_at_random(model, 4)
+    for contender in (Ours(model), Generate(model, 3), GenerateBatch(model)):
+        torch.manual_seed(0)
+        answers = contender.run([[1000 + index] * 8 for index in range(12)], 40)
+        assert len({len(answer) for answer in answers}) > 2
+        for answer in answers:
+            assert not any(token % 4 == 0 for token in answer[:-1])
+            assert answer[-1] % 4 == 0 or len(answer) == 40
+
+
+def test_the_table_over_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    arguments = [*without(SMALL, "--degree"), "--degrees", "1,3,6", "--requests", "12", "--floor", "--json", str(path)]
+    assert bench.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "x generate" in said and "no degree changes what it has to do" in said and "floor prompts/s" in said
+    assert max(map(len, said.splitlines())) <= 120
+    figures = json.loads(path.read_text())
+    counts = [(row["workload"]["degree"], row["requests"]) for row in figures["degrees"]]
+    assert counts == [(1, 4), (3, 9), (6, 12)]  # so many that runs take about as long
+    assert figures["generate"]["requests"] in (4, 8)  # twice its best batch
+
+    given = [*without(without(SMALL, "--degree"), "--requests"), "--degrees", "1,3", "--requests", "2,6"]
+    assert bench.main([*given, "--rivals", "none"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in table if line.split()[:1] in (["1"], ["3"])] == [["1", "2"], ["3", "6"]]
+
+
+@pytest.mark.parametrize("more", [[], ["--stop-after", "3"]])
+def test_the_table_over_steps_per_sync(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    assert bench.main([*SMALL, "--steps-per-sync", "1,3", *more, "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "idle tokens" in said and "there are no CUDA graphs to turn off" in said
+    assert ("every answer's length is known" in said) == (not more)
+    figures = json.loads(path.read_text())
+    assert [cell["steps_per_sync"] for cell in figures["with_graphs"]] == [1, 3]
+    assert figures["without_graphs"] == []
+
+
+def test_both_halves_of_the_table_over_steps_per_sync() -> None:
+    workload = Workload(4, 0, 8, 500, degree=1)
+    on = [SyncCell(Row("", workload, [1.0], made=[2000]), 0), SyncCell(Row("", workload, [0.5], made=[2000]), 1234)]
+    off = [SyncCell(Row("", workload.cut_short(32), [2.0], made=[128]), idle) for idle in (0, 56)]
+    lines = table.sync_table(SyncSweep([1, 16], on, off, off_new=32, drawn=True)).splitlines()
+    assert lines[0].split("  ")[-1].strip() == "no graphs, 32 new tokens"
+    assert lines[2].split() == ["1", "2,000", "0", "64", "0"] and lines[3].split() == [
+        "16",
+        "4,000",
+        "1,234",
+        "64",
+        "56",
+    ]
+    assert len(lines) == 4 and len(set(map(len, lines))) == 1  # aligned
+
+
+def test_what_only_a_gpu_can_tell_has_its_place_in_the_table() -> None:
+    ours = Row("hf_batchllm", Workload(800, 2000, 200, 100, degree=16), [10.5], made=[80_000], peak_bytes=120 << 30)
+    theirs = Row("model.generate, batch 32", ours.workload.first(64), [8.0], made=[6400], peak_bytes=30 << 30)
+    ours.floor = theirs.floor = Floor(Needs(0, 0, 6.67e15, 4.27e11, 0.0, 0.0), Rates(667e12, 4.27e12), alone=False)
+    lines = table.contenders_table([ours, theirs]).splitlines()
+    assert "120.0 GiB" in lines[1] and "96 %" in lines[1] and lines[2].split()[-6:-3] == ["9.52", "x", "126"]
+    assert max(map(len, lines)) <= 120
+    assert "GPU busy 97.5 % of the decode part: its last 1.20 s" in table.busy_line(Busy(0.975, 1.2), 96)
+    assert "floor" in table.floor_lines(ours.floor, ours).splitlines()[0]
+
+
+def test_a_step_that_is_repeated_counts_as_often() -> None:
+    class Once(GroupScheduler):
+        repeat = None  # type: ignore[assignment]
+
+    class Repeats(GroupScheduler):
+        def repeat(self, step: Step, most: int) -> int:
+            return min(3, most)
+
+    step = Step()
+    step.rows.append(Request(0, np.arange(4), 8))
+    assert RecordingScheduler(Once()).repeat(step, 5) == 1
+    recording = RecordingScheduler(Repeats())
+    recording.sizes.append(StepSize.of(step))
+    assert recording.repeat(step, 5) == 3 and recording.repeat(step, 1) == 1
+    assert recording.sizes == [StepSize(1, 0, 1)] * 3
+
+
 def test_ours_alone_and_a_setting_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([*SMALL, "--rivals", "none", "--no-pieces", "--set", "share_prefixes=false", "--sorted"]) == 0
     said = capsys.readouterr().out
@@ -91,6 +253,21 @@ def test_a_rival_that_fails_is_reported_as_such(
         (["--set", "page_size"], "NAME=VALUE"),
         (["--model", "x", "--config", "tiny"], "not allowed with"),
         (["--dtype", "int8"], "invalid choice"),
+        (["--degrees", "1,2", "--degree", "4"], "leave out --degree"),
+        (["--degrees", "1,2", "--workload", "decode"], "leave out --workload decode"),
+        (["--degrees", "1,2", "--steps-per-sync", "1,2"], "two tables"),
+        (["--degrees", "1,0"], "'0' is not a whole number of at least 1"),
+        (["--requests", "4,8"], "--requests has 2 numbers, and there is a single workload"),
+        (["--requests", "4,8", "--degrees", "1,2,4"], "--requests has 2 numbers, and --degrees has 3"),
+        (["--requests", "four"], "'four' is not a whole number"),
+        (["--workload", "sharegpt", "--shared", "10"], "--shared does not go with --workload sharegpt"),
+        (["--workload", "sharegpt", "--stop-after", "10"], "--stop-after does not go with"),
+        (["--stop-after", "10", "--floor"], "--floor needs to know their lengths"),
+        (["--off-new", "10"], "without graphs of --steps-per-sync"),
+        (["--steps-per-sync", "1,2", "--set", "cuda_graphs=false"], "sets cuda_graphs itself: leave out --set"),
+        (["--plot", "figure.doc"], "must end in .svg, .png, .pdf"),
+        (["--plot", "nowhere/figure.svg", "--steps-per-sync", "1"], "not --steps-per-sync"),
+        (["--json", "nowhere/figures.json"], "there is no folder nowhere"),
         (["--rivals", "vllm"], "'vllm' is not one of generate, generate_batch, none"),
     ],
 )
@@ -98,6 +275,42 @@ def test_what_it_refuses(arguments: list[str], words: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert words in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.main([*SMALL, "--plot", "figure.svg"])
+    assert "pip install 'hf-batchllm[bench]'" in capsys.readouterr().err
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for arguments in (["--floor"], ["--degrees", "1,3"]):
+        path = tmp_path / f"{arguments[0].strip('-')}.svg"
+        asked = [*SMALL, *arguments, "--rivals", "generate", "--no-pieces", "--plot", str(path)]
+        assert bench.main(asked if "--floor" in arguments else without(asked, "--degree")) == 0
+        assert path.read_text().rstrip().endswith("</svg>") and path.stat().st_size > 5000
+
+
+def test_a_picture_of_figures_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    assert bench.main([*SMALL, "--rivals", "none", "--no-pieces", "--json", str(figures)]) == 0
+    assert draw([str(figures), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_picture_maker_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw(["figures.json"]) == draw(["figures.json", "picture.doc"]) == 2
+    assert "FIGURES.json PICTURE (.svg, .png, .pdf)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="only one workload and --degrees"):
+        plot({"with_graphs": []}, tmp_path / "picture.svg")
+
+
+def without(arguments: list[str], flag: str) -> list[str]:
+    place = arguments.index(flag)
+    return arguments[:place] + arguments[place + 2 :]
 
 
 def test_an_unknown_shape_is_named() -> None:

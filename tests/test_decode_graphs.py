@@ -16,7 +16,8 @@ from test_kernel_attention import TWINS
 from test_parity import KINDS_OF_ATTENTION, mixed_prompts
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.decode_graphs import DecodeGraph, DecodeGraphs, GraphWork, bucket_of
+from hf_batchllm.decode_graphs import DecodeGraphs, bucket_of
+from hf_batchllm.decode_rows import DecodeRows, RowsWork
 from hf_batchllm.kernel_attention import AttentionKernels, KernelBackend
 
 pytestmark = plain
@@ -31,8 +32,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
     def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> KernelBackend:
         return KernelBackend(TWINS, storage, device, notices, (4, 2))
 
-    def graphs_for(config: Any, runner: Any, last: Any, pick: Any, notices: Any) -> DecodeGraphs:
-        seen.append(DecodeGraphs(runner, runner.backend, last, pick, notices))
+    def graphs_for(config: Any, runner: Any, *rest: Any) -> DecodeGraphs:
+        seen.append(DecodeGraphs(runner, runner.backend, *rest))
         return seen[-1]
 
     monkeypatch.setattr("hf_batchllm.call.make_backend", make_backend)
@@ -40,13 +41,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
     return seen
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
-    """In the order in which they would have been captured."""
-    seen: list[DecodeGraph] = []
+class Replay:
+    def __init__(self, rows: DecodeRows) -> None:
+        self.replay = rows._run
 
-    def capture(self: DecodeGraphs, graph: DecodeGraph) -> None:
-        self._graphs[graph.rows] = graph
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[DecodeRows]:
+    """In the order in which they would have been captured."""
+    seen: list[DecodeRows] = []
+
+    def capture(self: DecodeGraphs, graph: DecodeRows) -> None:
+        graph._graph = Replay(graph)  # type: ignore[assignment]
         seen.append(graph)
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
@@ -54,12 +60,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
 
 
 @pytest.mark.parametrize("family", family_params([*KINDS_OF_ATTENTION, "qwen3", "gemma3"]))
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(("page_size", "steps"), [(4, 3), (4, 16), (16, 8)])
 def test_tokens_are_those_of_generate(
-    family: str, page_size: int, watched: list[Any], graphs: list[DecodeGraphs]
+    family: str, page_size: int, steps: int, watched: list[Any], graphs: list[DecodeGraphs]
 ) -> None:
     prompts = mixed_prompts(3)
-    generator = BatchGenerator(build(family), steps_per_sync=3, page_size=page_size, min_shared_tokens=1)
+    generator = BatchGenerator(build(family), steps_per_sync=steps, page_size=page_size, min_shared_tokens=1)
     result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
     assert_parity(family, prompts, result, NEW_TOKENS)
     assert len(graphs[0]._graphs) == 0, "they are gone with the call"
@@ -68,7 +74,7 @@ def test_tokens_are_those_of_generate(
 
 
 def test_rows_that_leave_are_idle_in_the_graph_that_there_is(
-    watched: list[Any], graphs: list[DecodeGraphs], captured: list[DecodeGraph]
+    watched: list[Any], graphs: list[DecodeGraphs], captured: list[DecodeRows]
 ) -> None:
     prompts = mixed_prompts(5)
     generator = BatchGenerator(build("llama"), steps_per_sync=2, page_size=16)
@@ -87,24 +93,26 @@ def test_few_steps_are_not_worth_a_graph(graphs: list[DecodeGraphs]) -> None:
     assert graphs[0].steps == 0
 
 
-def test_a_step_that_does_not_fit_runs_without_and_that_is_said(
-    graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+def test_lists_that_do_not_fit_get_more_room(
+    graphs: list[DecodeGraphs], captured: list[DecodeRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = GraphWork.__init__
-    monkeypatch.setattr(GraphWork, "__init__", lambda self, rows, entries, *rest: made(self, rows, 8, *rest))
+    """As little room as the first burst needs: later ones read more pages."""
+    made = RowsWork.__init__
+    monkeypatch.setattr(RowsWork, "__init__", lambda self, state, entries, *rest: made(self, state, 0, *rest))
+    monkeypatch.setattr("hf_batchllm.decode_rows._SPARE", 1.0)
     prompts = mixed_prompts(2)
-    generator = BatchGenerator(build("llama"), steps_per_sync=2)
-    with pytest.warns(UserWarning, match="without CUDA graphs.*entries do not fit .* room for 8") as warned:
-        result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
-    assert len(warned) == 1 and graphs[0].steps == 0
-    assert_parity("llama", prompts, result, NEW_TOKENS)
+    generator = BatchGenerator(build("llama"), steps_per_sync=2, page_size=4)
+    result = generator.generate(prompts, max_new_tokens=30, progress=False)
+    assert_parity("llama", prompts, result, 30)
+    rows = [graph.rows for graph in captured]
+    assert len(rows) > len(set(rows)), "one was made again, with more room"
 
 
 def test_an_error_of_the_model_is_no_want_of_room(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: DecodeGraph) -> None:
+    def run(self: DecodeRows) -> None:
         raise ValueError("of the model's own")
 
-    monkeypatch.setattr(DecodeGraph, "run", run)
+    monkeypatch.setattr(DecodeRows, "run", run)
     with pytest.raises(ValueError, match="the model's own"):
         BatchGenerator(build("llama"), steps_per_sync=2).generate(mixed_prompts(1), max_new_tokens=12, progress=False)
 

@@ -57,6 +57,8 @@ def test_a_step_is_replayed_from_a_graph(family: str, monkeypatch: pytest.Monkey
 
     def replayed_too(self: ModelRunner, batch: Any) -> torch.Tensor:
         logits = step(self, batch)
+        if not len(logits):
+            return logits
         batch = batch.to(self.architecture.device)
         context, tokens = self.backend.prepare(batch.attention), batch.tokens
         ids = tokens.input_ids.clone()
@@ -82,7 +84,7 @@ def test_a_step_is_replayed_from_a_graph(family: str, monkeypatch: pytest.Monkey
         return logits
 
     monkeypatch.setattr(ModelRunner, "step", replayed_too)
-    run(model, some_prompts(6), 3)
+    run(model, some_prompts(6), 3, max_batch_tokens=9)  # decode rows beside chunks, which run step by step
     assert len(checked) >= 3
 
 

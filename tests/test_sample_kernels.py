@@ -325,6 +325,7 @@ def test_a_row_moves_on_until_it_ends() -> None:
     assert rows.produced.tolist() == [[8, 6]], "the second and the third token"
     small_torch.advance(rows, torch.tensor([7]), EOS, PAGE)
     assert (int(rows.status), int(rows.made), int(rows.slot), int(rows.token)) == (STOPPED, 4, -1, 8)
+    assert int(rows.length) == 0, "it reads nothing more"
     assert rows.produced.tolist() == [[8, 7]], "the token that ends it is one of its tokens"
     frozen = one_row(**{name: value[0].tolist() for name, value in vars(rows).items()})
     small_torch.advance(rows, torch.tensor([9]), EOS, PAGE)

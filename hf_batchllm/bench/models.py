@@ -61,6 +61,15 @@ def load_model(model: str | None, config: str | None, device: torch.device, dtyp
     return loaded
 
 
+def end_at_random(model: PreTrainedModel, after: int) -> None:
+    """Tokens are drawn, and one in ``after`` ends its answer: with random weights all are about as likely."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ends = list(range(0, vocabulary, after))
+    model.generation_config = GenerationConfig(
+        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=ends, pad_token_id=0
+    )
+
+
 def _config(name: str) -> Any:
     if name in SHAPES:
         fields = copy.deepcopy(SHAPES[name])

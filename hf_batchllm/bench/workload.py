@@ -1,10 +1,28 @@
-"""The workload of vLLM's RFC #12080: groups of prompts, each with a prefix of its own that its members share."""
+"""What is asked for: groups of prompts that share a prefix (vLLM's RFC #12080), or lengths mixed like ShareGPT's."""
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+# Log-normal: median, and the spread of the logarithm. Clipped to 2,048 their means are about 220 and 200 tokens, as in
+# the samples of ShareGPT that benchmarks of serving engines use. The spreads are this benchmark's own choice.
+_PROMPT_LENGTH = 100, 1.3
+_ANSWER_LENGTH = 112, 1.1
+_SHORTEST = 4
+_LONGEST = 2048
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that share a prefix: all that arithmetic needs to know of them."""
+
+    shared: int
+    own: Sequence[int]  # [members]  tokens of each prompt's own
+    new: Sequence[int]  # [members]
 
 
 @dataclass(frozen=True)
@@ -30,14 +48,19 @@ class Workload:
     def groups(self) -> int:
         return -(-self.requests // self.degree)
 
+    @property
+    def answers(self) -> list[int]:
+        """How many tokens each prompt gets, in the order of ``prompts``."""
+        return [self.new] * self.requests
+
+    @property
+    def order_matters(self) -> bool:
+        """Whether neighbours in the list may have something in common."""
+        return self.shared > 0
+
     def grouped(self, vocabulary: int) -> list[list[int]]:
         """The prompts, members of a group side by side. Different text in each group, no special tokens."""
-        dice = random.Random(self.seed)
-        lowest = min(1000, vocabulary // 10)  # special tokens and bytes stand at the beginning, as a rule
-
-        def text(length: int) -> list[int]:
-            return [dice.randrange(lowest, vocabulary) for _ in range(length)]
-
+        text = _Text(self.seed, vocabulary)
         prompts: list[list[int]] = []
         for _ in range(self.groups):
             prefix = text(self.shared)
@@ -53,14 +76,99 @@ class Workload:
 
     def first(self, requests: int) -> Workload:
         """A part of it, for those that would take too long: whole groups as far as possible."""
-        return Workload(**{**self.as_dict(), "requests": min(requests, self.requests)})
+        return replace(self, requests=min(requests, self.requests))
+
+    def cut_short(self, new: int) -> Workload:
+        return replace(self, new=min(new, self.new))
+
+    def as_groups(self) -> list[Group]:
+        sizes = [min(self.degree, self.requests - begin) for begin in range(0, self.requests, self.degree)]
+        return [Group(self.shared, [self.own] * size, [self.new] * size) for size in sizes]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
+        if not self.shared:
+            prompts = f"{self.requests:,} prompts of {self.own:,} tokens, nothing shared"
+            return f"{prompts}; {self.new:,} new tokens, EOS ignored"
         order = "shuffled" if self.shuffle else "sorted"
         return (
             f"{self.requests:,} prompts, {order}: {self.groups:,} prefixes of {self.shared:,} tokens, each shared by "
             f"{self.degree:,}; {self.own:,} tokens of their own; {self.new:,} new tokens, EOS ignored"
         )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths as people's chats with a model have them: most are short, a few are very long. Nothing is shared.
+
+    ``own`` and ``new`` are the longest that prompts and answers may be; all others shrink with them.
+    """
+
+    requests: int
+    own: int = _LONGEST
+    new: int = _LONGEST
+    seed: int = 0
+    ends_at: int | None = None  # answers that would be longer are broken off here
+    order_matters = False
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "own", "new"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1")
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of each prompt and its answer."""
+        dice = random.Random(self.seed)
+
+        def draw(median: float, spread: float, most: int) -> int:
+            length = dice.lognormvariate(math.log(median), spread) * most / _LONGEST
+            return min(max(round(length), _SHORTEST), most)
+
+        lengths = [(draw(*_PROMPT_LENGTH, self.own), draw(*_ANSWER_LENGTH, self.new)) for _ in range(self.requests)]
+        return [(prompt, min(answer, self.ends_at or answer)) for prompt, answer in lengths]
+
+    @property
+    def answers(self) -> list[int]:
+        return [answer for _, answer in self.lengths()]
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        text = _Text(self.seed + 1, vocabulary)
+        return [text(length) for length, _ in self.lengths()]
+
+    def grouped(self, vocabulary: int) -> list[list[int]]:
+        return self.prompts(vocabulary)
+
+    def first(self, requests: int) -> Mix:
+        return replace(self, requests=min(requests, self.requests))
+
+    def cut_short(self, new: int) -> Mix:
+        return replace(self, ends_at=new)
+
+    def as_groups(self) -> list[Group]:
+        return [Group(0, [own], [new]) for own, new in self.lengths()]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        own, new = zip(*self.lengths(), strict=True)
+        return (
+            f"{self.requests:,} prompts, nothing shared: {_spread(own)} tokens each; {_spread(new)} new tokens, "
+            "EOS ignored"
+        )
+
+
+def _spread(lengths: Sequence[int]) -> str:
+    return f"{min(lengths):,} to {max(lengths):,} (on average {sum(lengths) / len(lengths):,.0f})"
+
+
+class _Text:
+    def __init__(self, seed: int, vocabulary: int) -> None:
+        self._dice = random.Random(seed)
+        self._lowest = min(1000, vocabulary // 10)  # special tokens and bytes stand at the beginning, as a rule
+        self._vocabulary = vocabulary
+
+    def __call__(self, length: int) -> list[int]:
+        return [self._dice.randrange(self._lowest, self._vocabulary) for _ in range(length)]

@@ -1,0 +1,264 @@
+"""The command line: what it takes, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import BatchConfig
+from .models import SHAPES
+from .plot import PICTURES
+from .workload import Mix, Workload
+
+_DESCRIPTION = """\
+Prompts with shared prefixes: this library beside model.generate (at its best batch size) and model.generate_batch, all
+in one process, each after a warm-up, the median of several runs.
+"""
+_EXAMPLES = f"""\
+workloads:
+  rfc       prompts in groups that share a prefix (64 prompts, 16 of them to a prefix, 512 tokens shared, 32 of their
+            own, 32 new ones)
+  decode    nothing shared, long answers (256 prompts of 128 tokens, 512 new ones)
+  sharegpt  lengths mixed as in people's chats: about 220 tokens in and 200 out on average, many of them short and a few
+            up to 2,048 (256 prompts; --own and --new set the longest, and all others shrink with it). EOS is ignored;
+            each prompt has an answer length of its own, the same for every contender and known beforehand, as real
+            ones are not (see --stop-after). This library learns it through its scheduler, generate_batch as a limit of
+            each request; model.generate, sorted by prompt length, runs each batch to its longest answer.
+
+examples:
+  python -m hf_batchllm.bench --config tiny                                 a minute on a laptop
+  python -m hf_batchllm.bench --model path/or/name --degree 1               nothing shared
+  python -m hf_batchllm.bench --config llama-8b --device cuda --dtype bfloat16 \\
+      --requests 800 --shared 2000 --own 200 --new 100 --rival-requests 64
+  python -m hf_batchllm.bench --config tiny --degrees 1,2,4,8 --floor       how much sharing brings
+  python -m hf_batchllm.bench --config tiny --workload decode --steps-per-sync 1,2,4
+
+shapes for --config: {", ".join(SHAPES)} (random weights), or a config.json
+"""
+
+_RIVALS = ("generate", "generate_batch")
+_DEFAULTS = {
+    "rfc": {"requests": 64, "degree": 16, "shared": 512, "own": 32, "new": 32},
+    "decode": {"requests": 256, "degree": 1, "shared": 0, "own": 128, "new": 512},
+    "sharegpt": {"requests": 256, "own": 2048, "new": 2048},
+}
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked, checked; and worked out from it ``workloads``, ``fields`` (of BatchConfig), ``torch_device``."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    try:
+        _refuse_what_does_not_go_together(asked)
+        asked.workloads = _workloads(asked)
+        asked.fields = dict(_setting(text) for text in asked.set)
+        BatchConfig.of(None, asked.fields)
+        if asked.steps_per_sync and (double := {"steps_per_sync", "cuda_graphs"} & set(asked.fields)):
+            raise ValueError(f"--steps-per-sync sets {', '.join(sorted(double))} itself: leave out --set")
+        asked.torch_device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+            if path and not path.parent.is_dir():
+                raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+        if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
+            raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    if asked.floor is None:
+        asked.floor = asked.torch_device.type != "cpu" and not asked.stop_after
+    return asked
+
+
+def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
+    if asked.degrees and asked.steps_per_sync:
+        raise ValueError("--degrees and --steps-per-sync are two tables: ask for one of them")
+    if asked.degrees and (asked.workload != "rfc" or asked.degree):
+        other = "--degree" if asked.degree else f"--workload {asked.workload}"
+        raise ValueError(f"--degrees varies the rfc workload: leave out {other}")
+    if asked.requests and len(asked.requests) != 1 and len(asked.requests) != len(asked.degrees or [0]):
+        what = f"--degrees has {len(asked.degrees)}" if asked.degrees else "there is a single workload"
+        raise ValueError(f"--requests has {len(asked.requests)} numbers, and {what}")
+    if asked.workload == "sharegpt":
+        for name in ("shared", "degree", "sorted", "stop_after"):
+            if getattr(asked, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} does not go with --workload sharegpt: its lengths are drawn"
+                )
+    if asked.off_new and not asked.steps_per_sync:
+        raise ValueError("--off-new is about the runs without graphs of --steps-per-sync")
+    if asked.stop_after and (asked.floor or asked.degrees):
+        other = "--floor" if asked.floor else "--degrees"
+        raise ValueError(f"--stop-after ends answers at random, and {other} needs to know their lengths")
+    if asked.plot is None:
+        return
+    if asked.steps_per_sync:
+        raise ValueError("--plot draws one workload or --degrees, not --steps-per-sync")
+    if asked.plot.suffix not in PICTURES:
+        raise ValueError(f"--plot {asked.plot}: the name must end in {', '.join(PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or pip install 'hf-batchllm[bench]'")
+
+
+def _workloads(asked: argparse.Namespace) -> list[Workload | Mix]:
+    """One; or one for each of --degrees."""
+    values = {**_DEFAULTS[asked.workload], "seed": asked.seed}
+    values |= {
+        name: getattr(asked, name) for name in ("degree", "shared", "own", "new") if getattr(asked, name) is not None
+    }
+    given = asked.requests or [values["requests"]]
+    values["requests"] = given[0]
+    if asked.workload == "sharegpt":
+        return [Mix(**values)]
+    values["shuffle"] = not asked.sorted
+    if not asked.degrees:
+        return [Workload(**values)]
+    most = Workload(**{**values, "degree": max(asked.degrees)})
+    counts = given if len(given) > 1 else [_as_long(most, degree) for degree in asked.degrees]
+    return [
+        Workload(**{**values, "degree": degree, "requests": count})
+        for degree, count in zip(asked.degrees, counts, strict=True)
+    ]
+
+
+def _as_long(most: Workload, degree: int) -> int:
+    """So many prompts at ``degree`` that a run takes about as long as ``most``: whole groups, one at least."""
+
+    def tokens(degree: int) -> float:
+        return most.shared / degree + most.own + most.new
+
+    return max(round(most.requests * tokens(most.degree) / tokens(degree) / degree), 1) * degree
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set takes NAME=VALUE, not {text!r}")
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(number) for number in text.split(",")]
+
+
+def _wholes(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several with commas") from None
+
+
+def _rivals(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name and name != "none")
+    for name in names:
+        if name not in _RIVALS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(_RIVALS)}, none")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_batchllm.bench",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("the model")
+    which = model.add_mutually_exclusive_group()
+    which.add_argument("--model", help="a folder or a name on the hub")
+    which.add_argument("--config", help="a shape with random weights (default: tiny)")
+    model.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    model.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, else bfloat16"
+    )
+    model.add_argument("--threads", type=_positive, help="of torch on a CPU")
+    model.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of BatchConfig")
+    _add_work(parser.add_argument_group("the work (defaults: see workloads below)"))
+    _add_measuring(parser.add_argument_group("what is measured"))
+    return parser
+
+
+def _add_work(work: Any) -> None:
+    work.add_argument("--workload", choices=tuple(_DEFAULTS), default="rfc", help="default: %(default)s")
+    work.add_argument(
+        "--requests",
+        type=_wholes,
+        metavar="N",
+        help="prompts. With --degrees: one number for each; or one for the largest, the others getting so many that "
+        "their runs take about as long",
+    )
+    work.add_argument("--degree", type=int, metavar="N", help="prompts that share a prefix")
+    work.add_argument("--shared", type=int, metavar="N", help="tokens of a prefix")
+    work.add_argument("--own", type=int, metavar="N", help="tokens of each prompt's own")
+    work.add_argument("--new", type=int, metavar="N", help="tokens to generate")
+    work.add_argument("--sorted", action="store_true", help="hand the prompts over group by group, not shuffled")
+    work.add_argument("--seed", type=int, default=0, help="of the prompts")
+    work.add_argument(
+        "--stop-after",
+        type=_positive,
+        metavar="N",
+        help="answers end at random, after so many tokens on average, --new at most: tokens are drawn, and one in N "
+        "ends its answer. Lengths then differ between contenders; speeds count the tokens really made",
+    )
+
+
+def _add_measuring(measuring: Any) -> None:
+    measuring.add_argument(
+        "--runs", type=_positive, default=3, help="of each; the median counts (default: %(default)s)"
+    )
+    measuring.add_argument(
+        "--rivals",
+        type=_rivals,
+        default=_RIVALS,
+        metavar="NAMES",
+        help=f"{','.join(_RIVALS)} (default: both), or none. Beside --degrees: generate alone; --steps-per-sync: none",
+    )
+    measuring.add_argument(
+        "--rival-requests",
+        type=_positive,
+        metavar="N",
+        help="give the rivals only the first so many prompts (default: all; on a GPU 64 for generate_batch; beside "
+        "--degrees two of generate's best batches)",
+    )
+    measuring.add_argument("--rival-runs", type=_positive, metavar="N", help="fewer runs of the rivals")
+    measuring.add_argument(
+        "--batch-sizes",
+        type=_positives,
+        default=[1, 2, 4, 8, 16, 32, 64],
+        metavar="N,N,...",
+        help="those that model.generate is tried with (default: 1,2,4,...,64)",
+    )
+    measuring.add_argument("--no-pieces", action="store_true", help="do not time the bare pieces")
+    measuring.add_argument(
+        "--floor",
+        action=argparse.BooleanOptionalAction,
+        help="work out the least time that a run can take, from two rates of the machine measured in the same run "
+        "(default: on a GPU)",
+    )
+    measuring.add_argument(
+        "--degrees", type=_positives, metavar="N,N,...", help="instead: a table over the number of prompts to a prefix"
+    )
+    measuring.add_argument(
+        "--steps-per-sync",
+        type=_positives,
+        metavar="N,N,...",
+        help="instead: a table over the steps on their way at a time, with CUDA graphs and without",
+    )
+    measuring.add_argument(
+        "--off-new", type=_positive, metavar="N", help="new tokens for the runs without graphs, which are slow"
+    )
+    measuring.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
+    measuring.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this .svg, .png or .pdf")

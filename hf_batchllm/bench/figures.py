@@ -1,0 +1,95 @@
+"""What goes into the JSON file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ..results import RunReport
+from .busy import Busy
+from .floor import Floor
+from .measuring import Reads, Row
+from .pieces import Pieces
+from .sweeps import DegreeSweep, SyncCell, SyncSweep
+from .workload import Mix, Workload
+
+
+def of_the_machine(model: PreTrainedModel, name: str, machine: str) -> dict[str, Any]:
+    return {
+        "model": name,
+        "dtype": str(model.dtype),
+        "machine": machine,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def of_a_floor(floor: Floor) -> dict[str, Any]:
+    return {
+        "seconds": floor.seconds,
+        "products_seconds": floor.products,
+        "kv_seconds": floor.keys,
+        "weights_seconds": floor.weights,
+        "decode_steps_alone": floor.alone,
+        "elementwise_seconds": floor.elementwise,
+        "operations_per_second": floor.rates.operations,
+        "copy_bytes_per_second": floor.rates.copy,
+        **asdict(floor.needs),
+    }
+
+
+def of_degrees(sweep: DegreeSweep) -> dict[str, Any]:
+    return {
+        "degrees": [
+            {"workload": row.workload.as_dict(), **row.as_dict(), "floor": of_a_floor(row.floor) if row.floor else None}
+            for row in sweep.rows
+        ],
+        "generate": sweep.generate.as_dict() if sweep.generate else None,
+        "generate_prompts_per_second_by_batch_size": sweep.tried,
+    }
+
+
+def of_steps_per_sync(sweep: SyncSweep) -> dict[str, Any]:
+    def cells(of: list[SyncCell]) -> list[dict[str, Any]]:
+        return [
+            {"steps_per_sync": count, "idle_tokens": cell.idle_tokens, **cell.row.as_dict()}
+            for count, cell in zip(sweep.steps, of, strict=False)
+        ]
+
+    return {
+        "workload": sweep.with_graphs[0].row.workload.as_dict(),
+        "with_graphs": cells(sweep.with_graphs),
+        "without_graphs": cells(sweep.without),
+        "new_tokens_without_graphs": sweep.off_new,
+    }
+
+
+def of_contenders(
+    workload: Workload | Mix,
+    rows: list[Row],
+    report: RunReport,
+    pieces: Pieces | None,
+    same: tuple[int, int] | None,
+    tried: dict[int, float],
+    reads: Reads | None,
+    busy: Busy | None,
+) -> dict[str, Any]:
+    floor = rows[0].floor
+    return {
+        "workload": workload.as_dict(),
+        "contenders": [row.as_dict() for row in rows],
+        "pieces": asdict(pieces) if pieces else None,
+        "floor": of_a_floor(floor) if floor else None,
+        "decode_reads_bytes_per_second": reads.bytes_per_second if reads else None,
+        "gpu_busy_share": busy.share if busy else None,
+        "same_tokens": same,
+        "generate_prompts_per_second_by_batch_size": tried,
+        "computed_tokens": report.computed_tokens,
+        "prompt_tokens": report.prompt_tokens,
+        "idle_tokens": report.idle_tokens,
+        "steps": report.steps,
+    }

@@ -1,0 +1,156 @@
+"""Runs of a contender, and what they come to."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .contenders import Ours, Prompts, StepSize, Tokens, ends_of, tidied, timed
+from .floor import Floor, NoFloorError, Shape, floor_of
+from .rates import Rates, measure_rates
+from .workload import Mix, Workload
+
+_WARM_UP = {"cuda": (32, 32)}  # prompts and new tokens: as many as it takes to compile kernels and to capture a graph
+_BRIEF_WARM_UP = 2, 2
+
+
+@dataclass
+class Row:
+    """A contender on a workload."""
+
+    name: str
+    workload: Workload | Mix
+    runs: list[float] = field(default_factory=list)  # seconds of each
+    tokens: Tokens = field(default_factory=list)  # of the last run
+    made: list[int] = field(default_factory=list)  # new tokens of each run
+    error: str = ""
+    peak_bytes: int = 0  # of the device, weights included; 0 where nobody counts
+    floor: Floor | None = None
+
+    @property
+    def requests(self) -> int:
+        return self.workload.requests
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.runs)
+
+    @property
+    def prompts_per_second(self) -> float:
+        return self.requests / self.seconds
+
+    @property
+    def new_tokens_per_second(self) -> float:
+        return statistics.median(made / seconds for made, seconds in zip(self.made, self.runs, strict=True))
+
+    @property
+    def share_of_floor(self) -> float | None:
+        return self.floor.seconds / self.seconds if self.floor and self.runs else None
+
+    def times_faster_than(self, other: Row) -> float:
+        """By new tokens: a rival that had fewer prompts may have had longer or shorter answers."""
+        return self.new_tokens_per_second / other.new_tokens_per_second
+
+    def as_dict(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {"name": self.name, "requests": self.requests, "new": self.workload.new}
+        if self.error:
+            return {**figures, "error": self.error}
+        figures |= {
+            "runs": self.runs,
+            "seconds": self.seconds,
+            "prompts_per_second": self.prompts_per_second,
+            "new_tokens_per_second": self.new_tokens_per_second,
+        }
+        if self.peak_bytes:
+            figures["peak_device_bytes"] = self.peak_bytes
+        if self.floor:
+            figures["floor_seconds"] = self.floor.seconds
+            figures["share_of_floor"] = self.share_of_floor
+        return figures
+
+
+def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: int) -> Row:
+    device = contender.model.device
+    row = Row(contender.name, workload)
+    print(f"{contender.name} ...", end=" ", flush=True)
+    tidied(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        few, new = _WARM_UP.get(device.type, _BRIEF_WARM_UP) if isinstance(contender, Ours) else _BRIEF_WARM_UP
+        answers = workload.answers
+        contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # what is made on first use
+        for _ in range(runs):
+            torch.manual_seed(0)  # where tokens are drawn: a contender draws the same ones each time
+            took, row.tokens = timed(device, lambda: contender.run(prompts, answers))
+            row.runs.append(took)
+            row.made.append(sum(map(len, row.tokens)))
+            print(f"{took:.2f} s", end=" ", flush=True)
+    except Exception as error:  # a rival that fails is reported as such
+        if isinstance(contender, Ours):
+            raise
+        row.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        print(row.error[:100])
+        return row
+    if device.type == "cuda":
+        row.peak_bytes = torch.cuda.max_memory_allocated(device)
+    print(flush=True)
+    return row
+
+
+class Floors:
+    """The least time of any workload on this model and machine."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.shape: Shape | None = None
+        self.rates: Rates | None = None
+        self.reason = ""  # why there is none
+        try:
+            self.shape = Shape.of(model)
+        except NoFloorError as error:
+            self.reason = str(error)
+            return
+        print("rates of the machine ...", end=" ", flush=True)
+        self.rates = measure_rates(model.device, model.dtype)
+        print(self.rates, flush=True)
+
+    def of(self, workload: Workload | Mix) -> Floor | None:
+        if self.shape is None or self.rates is None:
+            return None
+        return floor_of(self.shape, workload.as_groups(), self.rates)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the decode steps of a run had to read, a second of the whole run."""
+
+    bytes_per_second: float
+    weight_steps: int  # that had no prompts to ride on, and so read the weights for themselves alone
+
+    @classmethod
+    def of(cls, row: Row, shape: Shape, sizes: list[StepSize]) -> Reads | None:
+        if row.floor is None:
+            return None
+        steps = sum(not size.chunk_tokens for size in sizes)
+        return cls((row.floor.needs.kv_bytes + steps * shape.step_bytes) / row.seconds, steps)
+
+
+def agreement(ours: Row, theirs: Row | None, vocabulary: int) -> tuple[int, int] | None:
+    """How many prompts got the same tokens from ``generate`` as from us."""
+    if theirs is None or theirs.error:
+        return None
+    mine, others = (_by_prompt(row, vocabulary) for row in (ours, theirs))
+    return sum(mine[prompt] == tokens for prompt, tokens in others.items()), len(others)
+
+
+def _by_prompt(row: Row, vocabulary: int) -> dict[tuple[int, ...], list[int]]:
+    prompts = row.workload.prompts(vocabulary)
+    return {tuple(prompt): answer for prompt, answer in zip(prompts, row.tokens, strict=True)}
+
+
+def is_greedy(model: PreTrainedModel) -> bool:
+    return not ends_of(model)

@@ -1,0 +1,230 @@
+"""Decode rows whose state the device keeps: they run several times in a row, and the host sends nothing in between.
+
+Everything lies at fixed addresses, so that a CUDA graph of one run serves all of them: what the rows are, share and
+read is filled in before a burst. Fewer rows than there is room for leave the rest idle: those own no key, write
+nothing, and nobody looks at them. So does a row that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .batch import ModelBatch
+from .kernel_attention import KernelAttention, KernelBackend, StepWork
+from .kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
+from .kernels.work_lists import NoRoom, WorkLists, sent
+from .runner import ModelRunner
+
+Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
+Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int], None]  # as kernels.sample_triton.advance
+
+_SPARE = 1.3  # lists have room for so many times what they were first made for
+
+
+@dataclass(frozen=True)
+class Seats:
+    """What the device keeps of each request; nobody's seat is the last."""
+
+    last: torch.Tensor  # [seats] int64  its last token
+    ended: torch.Tensor  # [seats] bool  whether that was one that ends the answer
+    eos: torch.Tensor  # [any] int64  those that do
+
+    @classmethod
+    def of(cls, requests: int, stop_tokens: frozenset[int], device: torch.device) -> Seats:
+        with torch.inference_mode(False):  # written in steps that may run outside
+            return cls(
+                torch.zeros(requests + 1, dtype=torch.long, device=device),
+                torch.zeros(requests + 1, dtype=torch.bool, device=device),
+                torch.tensor(sorted(stop_tokens), dtype=torch.long).to(device),
+            )
+
+    def take(self, seats: torch.Tensor, picked: torch.Tensor) -> None:
+        """The tokens that a step has picked."""
+        self.last[seats] = picked.clamp(min=0)  # -1 is no token, and the next step may be on its way
+        if len(self.eos):
+            self.ended[seats] = (picked[:, None] == self.eos).any(dim=1)
+
+
+@dataclass
+class Met:
+    """What kinds of work there were."""
+
+    tiles: set[int] = field(default_factory=set)
+    merges: bool = False
+
+
+class RowsWork:
+    """The work of whatever the rows are; as ``StepWork``, at addresses that stay.
+
+    ``met``: what work has come up so far in the call, by a layer's key. A kernel without work still takes 2 to 4 us,
+    so what has not come up is not launched: where it does, there is no room for it.
+    """
+
+    has_chunks = False
+
+    def __init__(
+        self, state: Rows, entries: int, multiprocessors: int, device: torch.device, met: dict[tuple[Any, ...], Met]
+    ) -> None:
+        self._met = met
+        self.rows = len(state.token)
+        self.slots = state.slot
+        self.lengths = state.length
+        self._entries = entries
+        self._multiprocessors = multiprocessors
+        self._device = device
+        self._rooms: dict[tuple[Any, ...], WorkLists] = {}
+        self._step: StepWork | None = None
+
+    def load(self, step: StepWork) -> None:
+        """Take over a step's lists. NoRoom if they do not fit."""
+        made = []
+        for key, room in self._rooms.items():
+            work = step.on_host(*key)
+            if self._note(key, work).merges > room.merges:
+                raise NoRoom("rows of several parts do not fit into lists without a merge")
+            made.append((room, room.fitted(work)))
+        for room, work in made:
+            room.packed.copy_(sent(work.packed, self._device))
+        self._step = step
+
+    def _note(self, key: tuple[Any, ...], work: WorkLists) -> Met:
+        met = self._met.setdefault(key, Met())
+        met.tiles |= work.items.keys()
+        met.merges |= work.merges or work.rows < self.rows  # which writes what idle rows give: zeros
+        return met
+
+    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+        key = window, heads, kv_heads, sinks
+        if key not in self._rooms:  # in the run before the capture
+            assert self._step is not None
+            work = self._step.on_host(*key)
+            met = self._note(key, work)
+            at_once = self._multiprocessors // kv_heads + 1
+            blocks = self.rows * (heads // kv_heads) // 64 + 1
+            items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
+            with torch.inference_mode(False):  # filled for bursts that may run outside
+                room = WorkLists.room(
+                    rows=self.rows,
+                    items={tile: max(items[tile], _more(len(work.items.get(tile, ())))) for tile in sorted(met.tiles)},
+                    entries=max(self._entries, _more(len(work.entries))),
+                    parts=max(8 * self.rows + 8 * at_once, _more(work.parts)),
+                    device=self._device,
+                    direct=not sinks,
+                )
+            room.packed.copy_(sent(room.fitted(work).packed, self._device))
+            room.merges = met.merges
+            self._rooms[key] = room
+        return self._rooms[key]
+
+
+class DecodeRows:
+    """``most_times``: how often the rows may run in a row."""
+
+    def __init__(
+        self, rows: int, most_times: int, runner: ModelRunner, backend: KernelBackend, seats: Seats, pick: Pick,
+        advance: Advance, met: dict[tuple[Any, ...], Met],
+    ) -> None:  # fmt: skip
+        self.rows = rows
+        self._seats = seats
+        self._runner = runner
+        self._pick = pick
+        self._advance = advance
+        self._page_size = backend.storage.page_size
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device = seats.last.device
+        few = (most_times - 1) // self._page_size + 2
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        with torch.inference_mode(False):  # a later burst may run outside
+            self._state = Rows(
+                token=zeros(rows, dtype=torch.long),
+                position=zeros(rows, dtype=torch.long),
+                length=zeros(rows),
+                slot=zeros(rows, dtype=torch.long),
+                made=zeros(rows),
+                remaining=zeros(rows),
+                status=zeros(rows),
+                start=zeros(rows),
+                pages=zeros(rows, few),
+                produced=zeros(rows, most_times, dtype=torch.long),
+            )
+            self._seat = zeros(rows, dtype=torch.long)
+        entries = backend.storage.num_pages + 8 * rows + 64
+        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
+        self._context = KernelAttention(self.work, backend)
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def load(self, batch: ModelBatch, step: StepWork) -> None:
+        """What the next burst is about. NoRoom if it does not fit."""
+        burst, state = batch.burst, self._state
+        assert burst is not None
+        self.work.load(step)
+        rows, few = batch.attention.rows, state.pages.shape[1]
+        numbers = np.zeros((8 + few, self.rows), dtype=np.int64)
+        numbers[0, rows:] = len(self._seats.last) - 1  # nobody's
+        numbers[2, rows:] = -1  # nothing is written
+        numbers[6, :] = PADDING
+        numbers[0, :rows] = batch.tokens.row_seats.numpy()
+        numbers[1, :rows] = batch.attention.positions
+        numbers[2, :rows] = batch.attention.slots.numpy()
+        numbers[3, :rows] = batch.attention.positions + 1
+        numbers[4, :rows] = batch.tokens.made.numpy()
+        numbers[5, :rows] = burst.left
+        numbers[6, :rows] = RUNNING
+        numbers[7, :rows] = burst.start
+        numbers[8:, :rows] = burst.pages.T
+        given = sent(torch.from_numpy(numbers), state.token.device)
+        places = self._seat, state.position, state.slot, state.length, state.made, state.remaining, state.status
+        for place, values in zip((*places, state.start), given, strict=False):
+            place.copy_(values)
+        state.pages.copy_(given[8:].T)
+        state.token.copy_(self._seats.last[self._seat])
+        if len(self._seats.eos):
+            ended = self._seats.ended[self._seat]
+            state.status.masked_fill_(ended, STOPPED)
+            state.slot.masked_fill_(ended, -1)
+            state.length.masked_fill_(ended, 0)
+        state.produced.fill_(-1)
+
+    def run(self) -> None:
+        """Each row's next token."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run()
+
+    def settle(self) -> torch.Tensor:  # [rows, most_times]
+        """The burst is over: what the rows have produced, a row's token i at i modulo ``most_times``; -1 for none."""
+        state, seats = self._state, self._seats
+        seats.last[self._seat] = state.token
+        if len(seats.eos):
+            seats.ended[self._seat] = state.status == STOPPED
+        return state.produced
+
+    def capture(self, pool: Any) -> None:
+        """After a first run, in which whatever is made on first use is made."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._run()
+        self._graph = graph
+
+    def _run(self) -> None:
+        state = self._state
+        self._context.calls = 0
+        logits = self._runner.rows(state.token, state.position, self._context)
+        picked = self._pick(logits, self._seat, state.made)
+        self._advance(state, picked, self._seats.eos, self._page_size)
+
+
+def _more(count: int) -> int:
+    return int(_SPARE * count)

@@ -1,0 +1,198 @@
+"""What the benchmark works out: the least time of a run, the lengths of a workload, how busy a device was."""
+
+from __future__ import annotations
+
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import build
+
+from hf_batchllm.bench.busy import busy_share, share_of
+from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of
+from hf_batchllm.bench.models import load_model
+from hf_batchllm.bench.rates import Rates, measure_rates
+from hf_batchllm.bench.workload import Group, Mix, Workload
+
+RATES = Rates(780e12, 4.2e12)
+LLAMA_8B = Shape(
+    hidden=4096,
+    heads=32,
+    head_dim=128,
+    vocabulary=128256,
+    linear_weights=6_979_321_856,
+    kv_bytes=2 * 8 * 128 * 2 * 32,
+    windows=(None,) * 32,
+    query_key_value=(32 + 2 * 8) * 128,
+    mlp_width=14336,
+    gated=True,
+)
+QWEN_06B = Shape(
+    hidden=1024,
+    heads=16,
+    head_dim=128,
+    vocabulary=151936,
+    linear_weights=28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072),
+    kv_bytes=2 * 8 * 128 * 2 * 28,
+    windows=(None,) * 28,
+    query_key_value=(16 + 2 * 8) * 128,
+    mlp_width=3072,
+    gated=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "workload", "seconds"),
+    [
+        (LLAMA_8B, Workload(800, 2000, 200, 100, degree=16), 7.40),
+        (LLAMA_8B, Workload(800, 2000, 200, 100, degree=4), 13.89),
+        (LLAMA_8B, Workload(200, 2000, 200, 100, degree=1), 9.97),
+        (LLAMA_8B, Workload(832, 2000, 200, 100, degree=64), 6.00),
+        (LLAMA_8B, Workload(256, 0, 128, 512, degree=1), 4.67),
+        (QWEN_06B, Workload(256, 0, 128, 512, degree=1), 1.610),
+    ],
+    ids=str,
+)
+def test_the_floor_of_well_known_runs(shape: Shape, workload: Workload, seconds: float) -> None:
+    """Worked out elsewhere from the same counts, at 780 TFLOP/s and 4.2 TB/s."""
+    assert floor_of(shape, workload.as_groups(), RATES).seconds == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("llama-8b", LLAMA_8B), ("qwen3-0.6b", QWEN_06B)])
+def test_a_shape_is_read_off_the_model(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(None, name, torch.device("meta"), torch.bfloat16)
+    # A model without weights is no model to generate with; its sizes are all that counts here.
+    monkeypatch.setattr("hf_batchllm.architecture._single_device", lambda *args: torch.device("cpu"))
+    assert Shape.of(model) == shape
+
+
+def test_models_of_other_kinds() -> None:
+    windows = Shape.of(build("gemma3")).windows
+    assert None in windows and len(set(windows)) == 2
+    assert not Shape.of(build("gpt2")).gated
+    with pytest.raises(NoFloorError, match="mixture of experts"):
+        Shape.of(build("mixtral"))
+
+
+def test_answers_of_different_lengths_cost_what_they_are() -> None:
+    one, two = (floor_of(LLAMA_8B, [Group(0, [100], [new])], RATES) for new in (50, 300))
+    both = floor_of(LLAMA_8B, [Group(0, [100, 100], [50, 300])], RATES)
+    for name in ("operations", "kv_bytes", "elementwise_bytes", "prompt_tokens", "decode_tokens"):
+        assert getattr(both.needs, name) == pytest.approx(getattr(one.needs, name) + getattr(two.needs, name))
+    # Two rows read the weights together: the longer answer takes them as often as there are steps.
+    assert both.weights < one.weights + two.weights
+    assert both.weights == pytest.approx(two.weights, rel=0.1)
+    assert both.alone and not floor_of(LLAMA_8B, [Group(5, [100], [50])], RATES).alone
+
+
+def test_a_window_reads_no_further_than_it_is_wide() -> None:
+    near = Shape(**{**vars(LLAMA_8B), "windows": (64,) * 32})
+    wide = Shape(**{**vars(LLAMA_8B), "windows": (10_000,) * 32})
+    group = [Group(500, [10, 10], [100, 100])]
+    assert floor_of(wide, group, RATES).needs == floor_of(LLAMA_8B, group, RATES).needs
+    needs = floor_of(near, group, RATES).needs
+    # 99 steps of two rows, no more than 64 keys each; and the prefix is read once for both while it is in sight.
+    assert 99 * 64 * near.kv_bytes < needs.kv_bytes < 2 * 99 * 65 * near.kv_bytes
+    assert needs.operations < floor_of(LLAMA_8B, group, RATES).needs.operations
+
+
+def test_what_the_small_operations_must_read_and_write() -> None:
+    per_layer = 8 * 4096 + 2 * 6144 + 3 * 14336
+    needs = floor_of(LLAMA_8B, [Group(0, [10], [5])], RATES).needs
+    assert needs.elementwise_bytes == (10 + 4) * 32 * per_layer * 2
+
+
+def test_the_rates_are_rates() -> None:
+    rates = measure_rates(torch.device("cpu"), torch.float32)
+    assert rates.operations > 1e8 and rates.copy > 1e8 and "TFLOP/s and" in str(rates)
+
+
+def test_the_lengths_of_a_mix() -> None:
+    mix = Mix(4000)
+    prompts, answers = zip(*mix.lengths(), strict=True)
+    for lengths, mean, median in ((prompts, 218, 100), (answers, 201, 112)):
+        assert statistics.mean(lengths) == pytest.approx(mean, rel=0.07)
+        assert statistics.median(lengths) == pytest.approx(median, rel=0.07)
+        assert min(lengths) >= 4 and 1500 < max(lengths) <= 2048
+    assert mix.lengths() == Mix(4000).lengths() != Mix(4000, seed=1).lengths()
+    few = Mix(20, own=200, new=100)
+    given = few.prompts(500)
+    assert [len(prompt) for prompt in given] == [length for length, _ in few.lengths()]
+    assert max(map(len, given)) <= 200 and max(few.answers) <= 100 and len(set(few.answers)) > 5
+    assert few.first(5).prompts(500) == given[:5] and few.first(5).answers == few.answers[:5]
+    assert max(few.cut_short(3).answers) == 3 and few.cut_short(3).prompts(500) == given
+    assert [(*group.own, *group.new) for group in few.as_groups()] == few.lengths()
+    with pytest.raises(ValueError, match="--new must be at least 1"):
+        Mix(3, new=0)
+
+
+def test_the_groups_of_a_workload() -> None:
+    groups = Workload(7, 20, 4, 2, degree=3).as_groups()
+    assert [len(group.own) for group in groups] == [3, 3, 1]
+    assert groups[0] == Group(20, [4] * 3, [2] * 3)
+
+
+def test_how_busy_a_device_was() -> None:
+    def spans(*pairs: tuple[int, int]) -> np.ndarray:
+        return np.array(pairs, dtype=np.int64)
+
+    # Prompts until 500; the last six tenths of what follows begin at 700. Two kernels overlap, one lies in another.
+    given = spans((0, 490), (500, 690), (690, 750), (740, 800), (900, 1000), (910, 920))
+    busy = share_of(given, prompts_until=500)
+    assert busy is not None and busy.share == pytest.approx((100 + 100) / 300) and busy.seconds == pytest.approx(300e-9)
+    # A clock that tells another time says nothing: the last six tenths of everything.
+    for elsewhere in (-1, 5000):
+        busy = share_of(given, prompts_until=elsewhere)
+        assert busy is not None and busy.seconds == pytest.approx(600e-9)
+        assert busy.share == pytest.approx((90 + 190 + 110 + 100) / 600)
+    assert share_of(spans((0, 10), (10, 20)), -1).share == 1.0  # type: ignore[union-attr]
+    assert share_of(np.zeros((0, 2), dtype=np.int64), 0) is None
+    assert busy_share(torch.device("cpu"), lambda: None, lambda: 0) is None
+
+
+def test_what_the_profiler_noted_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in: there is no GPU here."""
+
+    class Event:
+        def __init__(self, begin: int, end: int, kind: torch.autograd.DeviceType, name: str = "kernel") -> None:
+            self.times, self.kind, self.label = (begin, end), kind, name
+
+        def start_ns(self) -> int:
+            return self.times[0]
+
+        def duration_ns(self) -> int:
+            return self.times[1] - self.times[0]
+
+        def device_type(self) -> torch.autograd.DeviceType:
+            return self.kind
+
+        def name(self) -> str:
+            return self.label
+
+    gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [Event(0, 50, gpu), Event(60, 100, gpu), Event(0, 100, cpu), Event(0, 100, gpu, "ProfilerStep#1")]
+
+    class Profile:
+        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+        def __init__(self, activities: list[Any]) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            assert ran == ["run", "synchronize"]
+
+    ran: list[str] = []
+    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {torch.profiler.ProfilerActivity.CUDA})
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ran.append("synchronize"))
+    busy = busy_share(torch.device("cuda"), lambda: ran.append("run"), lambda: -1)
+    assert busy is not None and busy.share == pytest.approx(50 / 60)
+    Profile.profiler = SimpleNamespace()
+    ran.clear()
+    assert busy_share(torch.device("cuda"), lambda: ran.append("run"), lambda: -1) is None
