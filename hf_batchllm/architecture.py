@@ -21,6 +21,7 @@ from .errors import UnsupportedModelError
 from .kinds import a_kind
 from .mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from .patches.attention_swap import AttentionSwap
+from .storage import AttentionShape
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
@@ -45,6 +46,7 @@ class Architecture:
     max_positions: int | None  # beyond which the model has no positions at all
     rope_limit: int | None  # beyond which a length-dependent RoPE would change what is computed
     device: torch.device
+    attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -99,6 +101,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         max_positions=_learned_positions(inner, config),
         rope_limit=_rope_limit(config),
         device=device,
+        attention=tuple(AttentionShape(call.q.shape[1], *call.k.shape[1:], call.v.shape[2]) for call in calls),
     )
 
 

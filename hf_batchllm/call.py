@@ -27,6 +27,7 @@ from .options import Options
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
+from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
 from .request import Request, Step
 from .results import RunReport
 from .runner import ModelRunner
@@ -88,6 +89,7 @@ class Call:
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
         self.work = work
+        self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
         samples = work.options.num_return_sequences
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
@@ -100,7 +102,12 @@ class Call:
         if kernels is not None:  # before the KV cache takes the memory that is free
             self._fused = self.fusion.merge(kernels)
         self._opened = True
-        self.cache, self.storage = self.home.open(max(wanted, 1))
+        longest = max((len(prompt.ids) + limit for prompt, limit in zip(self.prompts, limits, strict=True)), default=2)
+        self.cache, self.storage = self.home.open(
+            pages_wanted=max(wanted, 1),
+            pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
+            beside=lambda most: self._beside_the_cache(wanted, most),
+        )
         stop_tokens = work.options.eos_token_ids
         self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=bool(stop_tokens))
         for request in self.lineup.requests:
@@ -128,6 +135,31 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
         )
         self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
+
+    def _beside_the_cache(self, wanted: int, most: int) -> int | None:
+        """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
+        if cannot_rehearse(self.model):
+            return None
+        config, device, options = self.config, self.architecture.device, self.work.options
+        sequences, vocabulary = len(self.prompts), self.architecture.vocab_size
+        step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
+        reason = picked_by_host(options, self.model, device, _DEPTH.get(device.type, 1), sequences, vocabulary)
+        penalised = options.config.repetition_penalty not in (None, 1.0)
+        picking = picking_bytes(step.samples, vocabulary, penalised * sequences, by_host=reason is not None)
+        storage = stage(step, config.page_size)
+        try:
+            backend = make_backend(config, device, storage, self.notices)
+            self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
+            graphs = config.cuda_graphs and reason is None
+            return self.home.rehearsals.beside_the_cache(self._runner, step, graphs, picking, self.home.memory)
+        finally:
+            storage.release()
+
+    @property
+    def _budget(self) -> int:
+        if self.config.max_batch_tokens is not None:
+            return self.config.max_batch_tokens
+        return _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
 
     def _launcher(self, work: Work) -> tuple[Launcher, int]:
         """What runs the steps, and how many of them may be on their way at a time."""
@@ -160,11 +192,8 @@ class Call:
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
-        budget = self.config.max_batch_tokens
-        if budget is None:
-            budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
         self._started = True
-        self.scheduler.start(self.lineup.requests, self.cache, budget)
+        self.scheduler.start(self.lineup.requests, self.cache, self._budget)
         yield from self.engine.run(watch)
         if any(not request.done for request in self.lineup.requests):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
@@ -260,6 +289,7 @@ class Call:
             fused=self.fusion.summary if self._fused is not None else "",
             graphs=self._ahead.summary if self._ahead is not None else "",
             idle_tokens=engine.idle_tokens,
+            device_memory=self.home.memory.highest(),
         )
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:

@@ -47,8 +47,9 @@ class BatchConfig:
     max_batch_tokens: most tokens in one step of the model. Lower it when a step's activations do not fit.
         None chooses for the device.
     kv_memory: memory for the KV cache: bytes, a string such as "20GiB", or a fraction (0 to 1) of the memory
-        that is free. Lower it to leave room for others. None: half of the free memory on a CPU, nine tenths on a GPU;
-        never more than the list of prompts can use.
+        that is free. Lower it to leave room for others. None: half of the free memory on a CPU; on a GPU, what the
+        model and its largest step leave (nine tenths of what is free, where a step cannot be tried beforehand: models
+        with hooks or in training mode, attention in plain PyTorch). Never more than the list of prompts can use.
     share_prefixes: compute what prompts have in common once. Turn off only to measure what it brings.
     min_shared_tokens: a shared prefix must save at least this many tokens to be kept apart. Raise it when
         there are many tiny groups.

@@ -92,7 +92,7 @@ class GeneratorBusyError(BatchLLMError, RuntimeError):
 
 
 class CacheMemoryError(BatchLLMError, MemoryError):
-    """The memory for the KV cache does not hold a single page."""
+    """There is no memory for a KV cache that would hold enough to begin with."""
 
 
 class GenerationInterrupted(KeyboardInterrupt):

@@ -63,7 +63,7 @@ class BatchGenerator:
         self.model = model
         self.architecture = inspect_model(model)
         check_backend(self.config, self.architecture.device, self._notices)
-        self._home = CacheHome(model, self.architecture, self.config)
+        self._home = CacheHome(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
         self._running: _Turn | None = None
@@ -181,7 +181,7 @@ class BatchGenerator:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
         if self._running is not None:
             raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
-        self._home.clear()
+        self._home.close()
         self._fusion.unmerge()
         self._closed = True
 

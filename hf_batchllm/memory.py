@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import psutil
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from .architecture import Architecture
+from .architecture import Architecture, base_model
 from .cache import PagedCache
 from .config import BatchConfig
+from .device_memory import DeviceMemory, device_memory, is_out_of_memory
 from .errors import CacheMemoryError
+from .notices import Notices
+from .rehearsal import Rehearsals
+from .results import shown_size
 from .storage import KVStorage, autocast_dtype
 
-_DEFAULT_SHARE = {"cpu": 0.5}  # of the free memory
-_OTHER_SHARE = 0.9
+_SMALLER = 0.9  # times what could not be had
+_MUCH = 10  # to leave more than one part in so many to steps is worth a closer look
 
 
 class CacheHome:
     """Owns the cache and its tensors: made for a call, dropped after it unless prefixes are kept in them."""
 
-    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig) -> None:
+    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, notices: Notices) -> None:
         self._model = model
         self.architecture = architecture  # set anew by the generator before each call
         self._config = config
+        self._notices = notices
         self._fingerprint: object = None
+        self.memory: DeviceMemory = device_memory(architecture.device)
+        self.rehearsals = Rehearsals()
+        self._beside: int | None = None  # bytes to leave to the call's steps, if that is known
         self.cache: PagedCache | None = None
         self.storage: KVStorage | None = None
 
@@ -31,21 +40,32 @@ class CacheHome:
     def page_bytes(self) -> int:
         return self.architecture.kv_bytes_per_token * self._config.page_size
 
-    def open(self, pages_wanted: int) -> tuple[PagedCache, KVStorage]:
-        """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes."""
+    def start(self) -> None:
+        """A call begins."""
+        self.memory = device_memory(self.architecture.device)
+        self.memory.start()
+
+    def open(
+        self, pages_wanted: int, pages_needed: int, beside: Callable[[int], int | None]
+    ) -> tuple[PagedCache, KVStorage]:
+        """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes.
+
+        pages_needed: what its longest sequence takes. beside: the bytes that the call takes beside a cache of so many
+        pages at most, if that can be found out; asked for only where memory may run short.
+        """
+        self._beside = None
         if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
             self.cache.forget_kept()  # computed with other weights
             self.clear()
         if self.cache is None or self.storage is None:
-            pages = min(pages_wanted, self._affordable())
-            self.storage = KVStorage(pages, self._config.page_size)
-            self.cache = PagedCache(pages, self._config.page_size, self._config.keep_prefixes)
+            self._make(min(pages_wanted, self._affordable(pages_wanted, pages_needed, beside)), pages_needed)
         else:
             kept = self.cache.num_pages - self.cache.free_pages
-            pages = min(pages_wanted + kept, self._affordable(self.storage.bytes))
+            wanted = pages_wanted + kept
+            pages = min(wanted, self._affordable(wanted, pages_needed, beside, self.storage.bytes))
             if pages > self.cache.num_pages:
-                self.storage.grow(pages)  # first, as it may fail for want of memory
-                self.cache.grow(pages)
+                self._grow(pages, pages_needed)
+        assert self.cache is not None and self.storage is not None
         self.cache.start_counting()
         return self.cache, self.storage
 
@@ -66,13 +86,19 @@ class CacheHome:
             self.storage.release()
         self.cache = self.storage = None
 
-    def _affordable(self, held: int = 0) -> int:
+    def close(self) -> None:
+        """Nothing more will be asked for: other processes may have the memory as well."""
+        self.clear()
+        self.memory.trim()
+
+    def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
         """Pages that the memory allows, ``held`` bytes being ours already."""
-        device = self.architecture.device
-        free = held + free_memory(device)
+        free = held + self.memory.free()
         size = self._config.kv_bytes(free)
         if size is None:
-            size = int(free * _DEFAULT_SHARE.get(device.type, _OTHER_SHARE))
+            size = int(free * self.memory.share)
+            if self.memory.taken_at_once and wanted * self.page_bytes > free // 2:
+                size = self._left_over(size, needed, beside, held)
         pages = size // self.page_bytes
         if pages == 0:
             raise CacheMemoryError(
@@ -81,11 +107,102 @@ class CacheHome:
             )
         return pages
 
+    def _left_over(self, share: int, needed: int, beside: Callable[[int], int | None], held: int) -> int:
+        """Bytes that nothing but the cache has a use for; ``share`` of them where that cannot be found out."""
+        self.memory.trim()
+        try:
+            self._beside = self._found(beside, held)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._notices(
+                "step",
+                "the largest step that this call may come to does not fit into the memory that is free on "
+                f"{self.architecture.device}, even without a KV cache: set a smaller `max_batch_tokens`",
+            )
+            return share // 2  # fewer sequences at a time, whose steps may do
+        finally:
+            self.memory.trim()
+        # It is reckoned with the largest step that could be: a single sequence may do with less.
+        return max(self._room(held + self.memory.free()), min(share, needed * self.page_bytes))
 
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
+        """Bytes to leave to steps: a larger cache holds more sequences, which make larger steps."""
+        most = beside((held + self.memory.free()) // self.page_bytes)
+        self.memory.trim()
+        free = held + self.memory.free()  # without what was made on first use, and stays
+        if most is None or most < free // _MUCH:
+            return most
+        # Far too much where few sequences fit into the rest. What those take is too little, as then more would fit.
+        least = beside(max(free - most, 0) // self.page_bytes)
+        between = (most + (most if least is None else least)) // 2
+        taken = beside(max(free - between, 0) // self.page_bytes)
+        return between if taken is not None and taken <= between else most
+
+    def _room(self, free: int) -> int:
+        """Bytes of ``free`` that the cache may have."""
+        return int(free * self.memory.share) if self._beside is None else free - self._beside
+
+    def _make(self, planned: int, needed: int) -> None:
+        """A cache of ``planned`` pages; of fewer, if meanwhile there is no memory for so many."""
+        size, pages, least = self._config.page_size, planned, min(planned, needed)
+        while True:
+            self.storage = KVStorage(pages, size)
+            try:
+                self._reserve(self.storage)
+                break
+            except Exception as error:
+                self.clear()
+                if not is_out_of_memory(error):
+                    raise
+                if pages <= least:
+                    raise CacheMemoryError(
+                        f"there is no memory for the KV cache on {self.architecture.device}: "
+                        f"{self._shown(planned)} were planned, and {self._shown(least)}, which the longest sequence "
+                        "needs, were not to be had either. Free what else is on the device, or shorten the prompts "
+                        "or `max_new_tokens`"
+                    ) from error
+            self.memory.trim()
+            pages = max(least, min(int(pages * _SMALLER), self._room(self.memory.free()) // self.page_bytes))
+        self.cache = PagedCache(pages, size, self._config.keep_prefixes)
+        if pages < planned:
+            self._notices(
+                "smaller",
+                f"the KV cache has {self._shown(pages)} instead of the {self._shown(planned)} that were planned: "
+                f"{self.architecture.device} had no more to give. The call goes on with fewer sequences at a time. "
+                "If something else takes memory there, set a smaller `kv_memory`",
+            )
+
+    def _reserve(self, storage: KVStorage) -> None:
+        if not self.memory.taken_at_once:
+            return  # in vain: a CPU hands out memory when it is first written to
+        dtype = base_model(self._model).dtype
+        if dtype != torch.float64:  # as attention does it
+            dtype = autocast_dtype(self.architecture.device) or dtype
+        storage.reserve(self.architecture.attention, dtype, self.architecture.device)
+
+    def _grow(self, pages: int, needed: int) -> None:
+        assert self.cache is not None and self.storage is not None
+        try:
+            self.storage.grow(pages)  # first, as it may fail for want of memory
+        except Exception as error:
+            if not (self.memory.taken_at_once and is_out_of_memory(error)):
+                raise
+        else:
+            self.cache.grow(pages)
+            return
+        self._notices(
+            "kept",
+            f"prefixes kept from earlier calls are computed again: {self.architecture.device} had no memory to grow "
+            "the KV cache around them. If something else takes memory there, set a smaller `kv_memory`",
+        )
+        self.cache.forget_kept()
+        self.clear()
+        self.memory.trim()
+        self._make(pages, needed)
+
+    def _shown(self, pages: int) -> str:
+        return shown_size(pages * self.page_bytes)
 
 
 def weights_fingerprint(model: nn.Module) -> object:

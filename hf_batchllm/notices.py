@@ -38,7 +38,9 @@ def warn_user(message: str) -> None:
     level = max(at for at, each in enumerate(frames) if _is_ours(each)) + 1
     while level < len(frames) and _stands_between(frames[level]):
         level += 1
-    warnings.warn(message, UserWarning, stacklevel=min(level, len(frames) - 1) + 1)
+    last = len(frames) - 1
+    frames.clear()  # this one is among them: together they would stay, with whatever tensors they hold
+    warnings.warn(message, UserWarning, stacklevel=min(level, last) + 1)
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -50,6 +50,10 @@ class RunReport:
     new_tokens: tokens generated.
     model_tokens: all tokens that went through the model.
     peak_memory: bytes of KV cache that held tokens at the same time, at most.
+    kv_memory: bytes of the whole KV cache.
+    device_memory: bytes of the device that PyTorch had given out at the same time, at most: the model, the KV cache and
+        what steps take, and whatever else the process has there. 0 on a CPU, where nobody counts. To find it, a call
+        sets PyTorch's peaks back (``torch.cuda.reset_peak_memory_stats``).
     seed: of the sampling noise; None for greedy decoding.
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
@@ -76,6 +80,7 @@ class RunReport:
     fused: str = ""
     graphs: str = ""
     idle_tokens: int = 0
+    device_memory: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -100,6 +105,8 @@ class RunReport:
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
             f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
         ]
+        if self.device_memory:
+            lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
         if self.cached_tokens:
             lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
         if self.preemptions:
@@ -159,6 +166,7 @@ def _short(generation: Generation) -> str:
 
 
 def shown_size(count: int) -> str:
+    """A number of bytes, in words."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from .device_memory import is_out_of_memory
+from .errors import CacheMemoryError
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # K and V, each [slots, kv_heads, dim]
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device]  # of a tensor
+
+
+class AttentionShape(NamedTuple):
+    """Of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
 
 
 class KVStorage:
@@ -15,20 +30,46 @@ class KVStorage:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[nn.Module, Pair] = {}
+        self._reserved: list[Pair] = []  # for layers that have not run yet
         self._paged: dict[nn.Module, tuple[Any, Any]] = {}
 
-    def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K and V of one layer, [slots, kv_heads, dim]; made when the layer first runs, as its k and v are."""
+    def reserve(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+        """Take the memory of all layers now. They are given it as they come, each what is of its shape."""
+        for shape in shapes:
+            k, v = ((self.slots, shape.kv_heads, dim) for dim in (shape.qk_dim, shape.v_dim))
+            self._reserved.append((_new(k, dtype, device), _new(v, dtype, device)))
+
+    @property
+    def slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        """The K and V of one layer, [slots, kv_heads, dim].
+
+        Where none were reserved they are made when the layer first runs, as its k and v are. So are those of a layer
+        that computes in another type than the model has, which shows only then.
+        """
         if layer not in self._layers:
-            slots = self.num_pages * self.page_size
-            # It outlives a step, and the next one may run outside an inference mode that this one runs in.
-            with torch.inference_mode(False):
-                self._layers[layer] = (
-                    torch.empty(slots, *k.shape[1:], dtype=k.dtype, device=k.device),
-                    torch.empty(slots, *v.shape[1:], dtype=v.dtype, device=v.device),
-                )
+            wanted = [((self.slots, *x.shape[1:]), x.dtype, x.device) for x in (k, v)]
+            fitting = (at for at, pair in enumerate(self._reserved) if _kinds(pair) == wanted)
+            if (place := next(fitting, None)) is not None:
+                self._layers[layer] = self._reserved.pop(place)
+            else:
+                del self._reserved[:1]  # what was meant for it makes room
+                self._layers[layer] = self._made(wanted)
         return self._layers[layer]
+
+    def _made(self, kinds: list[Kind]) -> Pair:
+        try:
+            return _new(*kinds[0]), _new(*kinds[1])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CacheMemoryError(
+                f"the memory for the KV cache of {self.slots:,} tokens is not there, after "
+                f"{len(self._layers):,} layers: set a smaller `kv_memory`, or free what else is on {kinds[0][2]}"
+            ) from error
 
     def paged(self, layer: nn.Module, made_by: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
         """What ``made_by`` makes of K and V seen as [pages, page_size, kv_heads, dim]; made once, gone with them."""
@@ -40,6 +81,7 @@ class KVStorage:
     def grow(self, num_pages: int) -> None:
         """Room for more pages; what the present ones hold stays."""
         self._paged.clear()
+        self._reserved.clear()  # of another size
         for layer, pair in self._layers.items():
             bigger = []
             for tensor in pair:
@@ -52,6 +94,7 @@ class KVStorage:
     def keep_only(self, pages: list[int]) -> None:
         """Let all other pages go; these come first, in this order."""
         self._paged.clear()
+        self._reserved.clear()
         for layer, pair in self._layers.items():
             k, v = (
                 tensor.view(self.num_pages, self.page_size, *tensor.shape[1:])[pages].flatten(0, 1) for tensor in pair
@@ -62,11 +105,22 @@ class KVStorage:
     def release(self) -> None:
         """Let the memory go now: the traceback of an error that is kept somewhere would hold on to this object."""
         self._paged.clear()
+        self._reserved.clear()
         self._layers.clear()
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+        return sum(tensor.nbytes for pair in (*self._layers.values(), *self._reserved) for tensor in pair)
+
+
+def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # It outlives a step, and the next one may run outside an inference mode that this one runs in.
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _kinds(pair: Pair) -> list[Kind]:
+    return [(tuple(x.shape), x.dtype, x.device) for x in pair]
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
