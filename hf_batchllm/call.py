@@ -144,8 +144,12 @@ class Call:
         sequences, vocabulary = len(self.prompts), self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
         reason = picked_by_host(options, self.model, device, _DEPTH.get(device.type, 1), sequences, vocabulary)
-        penalised = options.config.repetition_penalty not in (None, 1.0)
-        picking = picking_bytes(step.samples, vocabulary, penalised * sequences, by_host=reason is not None)
+        given = options.config
+        penalised = given.repetition_penalty not in (None, 1.0)
+        copied = penalised or bool(given.min_new_tokens or given.min_length)
+        picking = picking_bytes(
+            step.samples, vocabulary, penalised * sequences, copied=copied, by_host=reason is not None
+        )
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)

@@ -46,7 +46,7 @@ class AtOnce:
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with current_device(self.runner.architecture.device):
             logits = self.runner.step(batch)
-            tokens = self.sampler(logits, sampling) if sampling else []
+            tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
     def back(self) -> None:

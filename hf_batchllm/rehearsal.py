@@ -81,7 +81,7 @@ class Rehearsals:
     def beside_the_cache(
         self, runner: ModelRunner, step: LargestStep, graphs: bool, picking: int, memory: DeviceMemory
     ) -> int | None:
-        """Bytes, or None where they cannot be found out. ``picking``: bytes that picking tokens takes."""
+        """Bytes, or None where they cannot be found out. ``picking``: bytes that picking tokens takes; logits count."""
         architecture, backend = runner.architecture, runner.backend
         if not isinstance(backend, KernelBackend):
             return None  # in plain PyTorch a step takes the more memory the longer the sequences before it are
@@ -161,9 +161,12 @@ def _made_up(step: LargestStep, pages: int, page_size: int) -> Step:
     return made
 
 
-def picking_bytes(samples: int, vocabulary: int, sequences: int, by_host: bool) -> int:
-    """What becoming tokens takes of logits, beside the logits."""
+def picking_bytes(samples: int, vocabulary: int, sequences: int, *, copied: bool, by_host: bool) -> int:
+    """What becoming tokens takes of logits, beside the logits.
+
+    ``sequences``: of which it is known which tokens they have had. ``copied``: something is changed in the logits.
+    """
     scores = samples * vocabulary
-    copied = 4 * scores  # after penalties, or without their best
-    seen = sequences * vocabulary // 8  # a bit for each token that a sequence has had
-    return copied + seen + (_COPIES * min(scores, _PICKED_AT_ONCE) if by_host else 0)
+    kept = 4 * scores if copied or by_host else scores // 2  # in float32; else the best of each few
+    seen = sequences * vocabulary // 8  # a bit for each token
+    return kept + seen + (_COPIES * min(scores, _PICKED_AT_ONCE) if by_host else 0)

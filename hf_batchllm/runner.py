@@ -48,8 +48,8 @@ class ModelRunner:
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
-    def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary] float32
-        """Run the step's tokens; the logits of those rows that are sampled."""
+    def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
+        """Run the step's tokens; the logits of those rows that are sampled, as the model gives them."""
         with self._as_inference():
             return self._step(batch)
 
@@ -71,7 +71,7 @@ class ModelRunner:
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         context = self.backend.prepare(batch.attention)
-        return self._in_float32(self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows))
+        return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows)
 
     def forward(
         self,
@@ -100,7 +100,8 @@ class ModelRunner:
         logits = output.logits[0]
         return logits if self._selects_rows or logits_rows is None else logits[logits_rows]
 
-    def _in_float32(self, logits: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def in_float32(self, logits: torch.Tensor) -> torch.Tensor:
         """As ``generate`` hands them to its processors. Good until the next step."""
         if logits.dtype == torch.float32 or logits.device.type != "cpu":
             return logits.float()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
 import warnings
 import weakref
@@ -196,9 +197,10 @@ def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: p
     assert beside(200) - beside(100) >= 100 * parts
     assert beside(200, graphs=True) - beside(200) >= 200 * 1000
     assert beside(200, picking=10**6) - beside(200) >= 10**6
-    assert picking_bytes(10, 97, 0, by_host=False) >= 4 * 10 * 97
-    assert picking_bytes(10, 97, 800, by_host=False) - picking_bytes(10, 97, 0, by_host=False) == 97 * 100
-    assert picking_bytes(10, 97, 0, by_host=True) > 5 * picking_bytes(10, 97, 0, by_host=False)
+    plain = picking_bytes(10, 97, 0, copied=False, by_host=False)
+    assert picking_bytes(10, 97, 0, copied=True, by_host=False) >= 4 * 10 * 97 > plain
+    assert picking_bytes(10, 97, 800, copied=False, by_host=False) - plain == 97 * 100
+    assert picking_bytes(10, 97, 0, copied=False, by_host=True) > 5 * 4 * 10 * 97
 
 
 @pytest.mark.parametrize("each", [0, 500, 5000, 50_000])
@@ -679,9 +681,17 @@ def test_however_a_call_ends_all_of_it_goes_back(device: Device, monkeypatch: py
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1",
+    reason="takes all memory of the device: run this file alone, with -n 0 or -n 1",
+)
 class TestOnAGpu:
     def model(self) -> Any:
-        return copy.deepcopy(build(FAMILY)).to("cuda", torch.bfloat16)
+        gc.collect()  # what earlier tests have left is not this one's
+        model = copy.deepcopy(build(FAMILY)).to("cuda", torch.bfloat16)
+        with BatchGenerator(model) as generator:  # what products of matrices need for themselves stays
+            generator.generate([[5, 6, 7]], max_new_tokens=12)
+        return model
 
     @pytest.fixture
     def little(self) -> Iterator[Callable[[int], int]]:
@@ -702,7 +712,7 @@ class TestOnAGpu:
     def test_the_largest_cache_leaves_room_for_the_call(self, little: Callable[[int], int], options: Any) -> None:
         model = self.model()
         free = little(3 << 30)
-        prompts = [[5 + index % 80, 6, *range(7, 60)] for index in range(2000)]
+        prompts = [[5 + index % 80, 6 + index // 80, *range(7, 60)] for index in range(2000)]
         new_tokens = 4000  # so that all of them could use far more than there is; the end comes soon
         stops = list(range(0, 97, 3))
         before = torch.cuda.memory_allocated()
@@ -712,7 +722,7 @@ class TestOnAGpu:
                 report = result.report
                 beside = report.device_memory - before - report.kv_memory
                 print(f"\nfree {free:,} cache {report.kv_memory:,} beside {beside:,} {report.graphs}")
-                assert report.kv_memory > 0.5 * free
+                assert report.kv_memory > 0.6 * free
                 assert report.device_memory - before < free
                 assert beside <= free - report.kv_memory, "more was taken than was left"
         assert torch.cuda.memory_allocated() == before
