@@ -129,7 +129,7 @@ class Ahead:
 
     def _on_its_way(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
         if self.device.type != "cuda":
-            now = tokens.numpy().copy()  # the next step writes to the same place
+            now = tokens.cpu().numpy().copy()  # the next step writes to the same place
             return lambda: now
         landed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         landed.copy_(tokens, non_blocking=True)

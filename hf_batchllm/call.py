@@ -44,6 +44,7 @@ _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 # Decode rows run so often in a row that the host, which takes a millisecond or two to prepare a burst, keeps ahead:
 # each run takes at least as long as reading the weights, at so many bytes a second.
 _BURST_SECONDS, _BYTES_PER_SECOND, _MOST_TIMES = 0.016, 3e12, 16
+_LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,9 @@ class Call:
         kernels = sampling_kernels(device)
         pick = SeatedSampler(self.lineup.requests, work.options, work.seed, device, kernels)
         places = Seats.of(seats, work.options.eos_token_ids, device)
-        times = max(1, depth // 2) if runs_ahead(self.scheduler) else 1  # one burst runs, one waits for its turn
+        longest = max((request.max_new_tokens for request in self.lineup.requests), default=1)
+        # One burst runs, one waits for its turn.
+        times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if runs_ahead(self.scheduler) else 1
         graphs = graphs_for(self.config, self._runner, places, pick, kernels.advance, times, self.notices)
         if graphs is None and self.config.steps_per_sync is None:
             depth = _DEPTH.get(device.type, 1)

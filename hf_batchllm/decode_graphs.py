@@ -90,7 +90,7 @@ class DecodeGraphs:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
-        self.steps += batch.burst.times if graph.captured else 0
+        self.steps += times if graph.captured else 0
         return graph.settle()[:rows]
 
     def _look(self) -> None:
@@ -189,7 +189,9 @@ def owners_state(model: nn.Module, device: torch.device) -> object:
 
     It is asked for often, so it looks where modules keep things, past their ``__getattr__``.
     """
+    everywhere = nn.modules.module
     state: list[object] = [autocast_dtype(device)]
+    state += [len(everywhere._global_forward_hooks), len(everywhere._global_forward_pre_hooks)]
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()

@@ -59,10 +59,11 @@ class Met:
 
 
 class RowsWork:
-    """The work of whatever the rows are; as ``StepWork``, at addresses that stay.
+    """The work of whatever the rows are; as ``StepWork``, at addresses that stay. The kernels can do all layers.
 
     ``met``: what work has come up so far in the call, by a layer's key. A kernel without work still takes 2 to 4 us,
-    so what has not come up is not launched: where it does, there is no room for it.
+    so none is launched for work that has not come up. When it does come up there is no room for it (NoRoom), and the
+    rows are made anew: with room, and with the kernel.
     """
 
     has_chunks = False
@@ -169,25 +170,24 @@ class DecodeRows:
         burst, state = batch.burst, self._state
         assert burst is not None
         self.work.load(step)
-        rows, few = batch.attention.rows, state.pages.shape[1]
-        numbers = np.zeros((8 + few, self.rows), dtype=np.int64)
-        numbers[0, rows:] = len(self._seats.last) - 1  # nobody's
-        numbers[2, rows:] = -1  # nothing is written
-        numbers[6, :] = PADDING
-        numbers[0, :rows] = batch.tokens.row_seats.numpy()
-        numbers[1, :rows] = batch.attention.positions
-        numbers[2, :rows] = batch.attention.slots.numpy()
-        numbers[3, :rows] = batch.attention.positions + 1
-        numbers[4, :rows] = batch.tokens.made.numpy()
-        numbers[5, :rows] = burst.left
-        numbers[6, :rows] = RUNNING
-        numbers[7, :rows] = burst.start
-        numbers[8:, :rows] = burst.pages.T
-        given = sent(torch.from_numpy(numbers), state.token.device)
-        places = self._seat, state.position, state.slot, state.length, state.made, state.remaining, state.status
-        for place, values in zip((*places, state.start), given, strict=False):
+        rows, tokens, positions = batch.attention.rows, batch.tokens, batch.attention.positions
+        nobody = len(self._seats.last) - 1
+        given = [  # where it goes, what it is, and what it is of rows that there are not
+            (self._seat, tokens.row_seats.numpy(), nobody),
+            (state.position, positions, 0),
+            (state.slot, batch.attention.slots.numpy(), -1),
+            (state.length, positions + 1, 0),
+            (state.made, tokens.made.numpy(), 0),
+            (state.remaining, burst.left, 0),
+            (state.status, RUNNING, PADDING),
+            (state.start, burst.start, 0),
+            *((column, pages, -1) for column, pages in zip(state.pages.T, burst.pages.T, strict=True)),
+        ]
+        numbers = np.empty((len(given), self.rows), dtype=np.int64)  # they travel in one copy
+        for line, (_, values, none) in zip(numbers, given, strict=True):
+            line[:rows], line[rows:] = values, none
+        for values, (place, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
             place.copy_(values)
-        state.pages.copy_(given[8:].T)
         state.token.copy_(self._seats.last[self._seat])
         if len(self._seats.eos):
             ended = self._seats.ended[self._seat]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -104,8 +104,8 @@ class Engine:
                 elif not flights:
                     return
                 if step is None or self._enough(flights):
+                    tokens = flights[0].wait()  # where an interrupt finds it still on its way
                     flight = flights.popleft()
-                    tokens = flight.wait()
                     idle = self.idle_tokens
                     finished = self.collect(flight, tokens)
                     if watch is not None:
@@ -130,7 +130,7 @@ class Engine:
     def _launch(self, step: Step) -> Flight:
         repeat, most = getattr(self.scheduler, "repeat", None), self.launcher.most_times
         if most > 1 and not step.chunks and repeat is not None:
-            step.times = repeat(step, most)
+            step.times = self._checked(repeat(step, most), step, most)
         batch = self.builder.build(step)
         sampling = step.sampling()
         counts = [step.times_of(request) for request in sampling]
@@ -141,6 +141,19 @@ class Engine:
         # With chunks, rows run once.
         self.model_tokens += step.tokens if step.chunks else sum(counts)
         return Flight(step, sampling, counts, wait)
+
+    def _checked(self, times: Any, step: Step, most: int) -> int:
+        """What ``repeat`` gave: with another number, rows would run over pages that are not theirs."""
+        what = f"{type(self.scheduler).__name__}.repeat()"
+        if not isinstance(times, int) or not 1 <= times <= most:
+            raise TypeError(f"{what} gave {times!r}: it must give a whole number from 1 to {most}")
+        for request in step.rows:
+            end = request.length + min(times, request.max_new_tokens - request.made) - 1
+            if request.computed != end or len(request.pages) * self.builder.page_size < end - request.start:
+                raise ValueError(
+                    f"{what} gave {times}, so {request} needs pages up to position {end:,}, which its `computed` says"
+                )
+        return times
 
     def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
         """Give each request its tokens; those that end with them leave the cache."""

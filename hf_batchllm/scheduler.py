@@ -29,8 +29,10 @@ class Scheduler(Protocol):
     then have ``pending`` tokens, and those that are ``exhausted`` only wait for theirs. Where a request may be
     preempted ``must_know()`` says so beforehand: it is computed again from its tokens.
 
-    With ``repeat`` (absent: once) a step of nothing but rows may run several times in a row, before anybody looks at
-    the tokens.
+    With ``repeat(step, most)`` (absent: once) a step of nothing but rows may run several times in a row, before anybody
+    looks at the tokens. It gives that number, from 1 to ``most``. Each row then grows by as many tokens, or by those
+    that it may still have if they are fewer: up to position ``end = length + tokens - 1`` its pages must be reserved,
+    and its ``computed`` set to that.
     """
 
     preemptions: int
@@ -129,7 +131,7 @@ class _Base(ABC):
                     self.cache.reserve(request, end)
                     request.computed = end
                 break
-            times //= 2
+            times -= max(1, times // 8)
         return times
 
     def _enter(self, request: Request) -> None:

@@ -39,7 +39,9 @@ def attend_items(
         sees_from = sees_to - (window or _EVERYTHING)
         if rows > 1 and not causal:  # what several rows read is behind all of them
             sees_to = torch.full_like(sees_to, _EVERYTHING)
-        # All rows saw all of the first pages as the lists were made, and what has ended since may read what it likes.
+        if (sees_to[-1] == 0) and (rows == 1 or causal):  # it has ended: its pages may never have been written
+            full = end = begin
+        # All rows saw all of the first pages as the lists were made.
         attended, lse = _attend_pages(
             q[here], k_pages, v_pages, work.entries[begin:end], full - begin, sees_from, sees_to, scale, softcap
         )

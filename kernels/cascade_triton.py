@@ -105,6 +105,9 @@ def _attend_items(
     # Rows of different units share nothing but what lies below them all: then no length bounds what is read, and a row
     # that has ended (its length is 0) changes nothing for the others. Rows of one unit see up to the last one's end.
     length = tl.where(alone, tl.load(lengths + last), 1 << 30)
+    # Of a row that has ended nothing is read: the list may hold pages of its own that it never came to write.
+    end = tl.where(length > 0, end, begin)
+    full = tl.minimum(full, end)
 
     query, line_row, head, place, valid = load_query(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
@@ -127,7 +130,7 @@ def _attend_items(
         scores = score_box(query, k_box, scale, softcap, SOFTCAP)
         acc, peak, total = add_box(acc, peak, total, scores, factor, v_box, False)
         page = next_page
-    _, tokens, first = read_entry(entries, tl.minimum(full, end - 1))
+    _, tokens, first = read_entry(entries, tl.maximum(tl.minimum(full, end - 1), begin))
     for i in tl.range(full * BOXES, end * BOXES):
         next_page, next_tokens, next_first = read_entry(entries, tl.minimum((i + 1) // BOXES, end - 1))
         offset = i % BOXES * BOX

@@ -41,7 +41,7 @@ def rope_and_write(
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,  # [slots, kv_heads, dim]
     v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
-    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nothing of it is written, nor its q
+    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere; its q is made all the same
     *,
     q_out: torch.Tensor | None = None,  # [tokens, heads, dim]  by default q itself
     q_weight: torch.Tensor | None = None,  # [dim]  an RMSNorm over each head before the rotation
@@ -54,7 +54,6 @@ def rope_and_write(
     at = slots[written]
 
     def made(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        x = x[written]
         if weight is not None:
             x = rms_norm(x, weight, eps, unit_offset)
         if cos is None or sin is None:
@@ -62,12 +61,12 @@ def rope_and_write(
         rotary = cos.shape[-1]
         turning = x[..., :rotary]
         turned = torch.cat((-turning[..., rotary // 2 :], turning[..., : rotary // 2]), dim=-1)
-        rotated = turning * cos[written].unsqueeze(1) + turned * sin[written].unsqueeze(1)
+        rotated = turning * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
         return torch.cat((rotated.to(x.dtype), x[..., rotary:]), dim=-1)
 
-    k_cache[at] = made(k, k_weight)
+    k_cache[at] = made(k, k_weight)[written]
     v_cache[at] = v[written]
-    (q if q_out is None else q_out)[written] = made(q, q_weight)
+    (q if q_out is None else q_out).copy_(made(q, q_weight))
 
 
 def add_rms_norm(

@@ -113,7 +113,7 @@ def _rope_and_write(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
-    if slot < 0:
+    if (slot < 0) & (block >= q_blocks):
         return
     cos += token * table_token
     sin += token * table_token
@@ -144,7 +144,7 @@ def rope_and_write(
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,  # [slots, kv_heads, dim]
     v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
-    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nothing of it is written, nor its q
+    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere; its q is made all the same
     *,
     q_out: torch.Tensor | None = None,  # [tokens, heads, dim]  by default q itself
     q_weight: torch.Tensor | None = None,  # [dim]  an RMSNorm over each head before the rotation

@@ -79,6 +79,13 @@ class DecodeCase:
         tensors.q[torch.from_numpy(self.lengths == 0).to(device)] = NAN
         return tensors
 
+    def never_written(self) -> np.ndarray:
+        """Pages that only rows read which end: they may have ended before they came to write there."""
+        ranges = self.ranges
+        single = ranges.row_end - ranges.row_begin == 1
+        theirs = np.repeat(single & np.isin(ranges.row_begin, self.ended), np.diff(ranges.page_begin))
+        return np.setdiff1d(ranges.page[theirs], ranges.page[~theirs])
+
     def reference(self, tensors: Tensors, lengths: np.ndarray) -> torch.Tensor:
         """All rows; ``tensors`` in float64."""
         k, v = tensors.k.flatten(0, 1), tensors.v.flatten(0, 1)
@@ -215,7 +222,7 @@ class Outputs:
             mine.copy_(torch.where(its.isnan(), mine, its))
 
     def without(self, rows: torch.Tensor, row_parts: torch.Tensor) -> Outputs:
-        """With zeros wherever something was written for ``rows`` [rows] bool: what has ended may see what it likes."""
+        """With zeros wherever there is a number of ``rows`` [rows] bool: prefixes may be read for what has ended."""
         left = Outputs([each.clone() for each in self.guarded], self.guard)
         parts = rows.repeat_interleave(row_parts.diff().long())
         for each, of_rows in zip(left.inside, (rows, parts, parts), strict=True):
@@ -257,6 +264,10 @@ def check_decode(
     options = {"window": variant.window, "softcap": variant.softcap}
     errors: Counter[str] = Counter()
     for stage, going in case.stages():
+        if (~going)[case.ended].all():
+            for each in (given, exact):
+                for pages in (each.k, each.v):
+                    pages[torch.from_numpy(case.never_written()).to(pages.device)] = NAN
         lengths = torch.from_numpy(stage.astype(np.int32))
         ours = Outputs.empty(case, work.parts, variant.dtype, here, guard)
         for tile in work.items:
@@ -283,7 +294,7 @@ def check_decode(
         ours = merged.to(here)
         ours.assert_guarded()
         errors["merge"] = max(errors["merge"], assert_near(ours.out, joined, variant.dtype, f"merge, {variant}"))
-        assert ours.out.isfinite().all()
+        assert ours.out.isfinite().all(), "what has ended is no less finite than the rest"
         assert (ours.out[torch.from_numpy(case.lengths == 0).to(here)] == 0).all(), "a padding row's output is 0"
         rows = torch.from_numpy(going).to(here)
         assert_near(ours.out[rows], case.reference(exact, stage)[rows], variant.dtype, f"whole step, {variant}")

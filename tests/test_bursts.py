@@ -19,7 +19,8 @@ from test_decode_graphs import captured as captured  # a fixture
 from test_decode_graphs import graphs as graphs  # a fixture
 from test_parity import mixed_prompts
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, GenerationInterrupted
+from hf_batchllm.ahead import Ahead
 from hf_batchllm.cache import PagedCache
 from hf_batchllm.call import times_in_a_row
 from hf_batchllm.decode_graphs import DecodeGraphs
@@ -169,8 +170,15 @@ def test_a_stream_left_within_a_burst(watched: list[Any], graphs: list[DecodeGra
     assert_parity("llama", prompts, result, 20)
 
 
-def test_idle_rows_are_finite(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody looks at may still send other rows astray: through a router, or a sum over the batch."""
+@pytest.mark.parametrize("family", family_params(["llama", "gpt_oss", "mixtral", "gemma2"]))
+@pytest.mark.parametrize("count", [11, 16])
+def test_idle_rows_are_finite(
+    family: str, count: int, watched: list[Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody looks at may still send other rows astray: through a router, or a sum over the batch.
+
+    Whatever has not been written is NaN: the cache's pages, too.
+    """
     seen, rows = [], ModelRunner.rows
 
     def noted(self: ModelRunner, *given: Any) -> torch.Tensor:
@@ -179,17 +187,75 @@ def test_idle_rows_are_finite(graphs: list[DecodeGraphs], monkeypatch: pytest.Mo
         assert logits.isfinite().all()
         return logits
 
-    def empty(self: torch.Tensor, *shape: int, **rest: Any) -> torch.Tensor:
-        return self.new_full(shape, float("nan"), **rest)
+    def poisoned(make: Any) -> Any:
+        def made(*given: Any, **rest: Any) -> torch.Tensor:
+            tensor = make(*given, **rest)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
+        return made
+
+    generator = BatchGenerator(build(family), steps_per_sync=8, page_size=4)
     monkeypatch.setattr(ModelRunner, "rows", noted)
-    monkeypatch.setattr(torch.Tensor, "new_empty", empty)
-    prompts = [[index, 5, 7] for index in range(11)]  # the bucket is of 16
-    stops = list(range(0, 97, 9))
-    BatchGenerator(build("llama"), steps_per_sync=8).generate(
-        prompts, max_new_tokens=40, eos_token_id=stops, progress=False
-    )
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    prompts = [[5, 7, 9] * 4 + [index, 5, 7] for index in range(count)]  # the bucket is of 16
+    stops = list(range(0, 97, 5))
+    generator.generate(prompts, max_new_tokens=40, eos_token_id=stops, progress=False)
     assert seen[0] == 16
+
+
+def odd_repeat(gives: Any) -> type[GroupScheduler]:
+    class Odd(GroupScheduler):
+        def repeat(self, step: Step, most: int) -> Any:
+            return gives(super().repeat(step, most), most)
+
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda times, most: most + 1, r"Odd.repeat\(\) gave 9: it must give a whole number from 1 to 8"),
+        (lambda times, most: 0, "gave 0: it must"),
+        (lambda times, most: None, "gave None: it must"),
+        (lambda times, most: float(times), "gave 8.0: it must"),
+        (lambda times, most: times - 1, "gave 7, so Request.* needs pages up to position"),
+    ],
+)
+def test_what_a_scheduler_says_of_repeating_is_checked(gives: Any, message: str, graphs: list[DecodeGraphs]) -> None:
+    generator = BatchGenerator(build("llama"), steps_per_sync=16, scheduler=odd_repeat(gives)())
+    with pytest.raises((TypeError, ValueError), match=message):
+        generator.generate(mixed_prompts(1), max_new_tokens=30, progress=False)
+
+
+def test_steps_per_sync_beyond_all_reason(graphs: list[DecodeGraphs], launched: list[Step]) -> None:
+    prompts = mixed_prompts(1)
+    result = BatchGenerator(build("llama"), steps_per_sync=10**9).generate(prompts, max_new_tokens=9, progress=False)
+    assert_parity("llama", prompts, result, 9)
+    assert graphs[0].most_times == 9 and max(step.times for step in launched) == 8
+
+
+def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs beyond the end of an answer is not taken for tokens of prompts."""
+    waits, on_its_way = [], Ahead._on_its_way
+
+    def interrupted(self: Ahead, tokens: torch.Tensor) -> Any:
+        wait = on_its_way(self, tokens)
+
+        def waits_once() -> Any:
+            waits.append(1)
+            if len(waits) == 5:
+                raise KeyboardInterrupt
+            return wait()
+
+        return waits_once
+
+    monkeypatch.setattr(Ahead, "_on_its_way", interrupted)
+    prompts = mixed_prompts(3)
+    generator = BatchGenerator(build("llama"), steps_per_sync=8)
+    with pytest.raises(GenerationInterrupted) as caught:
+        generator.generate(prompts, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), progress=False)
+    assert caught.value.result.report.computed_tokens == generator.plan(prompts).computed_tokens
 
 
 # -- how often rows run in a row -------------------------------------------------------------------------------
