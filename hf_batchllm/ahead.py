@@ -117,8 +117,9 @@ class Ahead:
         graphs = self.graphs
         if graphs is None or not graphs.captured:
             return ""
-        taken = f"{graphs.seconds:.1f} s and {shown_size(graphs.bytes)}"
-        return f"{graphs.steps:,} steps by {graphs.captured} of them, which took {taken} to capture"
+        count = f"{graphs.captured} graph{'s' if graphs.captured > 1 else ''}"
+        taken = f"{1000 * graphs.seconds:,.0f} ms and {shown_size(graphs.bytes)}"
+        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture"
 
     def close(self) -> None:
         if self._outside is not None:  # an interrupt came while a step put things back

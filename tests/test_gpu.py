@@ -182,4 +182,4 @@ def test_the_last_graph_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = generator.generate(prompts, max_new_tokens=200, eos_token_id=list(range(0, 97, 20)))
-    assert "by 1 of them" not in result.report.graphs and "0 B" not in result.report.graphs
+    assert "from 1 graph," not in result.report.graphs and " 0 B" not in result.report.graphs
