@@ -21,7 +21,7 @@ from .errors import UnsupportedModelError
 from .kinds import a_kind
 from .mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from .patches.attention_swap import AttentionSwap
-from .storage import AttentionShape
+from .storage import AttentionShape, kv_dtype
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
@@ -108,11 +108,12 @@ def inspect_model(model: nn.Module) -> Architecture:
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     """What an owner may change between two calls: where the weights are, their type, the size of the vocabulary."""
     inner = base_model(model)
+    device = _single_device(inner, architecture.name)
     return replace(
         architecture,
-        kv_bytes_per_token=architecture.kv_values_per_token * inner.dtype.itemsize,
+        kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
         vocab_size=_vocab_size(inner),
-        device=_single_device(inner, architecture.name),
+        device=device,
     )
 
 

@@ -159,6 +159,9 @@ class Call:
             return self.home.rehearsals.beside_the_cache(self._runner, step, graphs, picking, self.home.memory)
         finally:
             storage.release()
+            if self._runner is not None:
+                self._runner.restore()  # it goes, with what it holds
+                self._runner = None
 
     @property
     def _budget(self) -> int:

@@ -204,7 +204,8 @@ def owners_state(model: nn.Module, device: torch.device) -> object:
             state += [tensor.data_ptr() for tensor in tensors.values() if tensor is not None]
         # PEFT's layers; transformers' models have a method of that name.
         if isinstance(getattr(type(module), "disable_adapters", None), property) or "disable_adapters" in held:
-            state += [str(getattr(module, name, None)) for name in ("active_adapters", "disable_adapters")]
+            names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+            state += [str(getattr(module, name, None)) for name in names]
         waiting.extend(held["_modules"].values())
     return state
 

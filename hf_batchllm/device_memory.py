@@ -86,7 +86,13 @@ class CudaMemory:
 
     def free(self) -> int:
         used = self.used()
-        return torch.cuda.mem_get_info(self._device)[0] + used.reserved - used.allocated
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(0, min(free + used.reserved, int(self._allowed() * total)) - used.allocated)
+
+    def _allowed(self) -> float:
+        """The share of the device that its user lets PyTorch have."""
+        ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        return ask(self._device) if ask is not None and torch.cuda.get_allocator_backend() == "native" else 1.0
 
     def trim(self) -> None:
         torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,8 +146,9 @@ class Engine:
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """What ``repeat`` gave: with another number, rows would run over pages that are not theirs."""
         what = f"{type(self.scheduler).__name__}.repeat()"
-        if not isinstance(times, int) or not 1 <= times <= most:
+        if not hasattr(times, "__index__") or not 1 <= operator.index(times) <= most:
             raise TypeError(f"{what} gave {times!r}: it must give a whole number from 1 to {most}")
+        times = operator.index(times)  # NumPy's integers, too
         for request in step.rows:
             end = request.length + min(times, request.max_new_tokens - request.made) - 1
             if request.computed != end or len(request.pages) * self.builder.page_size < end - request.start:

@@ -15,7 +15,7 @@ from .errors import CacheMemoryError
 from .notices import Notices
 from .rehearsal import Rehearsals
 from .results import shown_size
-from .storage import KVStorage, autocast_dtype
+from .storage import KVStorage, autocast_dtype, kv_dtype
 
 _SMALLER = 0.9  # times what could not be had
 _MUCH = 10  # to leave more than one part in so many to steps is worth a closer look
@@ -77,9 +77,15 @@ class CacheHome:
         try:
             self.storage.keep_only(self.cache.compact())
             self._fingerprint = weights_fingerprint(self._model)
-        except BaseException:
+        except BaseException as error:
             self.clear()
-            raise
+            if not is_out_of_memory(error):
+                raise
+            self._notices(
+                "settle",
+                f"no prefixes are kept for the next call: {self.architecture.device} had no memory to put them "
+                "together. Set a smaller `kv_memory`",
+            )
 
     def clear(self) -> None:
         if self.storage is not None:
@@ -123,8 +129,18 @@ class CacheHome:
             return share // 2  # fewer sequences at a time, whose steps may do
         finally:
             self.memory.trim()
-        # It is reckoned with the largest step that could be: a single sequence may do with less.
-        return max(self._room(held + self.memory.free()), min(share, needed * self.page_bytes))
+        room, enough = self._room(held + self.memory.free()), max(share // 2, needed * self.page_bytes)
+        if enough > share:  # a sequence that does not fit anyway
+            enough = share // 2
+        if room >= enough:
+            return room
+        # It is reckoned with the largest step that could be, and hardly ever is.
+        self._notices(
+            "step",
+            f"steps of this call may take most of the memory that is free on {self.architecture.device}, beside a KV "
+            f"cache of {shown_size(enough)}. If it runs out, set a smaller `max_batch_tokens`",
+        )
+        return enough
 
     def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
         """Bytes to leave to steps: a larger cache holds more sequences, which make larger steps."""
@@ -145,7 +161,8 @@ class CacheHome:
 
     def _make(self, planned: int, needed: int) -> None:
         """A cache of ``planned`` pages; of fewer, if meanwhile there is no memory for so many."""
-        size, pages, least = self._config.page_size, planned, min(planned, needed)
+        # A sequence that needs more than all of it is refused later, by name.
+        size, pages, least = self._config.page_size, planned, needed if needed <= planned else 1
         while True:
             self.storage = KVStorage(pages, size)
             try:
@@ -176,10 +193,8 @@ class CacheHome:
     def _reserve(self, storage: KVStorage) -> None:
         if not self.memory.taken_at_once:
             return  # in vain: a CPU hands out memory when it is first written to
-        dtype = base_model(self._model).dtype
-        if dtype != torch.float64:  # as attention does it
-            dtype = autocast_dtype(self.architecture.device) or dtype
-        storage.reserve(self.architecture.attention, dtype, self.architecture.device)
+        device = self.architecture.device
+        storage.reserve(self.architecture.attention, kv_dtype(base_model(self._model).dtype, device), device)
 
     def _grow(self, pages: int, needed: int) -> None:
         assert self.cache is not None and self.storage is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -122,16 +123,20 @@ class _Base(ABC):
             times = min(times, *left)
             if any(request.can_stop for request in rows):
                 times = min(times, max(1, most // _SOONER))
-        while times > 1:
+
+        def ends(times: int) -> list[int]:
             # The step itself has been counted as computed; the last token is sampled and not run.
-            ends = [request.length + min(times, own) - 1 for request, own in zip(rows, left, strict=True)]
-            missing = sum(self.cache.missing(request, end) for request, end in zip(rows, ends, strict=True))
-            if missing <= self.cache.free_pages:
-                for request, end in zip(rows, ends, strict=True):
-                    self.cache.reserve(request, end)
-                    request.computed = end
-                break
-            times -= max(1, times // 8)
+            return [request.length + min(times, own) - 1 for request, own in zip(rows, left, strict=True)]
+
+        def too_many(times: int) -> bool:
+            pairs = zip(rows, ends(times), strict=True)
+            return sum(self.cache.missing(request, end) for request, end in pairs) > self.cache.free_pages
+
+        if too_many(times):
+            times = bisect_left(range(times), True, lo=2, key=too_many) - 1
+        for request, end in zip(rows, ends(times), strict=True):
+            self.cache.reserve(request, end)
+            request.computed = end
         return times
 
     def _enter(self, request: Request) -> None:

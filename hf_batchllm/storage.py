@@ -123,6 +123,13 @@ def _kinds(pair: Pair) -> list[Kind]:
     return [(tuple(x.shape), x.dtype, x.device) for x in pair]
 
 
+def kv_dtype(model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values are computed in, as a rule."""
+    if model_dtype == torch.float64:  # which autocast leaves alone
+        return model_dtype
+    return autocast_dtype(device) or model_dtype
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What torch's own attention would be given here; None outside autocast."""
     kind = device.type

@@ -142,16 +142,41 @@ def test_what_the_user_sets_counts(device: Device, steps: list[int]) -> None:
     assert len(steps) == result.report.steps
 
 
-def test_a_step_that_leaves_nothing_leaves_room_for_the_longest_sequence(device: Device) -> None:
+def test_a_step_that_might_take_everything_leaves_half_and_that_is_said(device: Device) -> None:
     prompts = mixed_prompts(4)
     tight(device, prompts, 0.9)
     device.step = 2 * device.size
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
-    result = generate(generator, prompts)
-    longest = max(map(len, prompts)) + NEW_TOKENS - 1
-    pages = result.report.kv_memory // generator._home.page_bytes
-    assert pages == -(-longest // PAGE) + result.report.plan.depth
+    with pytest.warns(
+        UserWarning, match="steps of this call may take most of the memory .* smaller `max_batch_tokens`"
+    ):
+        result = generate(generator, prompts)
+    assert 0.4 * device.size < result.report.kv_memory <= 0.45 * device.size
     assert_parity(FAMILY, prompts, result, NEW_TOKENS)
+
+
+def test_a_prompt_that_does_not_fit_anyway_changes_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, failed = KVStorage.reserve, []
+
+    def fails_once(self: KVStorage, *given: Any) -> None:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("injected")
+        reserve(self, *given)
+
+    monkeypatch.setattr(KVStorage, "reserve", fails_once)
+    prompts = mixed_prompts(6)
+    tight(device, prompts, 0.8)
+    device.step = int(0.3 * device.size)
+    sizes = []
+    for more in ([], [[5] * 20_000]):
+        failed.clear()  # the smaller cache that is then taken has room for the others
+        generator = BatchGenerator(build(FAMILY), page_size=PAGE, max_batch_tokens=300)
+        with pytest.warns(UserWarning, match="instead of"):
+            result = generate(generator, [*prompts, *more], on_error="record")
+        sizes.append(result.report.kv_memory)
+        assert [bool(generation.error) for generation in result] == [False] * len(prompts) + [True] * len(more)
+    assert sizes[1] <= 1.1 * sizes[0]
 
 
 def test_a_step_that_does_not_fit_at_all_is_said(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,18 @@ def test_kept_prefixes_stay_while_the_cache_grows(device: Device, watched: list[
     assert not device.tensors
 
 
+def test_a_call_that_has_ended_well_keeps_its_results(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(KVStorage, "keep_only", fails)
+    generator = BatchGenerator(build(FAMILY), page_size=PAGE, keep_prefixes=4, min_shared_tokens=1)
+    with pytest.warns(UserWarning, match="no prefixes are kept for the next call.*smaller `kv_memory`"):
+        result = generate(generator, questions(6, 1))
+    assert_parity(FAMILY, questions(6, 1), result, NEW_TOKENS)
+    assert not device.tensors
+
+
 def test_kept_prefixes_go_where_there_is_no_memory_to_grow(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, keep_prefixes=2)
     generate(generator, questions(2, 0))

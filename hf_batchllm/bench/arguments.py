@@ -66,6 +66,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
             if path and not path.parent.is_dir():
                 raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+            if path and path.is_dir():
+                raise ValueError(f"{flag} {path} is a folder: name a file in it")
+        if asked.torch_device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {asked.device}: this torch finds no CUDA device")
         if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
             raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
     except (ValueError, RuntimeError) as error:
