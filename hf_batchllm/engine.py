@@ -82,7 +82,6 @@ class Engine:
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
-        self.stop_tokens = stop_tokens
         self.depth = depth if runs_ahead(scheduler) else 1
         # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
         self.flights = 2 if launcher.most_times > 1 else depth

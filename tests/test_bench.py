@@ -24,6 +24,7 @@ from hf_batchllm.bench.plot import main as draw
 from hf_batchllm.bench.plot import plot
 from hf_batchllm.bench.rates import Rates
 from hf_batchllm.bench.sweeps import SyncCell, SyncSweep
+from hf_batchllm.bench.table import tried
 from hf_batchllm.bench.workload import Mix, Workload
 from hf_batchllm.request import Request, Step
 from hf_batchllm.scheduler import GroupScheduler
@@ -170,7 +171,7 @@ def test_the_table_over_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("more", [[], ["--stop-after", "3"]])
 def test_the_table_over_steps_per_sync(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    assert bench.main([*SMALL, "--steps-per-sync", "1,3", *more, "--json", str(path)]) == 0
+    assert bench.main([*without(SMALL, "--batch-sizes"), "--steps-per-sync", "1,3", *more, "--json", str(path)]) == 0
     said = capsys.readouterr().out
     assert "idle tokens" in said and "there are no CUDA graphs to turn off" in said
     assert ("every answer's length is known" in said) == (not more)
@@ -263,6 +264,11 @@ def test_a_rival_that_fails_is_reported_as_such(
         (["--workload", "sharegpt", "--shared", "10"], "--shared does not go with --workload sharegpt"),
         (["--workload", "sharegpt", "--stop-after", "10"], "--stop-after does not go with"),
         (["--stop-after", "10", "--floor"], "--floor needs to know their lengths"),
+        (["--degrees", "1,2", "--no-pieces"], "--no-pieces has no place in the table of --degrees: leave it out"),
+        (["--degrees", "1,2", "--rivals", "generate,generate_batch"], "--rivals generate_batch has no place"),
+        (["--steps-per-sync", "1,2", "--rivals", "generate"], "--rivals has no place in the table of --steps-per-sync"),
+        (["--steps-per-sync", "1,2", "--rival-runs", "2"], "--rival-runs has no place"),
+        (["--json", "/tmp"], "--json /tmp is a folder: name a file in it"),
         (["--off-new", "10"], "without graphs of --steps-per-sync"),
         (["--steps-per-sync", "1,2", "--set", "cuda_graphs=false"], "sets cuda_graphs itself: leave out --set"),
         (["--plot", "figure.doc"], "must end in .svg, .png, .pdf"),
@@ -286,9 +292,9 @@ def test_a_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], monkey
 
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for arguments in (["--floor"], ["--degrees", "1,3"]):
+    for arguments in (["--floor", "--no-pieces"], ["--degrees", "1,3"]):
         path = tmp_path / f"{arguments[0].strip('-')}.svg"
-        asked = [*SMALL, *arguments, "--rivals", "generate", "--no-pieces", "--plot", str(path)]
+        asked = [*SMALL, *arguments, "--rivals", "generate", "--plot", str(path)]
         assert bench.main(asked if "--floor" in arguments else without(asked, "--degree")) == 0
         assert path.read_text().rstrip().endswith("</svg>") and path.stat().st_size > 5000
 
@@ -350,3 +356,8 @@ def test_larger_batches_are_tried_until_they_are_slower(monkeypatch: pytest.Monk
     )
     best, speeds = best_batch_size(build("llama"), [[1]] * 16, 4, [16, 8, 4, 2, 1])
     assert best == 4 and list(speeds) == [1, 2, 4, 8]
+
+
+def test_a_best_batch_size_at_the_end_of_those_tried_is_said() -> None:
+    assert "largest that was tried" in tried({2: 1.0, 4: 2.0})
+    assert "largest" not in tried({2: 2.0, 4: 1.0}) and "largest" not in tried({4: 1.0})

@@ -90,7 +90,7 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
         note = "" if model.dtype == torch.float32 else " (short of float32 they part where the best logits all but tie)"
         print(f"\nsame tokens as model.generate: {same[0]} of {same[1]} prompts{note}")
     if tried:
-        print("model.generate, prompts/s by batch size: " + ", ".join(f"{n}: {s:.2f}" for n, s in tried.items()))
+        print(table.tried(tried))
     print(f"\n{report}")
     assert report is not None
     return figures.of_contenders(workload, rows, report, pieces, same, tried, reads, busy)

@@ -68,6 +68,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                 raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
             if path and path.is_dir():
                 raise ValueError(f"{flag} {path} is a folder: name a file in it")
+        most = 512 if asked.torch_device.type == "cuda" else 64
+        asked.batch_sizes = asked.batch_sizes or [1 << power for power in range(most.bit_length())]
+        if asked.rivals is None:
+            asked.rivals = _RIVALS
         if asked.torch_device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {asked.device}: this torch finds no CUDA device")
         if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
@@ -82,6 +86,14 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
     if asked.degrees and asked.steps_per_sync:
         raise ValueError("--degrees and --steps-per-sync are two tables: ask for one of them")
+    if asked.degrees or asked.steps_per_sync:
+        table = "--degrees" if asked.degrees else "--steps-per-sync"
+        unused = {"--no-pieces": asked.no_pieces, "--rivals generate_batch": "generate_batch" in (asked.rivals or ())}
+        if asked.steps_per_sync:
+            numbers = {"--rival-requests": asked.rival_requests, "--rival-runs": asked.rival_runs}
+            unused |= {"--rivals": asked.rivals, "--floor": asked.floor, "--batch-sizes": asked.batch_sizes} | numbers
+        if given := [name for name, value in unused.items() if value]:
+            raise ValueError(f"{given[-1]} has no place in the table of {table}: leave it out")
     if asked.degrees and (asked.workload != "rfc" or asked.degree):
         other = "--degree" if asked.degree else f"--workload {asked.workload}"
         raise ValueError(f"--degrees varies the rfc workload: leave out {other}")
@@ -226,7 +238,6 @@ def _add_measuring(measuring: Any) -> None:
     measuring.add_argument(
         "--rivals",
         type=_rivals,
-        default=_RIVALS,
         metavar="NAMES",
         help=f"{','.join(_RIVALS)} (default: both), or none. Beside --degrees: generate alone; --steps-per-sync: none",
     )
@@ -241,9 +252,8 @@ def _add_measuring(measuring: Any) -> None:
     measuring.add_argument(
         "--batch-sizes",
         type=_positives,
-        default=[1, 2, 4, 8, 16, 32, 64],
         metavar="N,N,...",
-        help="those that model.generate is tried with (default: 1,2,4,...,64)",
+        help="those that model.generate is tried with (default: 1,2,4,...,64; on a GPU up to 512)",
     )
     measuring.add_argument("--no-pieces", action="store_true", help="do not time the bare pieces")
     measuring.add_argument(

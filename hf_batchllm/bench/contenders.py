@@ -245,6 +245,7 @@ def best_batch_size(
 ) -> tuple[int, dict[int, float]]:
     """The batch size at which ``generate`` is fastest, from one batch of each; and prompts/s for those tried.
 
+    On a GPU the first run of a size is slow, whatever the size: there it runs over a few tokens first.
     Where answers differ in length a prompt counts by its share of the tokens, and no size is skipped: the batches hold
     different work.
     """
@@ -254,6 +255,8 @@ def best_batch_size(
     for size in sorted({min(size, len(prompts)) for size in sizes}):
         batch = Generate(model, size)
         try:
+            if model.device.type == "cuda":
+                batch.run(prompts[:size], [min(2, length) for length in lengths[:size]])
             seconds, _ = timed(model.device, lambda size=size, batch=batch: batch.run(prompts[:size], lengths[:size]))
         except Exception:  # mostly for want of memory, of which larger ones need more
             break

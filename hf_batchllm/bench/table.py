@@ -132,3 +132,11 @@ def _seconds(name: str, seconds: float, note: str = "") -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
+
+
+def tried(speeds: dict[int, float]) -> str:
+    """Prompts/s of ``generate`` by batch size; and whether a larger one might have been better."""
+    each = ", ".join(f"{size}: {speed:.2f}" for size, speed in speeds.items())
+    said = f"model.generate, prompts/s by batch size:\n  {each}"
+    best_is_largest = len(speeds) > 1 and max(speeds, key=speeds.__getitem__) == max(speeds)
+    return said + ("\n  The largest that was tried is the best: see --batch-sizes." if best_is_largest else "")
