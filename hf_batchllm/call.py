@@ -54,13 +54,23 @@ class Work:
     prompts: list[Prompt]  # those that can be run
     places: list[int]  # where each of them stands in the list that was passed in
     problems: dict[int, str]  # why the others cannot
-    options: Options
+    options: list[Options]  # of each prompt of that list, those that cannot be run included; many have the same
     max_new_tokens: list[int]
     seed: int | None
 
     @property
+    def samples(self) -> list[int]:
+        """How many sequences each of the prompts gets."""
+        return [self.options[place].num_return_sequences for place in self.places]
+
+    @property
     def sequences(self) -> int:
-        return len(self.prompts) * self.options.num_return_sequences
+        return sum(self.samples)
+
+    @property
+    def kinds(self) -> list[Options]:
+        """The different options that there are."""
+        return list(dict.fromkeys(self.options[place] for place in self.places))
 
 
 class Call:
@@ -92,10 +102,10 @@ class Call:
         self.work = work
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
-        samples = work.options.num_return_sequences
+        samples = work.samples
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
-        self.prompts = [prompt for prompt in work.prompts for _ in range(samples)]
-        limits = [limit for limit in work.max_new_tokens for _ in range(samples)]
+        self.prompts = [prompt for prompt, count in zip(work.prompts, samples, strict=True) for _ in range(count)]
+        limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = make_plan(self.prompts, self.config, limits)
         self.planning_seconds = time.perf_counter() - self.began
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
@@ -109,8 +119,9 @@ class Call:
             pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
         )
-        stop_tokens = work.options.eos_token_ids
-        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=bool(stop_tokens))
+        can_stop = [bool(work.options[place].eos_token_ids) for place in work.places]
+        stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
+        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=stops)
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True
@@ -135,19 +146,18 @@ class Call:
             short_chunk=backend.short_chunk,
             most_times=0 if graphs is None else graphs.most_times,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, stop_tokens, depth)
+        self.engine = Engine(self.scheduler, builder, launcher, self._stop_tokens(), depth)
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
         if cannot_rehearse(self.model):
             return None
-        config, device, options = self.config, self.architecture.device, self.work.options
+        config, device, kinds = self.config, self.architecture.device, self.work.kinds
         sequences, vocabulary = len(self.prompts), self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
-        reason = picked_by_host(options, self.model, device, _DEPTH.get(device.type, 1), sequences, vocabulary)
-        given = options.config
-        penalised = given.repetition_penalty not in (None, 1.0)
-        copied = penalised or bool(given.min_new_tokens or given.min_length)
+        reason = self._picked_by_host(_DEPTH.get(device.type, 1), sequences)
+        penalised = any(options.config.repetition_penalty not in (None, 1.0) for options in kinds)
+        copied = penalised or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
         picking = picking_bytes(
             step.samples, vocabulary, penalised * sequences, copied=copied, by_host=reason is not None
         )
@@ -176,15 +186,16 @@ class Call:
         depth = self.config.steps_per_sync
         if depth is None:
             depth = 2 * times_in_a_row(self.model) if device.type == "cuda" else 1
-        seats, vocabulary = len(self.lineup.requests), self.architecture.vocab_size
-        reason = picked_by_host(work.options, self.model, device, depth, seats, vocabulary)
+        seats = len(self.lineup.requests)
+        reason = self._picked_by_host(depth, seats)
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
             return AtOnce(self._runner, Sampler(self.model, work.options, work.seed)), 1
         kernels = sampling_kernels(device)
-        pick = SeatedSampler(self.lineup.requests, work.options, work.seed, device, kernels)
-        places = Seats.of(seats, work.options.eos_token_ids, device)
+        (options,) = work.kinds
+        pick = SeatedSampler(self.lineup.requests, options, work.seed, device, kernels)
+        places = Seats.of(seats, options.eos_token_ids, device)
         longest = max((request.max_new_tokens for request in self.lineup.requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if runs_ahead(self.scheduler) else 1
@@ -199,6 +210,16 @@ class Call:
                 "see `runs_ahead` in hf_batchllm.scheduler.Scheduler",
             )
         return self._ahead, depth
+
+    def _picked_by_host(self, depth: int, sequences: int) -> str | None:
+        """Why tokens are not picked on the device; None if they are."""
+        device, kinds, vocabulary = self.architecture.device, self.work.kinds, self.architecture.vocab_size
+        if len(kinds) > 1:
+            return "settings differ between prompts, so the host picks the tokens, for which it waits after each step"
+        return picked_by_host(kinds[0], self.model, device, depth, sequences, vocabulary) if kinds else None
+
+    def _stop_tokens(self) -> frozenset[int]:
+        return frozenset().union(*(options.eos_token_ids for options in self.work.kinds))
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""

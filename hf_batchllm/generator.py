@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
@@ -21,7 +21,7 @@ from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError,
 from .kinds import a_kind, shown
 from .memory import CacheHome
 from .notices import Notices
-from .options import Options, inferred_mask, resolve_options
+from .options import Options, inferred_mask, resolve_each
 from .patches.fused import Fusion
 from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
@@ -75,7 +75,7 @@ class BatchGenerator:
     def generate(
         self,
         prompts: Any,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
         seed: int | None = None,
         on_error: str = "raise",
@@ -97,7 +97,7 @@ class BatchGenerator:
     def generate(
         self,
         prompts: Any = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
         seed: int | None = None,
         on_error: str = "raise",
@@ -134,7 +134,7 @@ class BatchGenerator:
                     self.last_report = report = call.report()
             rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
             result = BatchResult([rows[key] for key in sorted(rows)], report)
-            return result if padded is None else _as_tensors(padded, result, work.options)
+            return result if padded is None else _as_tensors(padded, result, work.options[0])
         except KeyboardInterrupt:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
@@ -145,7 +145,7 @@ class BatchGenerator:
     def stream(
         self,
         prompts: Any = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
         seed: int | None = None,
         on_error: str = "raise",
@@ -241,7 +241,7 @@ class BatchGenerator:
     def _check(
         self,
         prompts: Any,
-        generation_config: GenerationConfig | None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
         seed: int | None,
         on_error: str,
         generate_kwargs: dict[str, Any],
@@ -254,17 +254,25 @@ class BatchGenerator:
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
         if seed is not None:
             seed = _checked_seed(seed)
-        options = resolve_options(self.model, generation_config, generate_kwargs, padded, self._notices)
+        resolved = resolve_each(self.model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
         if padded is None:
             checked, problems = self._checked_prompts(prompts)
         else:
-            inferred = inferred_mask(self.model, options, padded) if padded.mask is None else None
+            inferred = inferred_mask(self.model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, self.architecture.vocab_size)
+        if isinstance(generation_config, list | tuple):
+            if len(resolved) != len(checked):
+                raise OptionValueError(
+                    "generation_config",
+                    f"is a list of {len(resolved):,} and there are {len(checked):,} prompts: it must have one for each",
+                )
+        else:
+            resolved *= len(checked)
         good: list[Prompt] = []
         places: list[int] = []
         limits: list[int] = []
-        for index, prompt in enumerate(checked):
+        for index, (prompt, options) in enumerate(zip(checked, resolved, strict=True)):
             if prompt is None:
                 continue
             limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
@@ -277,11 +285,11 @@ class BatchGenerator:
             limits.append(limit)
         if problems and on_error == "raise":
             raise PromptError(problems)
-        if not options.do_sample:
+        if not any(options.do_sample for options in resolved):
             seed = None
         elif seed is None:
             seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, options, limits, seed)
+        return Work(good, places, problems, resolved, limits, seed)
 
     def _warn_of_dropout(self) -> None:
         if not self.model.training:
@@ -362,7 +370,7 @@ class BatchGenerator:
 
     def _failures(self, work: Work) -> Iterator[Generation]:
         for index, why in sorted(work.problems.items()):
-            for sample in range(work.options.num_return_sequences):
+            for sample in range(work.options[index].num_return_sequences):
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 

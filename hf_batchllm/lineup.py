@@ -41,10 +41,17 @@ def line_up(
     plan: SharingPlan,
     max_new_tokens: Sequence[int],
     cache: PagedCache,
-    samples: int = 1,
-    can_stop: bool = True,
+    samples: int | Sequence[int] = 1,
+    can_stop: bool | Sequence[bool] = True,
 ) -> Lineup:
-    """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers."""
+    """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers.
+
+    ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them.
+    """
+    if isinstance(samples, int):
+        samples = [samples] * (len(prompts) // samples)
+    owners = [(index, sample) for index, count in enumerate(samples) for sample in range(count)]
+    stops = [can_stop] * len(prompts) if isinstance(can_stop, bool) else can_stop
     prefixes: list[Prefix] = []
     lineup = Lineup([], prefixes)
     for segment in plan.segments:
@@ -60,14 +67,14 @@ def line_up(
         parent = int(plan.parents[place])
         below = prefixes[parent] if parent >= 0 else None
         request = Request(
-            place // samples,
+            owners[place][0],
             prompt.ids,
             int(max_new_tokens[place]),
-            sample=place % samples,
+            sample=owners[place][1],
             rank=int(rank[place]),
             start=below.end if below is not None else 0,
             key=prompt.key,
-            can_stop=can_stop,
+            can_stop=stops[place],
         )
         found.append(_attach(request, below, len(prompt.ids) - 1, cache))
         lineup.requests.append(request)

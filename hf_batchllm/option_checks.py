@@ -84,7 +84,7 @@ _ELSEWHERE = {
         ("guided_decoding", "structured_outputs", "response_format", "guided_json", "guided_regex"),
         "is not supported (constrained decoding)",
     ),
-    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), "is not supported yet"),
+    "top_logprobs": "is called `logprobs` here: how many of the likeliest tokens, beside the chosen one",
     **dict.fromkeys(("device", "dtype", "torch_dtype"), "is not taken: the model runs where, and as, it is"),
     "model": "goes into BatchGenerator(model)",
     "config": "goes into BatchGenerator(model, config=...); options of generate go into `generation_config`",

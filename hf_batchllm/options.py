@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ from .tensors import PaddedBatch
 
 HONOURED = frozenset(
     "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
-    "num_return_sequences eos_token_id pad_token_id bos_token_id".split()
+    "num_return_sequences eos_token_id pad_token_id bos_token_id top_h typical_p epsilon_cutoff eta_cutoff "
+    "encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids renormalize_logits "
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens sequence_bias guidance_scale watermarking_config stop_strings max_time".split()
 )
+FOR_TENSORS = frozenset("return_dict_in_generate output_scores output_logits".split())
 
 # They choose how transformers would run, or belong to modes that are refused: no effect on the results here.
 WITHOUT_EFFECT = frozenset(
@@ -40,30 +45,39 @@ REFUSED_ARGUMENTS = {
     "inputs_embeds": "is not supported: prompts are text or token ids",
     "position_ids": "is not supported: positions follow from the prompt",
     "past_key_values": "is not supported: shared prefixes are found in the list itself (see BatchConfig.keep_prefixes)",
-    "logits_processor": "is not supported yet",
-    "stopping_criteria": "is not supported yet",
-    "prefix_allowed_tokens_fn": "is not supported yet",
     "assistant_model": "is not supported: assisted decoding is for single prompts",
-    "streamer": "is not supported yet",
-    "negative_prompt_ids": "is not supported (classifier-free guidance)",
-    "negative_prompt_attention_mask": "is not supported (classifier-free guidance)",
     "trust_remote_code": "has no meaning here: no code is loaded",
     "custom_generate": "is not supported: it would replace what this library does",
     "synced_gpus": "is not supported: the model must be on a single device",
-    "tokenizer": "goes into BatchGenerator(model, tokenizer=...)",
 }
 
 _REASONS = {
     "num_beams": "is not supported yet: beam search",
-    "max_time": "is not supported yet",
-    "stop_strings": "is not supported yet",
     "return_dict_in_generate": "goes with tensors (`input_ids=`): a list of prompts gives a BatchResult",
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a call takes beside the fields of a GenerationConfig; the same for all of its prompts."""
+
+    logits_processor: Any = None  # a list, or a factory of lists: see ``processing``
+    stopping_criteria: Any = None  # a list, or a factory of lists
+    prefix_allowed_tokens_fn: Any = None
+    negative_prompt_ids: Any = None
+    negative_prompt_attention_mask: Any = None
+    streamer: Any = None
+    tokenizer: Any = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+ARGUMENTS = tuple(each.name for each in fields(Given))
+
+
+@dataclass(frozen=True, eq=False)
 class Options:
-    """The options of one call, resolved."""
+    """The options of some prompts of a call, resolved."""
 
     config: GenerationConfig  # transformers' own, all defaults filled in; a copy
     eos_token_ids: frozenset[int]
@@ -71,6 +85,7 @@ class Options:
     do_sample: bool
     num_return_sequences: int
     has_default_length: bool  # no length was given anywhere
+    given: Given = field(default_factory=Given)
 
     def max_new_tokens(self, prompt_tokens: int, max_positions: int | None) -> int:
         """How many tokens a prompt may grow by; 0 or less if it is as long as ``max_length`` already."""
@@ -98,18 +113,20 @@ def resolve_options(
     notices = notices or Notices()
     check_generation_config(generation_config)
     _refuse_arguments(kwargs, inner)
+    given = Given(**{name: kwargs.get(name) for name in ARGUMENTS})
+    kwargs = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     kwargs = _without_token_types(kwargs, inner, padded)
     check_values(kwargs)
     _refuse_greedy_samples(kwargs, generation_config, inner)
-    given = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
-    has_default_length = all(value is None for value in (*given, inner.generation_config.max_length))
+    lengths = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
+    has_default_length = all(value is None for value in (*lengths, inner.generation_config.max_length))
     asked = {name: value for name, value in kwargs.items() if name not in REFUSED_ARGUMENTS}
     config, leftover = inner._prepare_generation_config(generation_config, **asked)
     for name in leftover:
         if name not in ("output_attentions", "output_hidden_states") and leftover[name] is not None:
-            fields = [field for field in vars(config) if not field.startswith("_")]
-            raise unknown_option(name, [*fields, "input_ids", "attention_mask", *REFUSED_ARGUMENTS], inner)
-    _refuse_fields(config, HONOURED if padded is None else HONOURED | {"return_dict_in_generate"})
+            known = [each for each in vars(config) if not each.startswith("_")]
+            raise unknown_option(name, [*known, "input_ids", "attention_mask", *ARGUMENTS, *REFUSED_ARGUMENTS], inner)
+    _refuse_fields(config, HONOURED if padded is None else HONOURED | FOR_TENSORS)
     check_values(vars(config))
     check_sampling(config)
     warn_of_options(config, asked, generation_config, notices)
@@ -135,10 +152,34 @@ def resolve_options(
         do_sample=bool(config.do_sample),
         num_return_sequences=config.num_return_sequences or 1,
         has_default_length=has_default_length and padded is None,
+        given=given,
     )
     # Processors check their own values (a temperature of 0, say) when they are made: now rather than after a prefill.
     make_processors(inner, options, 1, 1)
     return options
+
+
+def resolve_each(
+    model: nn.Module,
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+    kwargs: dict[str, Any],
+    padded: PaddedBatch | None = None,
+    notices: Notices | None = None,
+) -> list[Options]:
+    """The options of each prompt, where a list of configs was given; else of all of them, as a list of one.
+
+    Prompts with the same config have the same Options.
+    """
+    if not isinstance(generation_config, list | tuple):
+        return [resolve_options(model, generation_config, kwargs, padded, notices)]
+    if padded is not None:
+        why = "is a list, which goes with a list of prompts: with tensors pass one GenerationConfig"
+        raise UnsupportedOptionError("generation_config", why)
+    resolved: dict[int, Options] = {}
+    for config in generation_config:
+        if id(config) not in resolved:
+            resolved[id(config)] = resolve_options(model, config, kwargs, None, notices)
+    return [resolved[id(config)] for config in generation_config]
 
 
 def inferred_mask(model: nn.Module, options: Options, padded: PaddedBatch) -> torch.Tensor:

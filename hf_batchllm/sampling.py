@@ -47,9 +47,11 @@ _OPEN, _INVALID = -1, -2  # instead of a token: the shortlist was too short; the
 
 
 class Sampler:
-    def __init__(self, model: nn.Module, options: Options, seed: int | None) -> None:
+    """``options``: by a request's index."""
+
+    def __init__(self, model: nn.Module, options: Sequence[Options], seed: int | None) -> None:
         self._model = base_model(model)
-        self._options = options
+        self._options = options[0]
         self._seed = seed
         self._lists: dict[tuple[int, int], tuple[LogitsProcessorList, LogitsProcessorList]] = {}
 

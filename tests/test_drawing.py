@@ -33,7 +33,7 @@ def large_model() -> LlamaForCausalLM:
 def sampler(seed: int | None, model: Any = None, **options: Any) -> Sampler:
     model = model or large_model()
     options = {"do_sample": seed is not None, "max_new_tokens": 50, **options}
-    return Sampler(model, resolve_options(model, None, options), seed)
+    return Sampler(model, [resolve_options(model, None, options)] * 10_000, seed)
 
 
 def requests_of(count: int, lengths: Sequence[tuple[int, int]] = ((3, 0),), vocabulary: int = 97) -> list[Request]:
