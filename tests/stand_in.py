@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer()
+
+
+@cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id of the tiny models: leave it as it is."""
     inner = Tokenizer(models.WordLevel({f"w{index}": index for index in range(101)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     names = ["input_ids", "attention_mask"]

@@ -45,7 +45,9 @@ def _examples() -> Iterator[Example]:
         for name, found in vars(module).items():
             if getattr(found, "__module__", None) != module.__name__:
                 continue
-            methods = [each for each in vars(found).values() if inspect.isfunction(each)] if inspect.isclass(found) else []
+            methods = (
+                [each for each in vars(found).values() if inspect.isfunction(each)] if inspect.isclass(found) else []
+            )
             for documented in (found, *methods):
                 doc = inspect.getdoc(documented) or ""
                 parts = doctest.DocTestParser().get_examples(doc)
