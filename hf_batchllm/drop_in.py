@@ -29,13 +29,15 @@ from .errors import (
     UnsupportedOptionError,
 )
 from .generator import BatchGenerator
+from .option_rows import Kind
+from .option_table import names
 from .patches.attention_swap import AttentionSwap
 from .results import RunReport
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OURS = ("prompts", "seed", "on_error", "progress")  # which model.generate does not know
+_OURS = sorted(names(kind=Kind.OURS))  # which model.generate does not know
 _ABSENT = object()
 
 

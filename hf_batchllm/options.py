@@ -8,53 +8,36 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
 from .errors import OptionValueError, UnsupportedOptionError
+from .kinds import shown
 from .notices import Notices
-from .option_checks import check_generation_config, check_sampling, check_values, unknown_option, warn_of_options
+from .option_checks import (
+    check_generation_config,
+    check_given,
+    check_sampling,
+    check_values,
+    unknown_field,
+    unknown_option,
+    warn_of_options,
+)
+from .option_rows import Fate, Kind, Row, With
+from .option_table import TABLE, names
 from .tensors import PaddedBatch
 
-HONOURED = frozenset(
-    "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
-    "num_return_sequences eos_token_id pad_token_id bos_token_id top_h typical_p epsilon_cutoff eta_cutoff "
-    "encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids renormalize_logits "
-    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-    "begin_suppress_tokens sequence_bias guidance_scale watermarking_config stop_strings max_time".split()
-)
-FOR_TENSORS = frozenset("return_dict_in_generate output_scores output_logits".split())
-
-# They choose how transformers would run, or belong to modes that are refused: no effect on the results here.
-WITHOUT_EFFECT = frozenset(
-    "use_cache cache_implementation cache_config max_cache_len prefill_chunk_size compile_config disable_compile "
-    "continuous_batching_config low_memory early_stopping length_penalty decoder_start_token_id is_assistant "
-    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit "
-    "assistant_lookbehind target_lookbehind assistant_ensemble_weight max_matching_ngram_size speculation_type "
-    "transformers_version".split()
-)
-
-# Arguments of ``generate`` itself that are not fields of GenerationConfig.
-REFUSED_ARGUMENTS = {
-    "inputs_embeds": "is not supported: prompts are text or token ids",
-    "position_ids": "is not supported: positions follow from the prompt",
-    "past_key_values": "is not supported: shared prefixes are found in the list itself (see BatchConfig.keep_prefixes)",
-    "assistant_model": "is not supported: assisted decoding is for single prompts",
-    "trust_remote_code": "has no meaning here: no code is loaded",
-    "custom_generate": "is not supported: it would replace what this library does",
-    "synced_gpus": "is not supported: the model must be on a single device",
-}
-
-_REASONS = {
-    "num_beams": "is not supported yet: beam search",
-    "return_dict_in_generate": "goes with tensors (`input_ids=`): a list of prompts gives a BatchResult",
-}
+_ARGUMENTS = names(kind=Kind.ARGUMENT) | names(kind=Kind.OURS)
+_FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+_METADATA = ("_from_model_config", "_original_object_hash", "_commit_hash", "transformers_version")
+_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,27 +92,91 @@ def resolve_options(
 
     ``padded``: the tensors that the prompts came in, if they did; some lengths then count the padding.
     """
-    inner = base_model(model)
-    notices = notices or Notices()
     check_generation_config(generation_config)
-    _refuse_arguments(kwargs, inner)
+    inner = base_model(model)
+    return _resolve(inner, generation_config, *_arguments(kwargs, inner, padded), padded, notices or Notices())
+
+
+def resolve_each(
+    model: nn.Module,
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+    kwargs: dict[str, Any],
+    padded: PaddedBatch | None = None,
+    notices: Notices | None = None,
+) -> list[Options]:
+    """The options of each prompt, where a list of configs was given; else of all of them, as a list of one.
+
+    Prompts whose configs are equal have the same Options.
+    """
+    if not isinstance(generation_config, list | tuple):
+        return [resolve_options(model, generation_config, kwargs, padded, notices)]
+    if padded is not None:
+        why = "is a list, which goes with a list of prompts: with tensors pass one GenerationConfig"
+        raise UnsupportedOptionError("generation_config", why)
+    inner, notices = base_model(model), notices or Notices()
+    given, asked = _arguments(kwargs, inner, None)
+    known: dict[Hashable, Options] = {}
+    resolved: list[Options] = []
+    for place, config in enumerate(generation_config):
+        check_generation_config(config, f"generation_config[{place}]")
+        key = _content(config)
+        if key not in known:
+            try:
+                known[key] = _resolve(inner, config, given, asked, None, notices)
+            except ValueError as error:
+                if getattr(error, "option", None) not in kwargs:
+                    error.args = (f"generation_config[{place}]: {error}",)
+                raise
+        resolved.append(known[key])
+    return resolved
+
+
+def _arguments(
+    kwargs: dict[str, Any], model: PreTrainedModel, padded: PaddedBatch | None
+) -> tuple[Given, dict[str, Any]]:
+    """A call's keyword arguments, checked: those that are no fields of a GenerationConfig, then the others."""
+    kwargs = _without_token_types(kwargs, model, padded)
+    for name, value in kwargs.items():
+        row = TABLE.get(name)
+        if row is not None and row.kind is not Kind.FIELD and row.asks(value):
+            _refuse(row, padded)
+    if model._extract_generation_mode_kwargs(None, {}, None, None, None)["synced_gpus"]:  # by default, with ZeRO-3
+        _refuse(TABLE["synced_gpus"], padded)
     given = Given(**{name: kwargs.get(name) for name in ARGUMENTS})
-    kwargs = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
-    kwargs = _without_token_types(kwargs, inner, padded)
-    check_values(kwargs)
-    _refuse_greedy_samples(kwargs, generation_config, inner)
-    lengths = (kwargs.get("max_length"), getattr(generation_config, "max_length", None))
-    has_default_length = all(value is None for value in (*lengths, inner.generation_config.max_length))
-    asked = {name: value for name, value in kwargs.items() if name not in REFUSED_ARGUMENTS}
-    config, leftover = inner._prepare_generation_config(generation_config, **asked)
-    for name in leftover:
-        if name not in ("output_attentions", "output_hidden_states") and leftover[name] is not None:
-            known = [each for each in vars(config) if not each.startswith("_")]
-            raise unknown_option(name, [*known, "input_ids", "attention_mask", *ARGUMENTS, *REFUSED_ARGUMENTS], inner)
-    _refuse_fields(config, HONOURED if padded is None else HONOURED | FOR_TENSORS)
+    check_given(given)
+    asked = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
+    check_values(asked)
+    return given, asked
+
+
+def _resolve(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    given: Given,
+    asked: dict[str, Any],
+    padded: PaddedBatch | None,
+    notices: Notices,
+) -> Options:
+    _refuse_greedy_samples(asked, generation_config, model)
+    lengths = (asked.get("max_length"), getattr(generation_config, "max_length", None))
+    has_default_length = all(value is None for value in (*lengths, model.generation_config.max_length))
+    own = {name: value for name, value in asked.items() if name not in _ARGUMENTS}
+    config, leftover = model._prepare_generation_config(generation_config, **own)
+    for name, value in leftover.items():
+        if name not in TABLE and value is not None:
+            raise unknown_option(name, model)
+
+    def was_asked(name: str) -> bool:
+        """For in this call. A checkpoint's own defaults are nobody's mistake."""
+        value = getattr(generation_config, name, None)
+        return asked.get(name) is not None or (
+            value is not None and value != getattr(model.generation_config, name, None)
+        )
+
+    _refuse_fields(config, was_asked, padded)
     check_values(vars(config))
-    check_sampling(config)
-    warn_of_options(config, asked, generation_config, notices)
+    check_sampling(config, given)
+    warn_of_options(config, asked, was_asked, notices)
     if has_default_length and config.max_new_tokens is None:
         notices(
             "length",
@@ -137,11 +184,14 @@ def resolve_options(
             "which is generate's default. Set `max_new_tokens`",
         )
     if padded is not None:
-        _leave_out_the_padding(config, padded.width, has_default_length, inner)
-    inner._prepare_special_tokens(
+        _leave_out_the_padding(config, padded.width, has_default_length, model)
+    if padded is None or not config.return_dict_in_generate:  # then nothing of it would come back
+        for name in _OUTPUTS:
+            setattr(config, name, False)
+    model._prepare_special_tokens(
         config,
         kwargs_has_attention_mask=padded is None or padded.mask is not None,  # else transformers may have a warning
-        device=inner.device,
+        device=model.device,
         batch_size=None if padded is None else len(padded.ids),
     )
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
@@ -155,31 +205,8 @@ def resolve_options(
         given=given,
     )
     # Processors check their own values (a temperature of 0, say) when they are made: now rather than after a prefill.
-    make_processors(inner, options, 1, 1)
+    make_processors(model, options, 1, 1)
     return options
-
-
-def resolve_each(
-    model: nn.Module,
-    generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-    kwargs: dict[str, Any],
-    padded: PaddedBatch | None = None,
-    notices: Notices | None = None,
-) -> list[Options]:
-    """The options of each prompt, where a list of configs was given; else of all of them, as a list of one.
-
-    Prompts with the same config have the same Options.
-    """
-    if not isinstance(generation_config, list | tuple):
-        return [resolve_options(model, generation_config, kwargs, padded, notices)]
-    if padded is not None:
-        why = "is a list, which goes with a list of prompts: with tensors pass one GenerationConfig"
-        raise UnsupportedOptionError("generation_config", why)
-    resolved: dict[int, Options] = {}
-    for config in generation_config:
-        if id(config) not in resolved:
-            resolved[id(config)] = resolve_options(model, config, kwargs, None, notices)
-    return [resolved[id(config)] for config in generation_config]
 
 
 def inferred_mask(model: nn.Module, options: Options, padded: PaddedBatch) -> torch.Tensor:
@@ -227,16 +254,6 @@ def _leave_out_the_padding(config: GenerationConfig, width: int, default: bool, 
     config.min_length = 0
 
 
-def _refuse_arguments(kwargs: dict[str, Any], model: PreTrainedModel) -> None:
-    for name, why in REFUSED_ARGUMENTS.items():
-        value = kwargs.get(name)
-        if value is None or value is False or (isinstance(value, list | tuple) and not value):
-            continue  # nothing is asked for
-        raise UnsupportedOptionError(name, why)
-    if model._extract_generation_mode_kwargs(None, {}, None, None, None)["synced_gpus"]:  # by default, with ZeRO-3
-        raise UnsupportedOptionError("synced_gpus", REFUSED_ARGUMENTS["synced_gpus"])
-
-
 def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel, padded: PaddedBatch | None) -> dict[str, Any]:
     """Many tokenizers add ``token_type_ids``. All zeros tell a model without token types nothing; else they matter."""
     given = kwargs.get("token_type_ids")
@@ -254,20 +271,26 @@ def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel, padded:
     return {option: value for option, value in kwargs.items() if option != "token_type_ids"}
 
 
-def _refuse_fields(config: GenerationConfig, honoured: frozenset[str]) -> None:
-    neutral = config._get_default_generation_params()
+def _refuse(row: Row, padded: PaddedBatch | None, set_to: str = "") -> None:
+    """If it cannot be honoured, or not for prompts of this kind."""
+    if row.fate is Fate.REFUSED:
+        raise UnsupportedOptionError(row.name, row.doc + set_to)
+    if row.goes_with is (With.TENSORS if padded is None else With.LISTS):
+        raise UnsupportedOptionError(row.name, row.instead)
+
+
+def _refuse_fields(config: GenerationConfig, was_asked: Callable[[str], bool], padded: PaddedBatch | None) -> None:
     # Names that transformers does not know either are a checkpoint's own notes; ``generate`` carries them along, too.
-    for name in vars(GenerationConfig()):
+    for name in _FIELDS:
         value = getattr(config, name, None)
-        if name.startswith("_") or name in honoured or name in WITHOUT_EFFECT:
+        if value is None or value is False:
             continue
-        if value is None or value is False or (name in neutral and value == neutral[name]):
-            continue
-        if (isinstance(value, list | tuple | dict) and not value) or (name == "penalty_alpha" and value == 0):
-            continue  # nothing is asked for
-        if name == "guidance_scale" and value == 1:
-            continue
-        raise UnsupportedOptionError(name, f"{_REASONS.get(name, 'is not supported yet')} (it is set to {value!r})")
+        row = TABLE.get(name)
+        if row is None:
+            if value != config._get_default_generation_params().get(name):
+                raise unknown_field(name, value)
+        elif row.asks(value) and (row.fate is Fate.REFUSED or was_asked(name)):
+            _refuse(row, padded, f" (it is set to {shown(value)})")
 
 
 def _refuse_greedy_samples(kwargs: dict[str, Any], given: GenerationConfig | None, model: PreTrainedModel) -> None:
@@ -279,3 +302,23 @@ def _refuse_greedy_samples(kwargs: dict[str, Any], given: GenerationConfig | Non
     if samples > 1 and not resolved("do_sample") and (resolved("num_beams") or 1) == 1:
         why = f"is {samples}, and greedy decoding gives one sequence for each prompt: set `do_sample=True`"
         raise OptionValueError("num_return_sequences", why)
+
+
+def _content(config: GenerationConfig) -> Hashable:
+    """Equal for equal configs. (Those of transformers compare and hash by their JSON, which takes far longer.)"""
+    return tuple(
+        (name, _frozen(value)) for name, value in vars(config).items() if value is not None and name not in _METADATA
+    )
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return dict, tuple((_frozen(key), _frozen(each)) for key, each in value.items())
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.dtype, _frozen(value.tolist())
+    if hasattr(value, "to_dict"):  # a watermarking config, say
+        return type(value), _frozen(value.to_dict())
+    # By its type, too: 1, 1.0 and True are not all the same to an option.
+    return (type(value), value) if isinstance(value, int | float | str | np.generic) else id(value)

@@ -20,7 +20,7 @@ class TokenizerLoader:
     """The tokenizer that was given, else the one saved beside the model; looked for when it is first needed."""
 
     def __init__(self, given: Any, model: PreTrainedModel) -> None:
-        _refuse_what_is_no_tokenizer(given)
+        check_tokenizer(given)
         self._tokenizer = given
         self._beside = getattr(model.config, "_name_or_path", "") or ""
         self._searched = given is not None
@@ -51,7 +51,7 @@ class TokenizerLoader:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def _refuse_what_is_no_tokenizer(given: Any) -> None:
+def check_tokenizer(given: Any) -> None:
     if given is None:
         return
     if isinstance(given, str | os.PathLike):
