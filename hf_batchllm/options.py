@@ -18,9 +18,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
 from .errors import OptionValueError, UnsupportedOptionError
+from .kinds import a_kind
 from .notices import Notices
 from .option_checks import check_generation_config, check_sampling, check_values, unknown_option, warn_of_options
 from .tensors import PaddedBatch
+from .user_processors import check_processors, listed
 
 HONOURED = frozenset(
     "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
@@ -114,6 +116,10 @@ def resolve_options(
     check_generation_config(generation_config)
     _refuse_arguments(kwargs, inner)
     given = Given(**{name: kwargs.get(name) for name in ARGUMENTS})
+    check_processors(given.logits_processor)
+    if given.prefix_allowed_tokens_fn is not None and not callable(given.prefix_allowed_tokens_fn):
+        why = f"must be a function of (batch_id, input_ids), not {a_kind(given.prefix_allowed_tokens_fn)}"
+        raise OptionValueError("prefix_allowed_tokens_fn", why)
     kwargs = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     kwargs = _without_token_types(kwargs, inner, padded)
     check_values(kwargs)
@@ -189,14 +195,31 @@ def inferred_mask(model: nn.Module, options: Options, padded: PaddedBatch) -> to
 
 
 def make_processors(
-    model: PreTrainedModel, options: Options, prompt_tokens: int, max_new_tokens: int
+    model: PreTrainedModel,
+    options: Options,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    *,
+    given: Given | None = None,
+    prompt: torch.Tensor | None = None,  # [1, prompt_tokens]
 ) -> LogitsProcessorList:
-    """transformers' own, in its order, for prompts of one length."""
+    """transformers' own, in its order, for prompts of one length, and among them those that were passed as a list.
+
+    ``given``: what belongs to one sequence of that which was given for all; ``prompt``: its tokens, of which some
+    processors make a table.
+    """
+    given = given or options.given
+    prompt = torch.zeros(1, 1, dtype=torch.long) if prompt is None else prompt
     return model._get_logits_processor(
         generation_config=config_for_prompt(options, prompt_tokens, max_new_tokens),
         input_ids_seq_length=prompt_tokens,
+        encoder_input_ids=prompt.to(model.device),
+        prefix_allowed_tokens_fn=given.prefix_allowed_tokens_fn,
+        logits_processor=LogitsProcessorList(listed(given.logits_processor) or ()),
         device=model.device,
         model_kwargs={},
+        negative_prompt_ids=given.negative_prompt_ids,
+        negative_prompt_attention_mask=given.negative_prompt_attention_mask,
     )
 
 
