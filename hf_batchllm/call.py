@@ -191,7 +191,7 @@ class Call:
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
-            return AtOnce(self._runner, Sampler(self.model, work.options, work.seed)), 1
+            return AtOnce(self._runner, Sampler(self.model, work.options, work.seed, notices=self.notices)), 1
         kernels = sampling_kernels(device)
         (options,) = work.kinds
         pick = SeatedSampler(self.lineup.requests, options, work.seed, device, kernels)

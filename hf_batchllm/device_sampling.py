@@ -150,6 +150,8 @@ def why_not(options: Options, model: nn.Module) -> str | None:
     It asks for the processors that transformers makes of the options, and knows them by what they hold.
     """
     cost = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
+    if options.given.logits_processor:  # a list, or a factory of lists
+        return "`logits_processor` is run by the host, which waits after each step: steps are not queued ahead"
     expected = _Recipe.of(options).processors()
     made = make_processors(base_model(model), options, 1, 1)
     for processor in made:

@@ -23,6 +23,7 @@ from .memory import CacheHome
 from .notices import Notices
 from .options import Options, inferred_mask, resolve_each
 from .patches.fused import Fusion
+from .processing import check_guidance
 from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
@@ -269,6 +270,7 @@ class BatchGenerator:
                 )
         else:
             resolved *= len(checked)
+        check_guidance(resolved, self._notices)
         good: list[Prompt] = []
         places: list[int] = []
         limits: list[int] = []

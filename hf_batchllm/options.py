@@ -33,6 +33,7 @@ from .option_checks import (
 from .option_rows import Fate, Kind, Row, With
 from .option_table import TABLE, names
 from .tensors import PaddedBatch
+from .user_processors import listed
 
 _ARGUMENTS = names(kind=Kind.ARGUMENT) | names(kind=Kind.OURS)
 _FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
@@ -216,14 +217,31 @@ def inferred_mask(model: nn.Module, options: Options, padded: PaddedBatch) -> to
 
 
 def make_processors(
-    model: PreTrainedModel, options: Options, prompt_tokens: int, max_new_tokens: int
+    model: PreTrainedModel,
+    options: Options,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    *,
+    given: Given | None = None,
+    prompt: torch.Tensor | None = None,  # [1, prompt_tokens]
 ) -> LogitsProcessorList:
-    """transformers' own, in its order, for prompts of one length."""
+    """transformers' own, in its order, for prompts of one length, and among them those that were passed as a list.
+
+    ``given``: what belongs to one sequence of that which was given for all; ``prompt``: its tokens, of which some
+    processors make a table.
+    """
+    given = given or options.given
+    prompt = torch.zeros(1, 1, dtype=torch.long) if prompt is None else prompt
     return model._get_logits_processor(
         generation_config=config_for_prompt(options, prompt_tokens, max_new_tokens),
         input_ids_seq_length=prompt_tokens,
+        encoder_input_ids=prompt.to(model.device),
+        prefix_allowed_tokens_fn=given.prefix_allowed_tokens_fn,
+        logits_processor=LogitsProcessorList(listed(given.logits_processor) or ()),
         device=model.device,
         model_kwargs={},
+        negative_prompt_ids=given.negative_prompt_ids,
+        negative_prompt_attention_mask=given.negative_prompt_attention_mask,
     )
 
 

@@ -6,36 +6,25 @@ A token is drawn by inverting the distribution function in the order of the voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 from transformers.generation import logits_process as processors
 
-from .architecture import base_model
-from .options import Options, make_processors
+from .notices import Notices
+from .options import Options
+from .processing import Chain, Chains, Layout, look_back, run, to_device
 from .request import Request
 
 # These cut off unlikely tokens, and do so in the order of the scores: the best ones may be all they need to see.
 _CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.MinPLogitsWarper)
 
-# These look at the scores alone, never at the tokens before: they can be given all rows at once.
-_BLIND_TO_HISTORY = (
-    *_CUTTING,
-    processors.TemperatureLogitsWarper,
-    processors.TopHLogitsWarper,
-    processors.TypicalLogitsWarper,
-    processors.EpsilonLogitsWarper,
-    processors.EtaLogitsWarper,
-    processors.SuppressTokensLogitsProcessor,
-    processors.InfNanRemoveLogitsProcessor,
-    processors.LogitNormalization,
-)
-
-_MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
+# To these it makes no difference whether tokens are left out that have been cut off, or have scores of -inf.
+_AFTER_A_CUT = (*_CUTTING, processors.TemperatureLogitsWarper, processors.LogitNormalization)
 
 NO_DISTRIBUTION = "the model gave logits that are not numbers (NaN or infinite): there is nothing to draw from"
 _TIES = 64  # a shortlist for top-k has this many more than k: with bfloat16 logits there are many equals
@@ -45,106 +34,62 @@ _DOUBT = 1e-6  # relative: closer to the edge of a nucleus, float32 rounding dec
 _BLOCK = 512  # of the vocabulary: the distribution function is inverted among blocks, then within one
 _OPEN, _INVALID = -1, -2  # instead of a token: the shortlist was too short; there is no distribution
 
+Record = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
+
 
 class Sampler:
-    """``options``: by a request's index."""
+    """``options``: by a request's index.
 
-    def __init__(self, model: nn.Module, options: Sequence[Options], seed: int | None) -> None:
-        self._model = base_model(model)
-        self._options = options[0]
+    ``record`` is told of each token that is about to be picked: the requests of some rows, the logits of those rows
+    [rows, vocabulary], and their scores after all processors. All of it is good until it returns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Sequence[Options],
+        seed: int | None,
+        record: Record | None = None,
+        notices: Notices | None = None,
+    ) -> None:
+        self._chains = Chains(model, options, notices)
         self._seed = seed
-        self._lists: dict[tuple[int, int], tuple[LogitsProcessorList, LogitsProcessorList]] = {}
+        self._record = record
 
+    @torch.no_grad()
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """The next token of each request; ``logits`` is [requests, vocabulary] float32.
 
         They are left as they are: what the model gave may have been kept by a hook of its owner.
         """
-        tokens: list[int] = []
-        rows = _rows_at_once(logits)
-        for begin in range(0, len(requests), rows):
-            tokens += self._next(logits[begin : begin + rows], requests[begin : begin + rows])
+        self._chains.forget_done()
+        chains = [self._chains.of(request) for request in requests]
+        alike: dict[Layout, list[int]] = {}
+        for row, chain in enumerate(chains):
+            alike.setdefault(chain.layout, []).append(row)
+        tokens = [0] * len(requests)
+        at_once = _rows_at_once(logits)
+        for group in alike.values():
+            for begin in range(0, len(group), at_once):
+                rows = group[begin : begin + at_once]
+                # As a rule there is one group, whose rows lie side by side: no copy.
+                some = logits[rows] if len(alike) > 1 else logits[begin : begin + at_once]
+                picked = self._next(some, [requests[row] for row in rows], [chains[row] for row in rows])
+                for row, token in zip(rows, picked, strict=True):
+                    tokens[row] = token
         return tokens
 
-    def _next(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-        scores = self._with_history(logits, requests)
-        together = self._processors(requests[0])[1]  # the same for all: they depend on options alone
-        if not self._options.do_sample:
-            return _run(together, scores).argmax(dim=-1).tolist()  # the lowest index among equals
+    def _next(self, logits: torch.Tensor, requests: Sequence[Request], chains: Sequence[Chain]) -> list[int]:
+        """The chains have the same Layout, and so the same options and the same end."""
+        scores, blind = look_back(logits, requests, chains), chains[0].blind
+        sampled = chains[0].layout.options.do_sample
+        final = run(blind, scores) if self._record is not None or not sampled else None
+        if self._record is not None:
+            self._record(requests, logits, final)
+        if not sampled:
+            return final.argmax(dim=-1).tolist()  # the lowest index among equals
         assert self._seed is not None
-        return draw(scores, _to(uniforms(self._seed, requests), scores.device), together)
-
-    # -- processors that look back -----------------------------------------------------------------------------
-
-    def _with_history(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """The scores after those processors that look at the tokens before, or at their number."""
-        own = [self._processors(request)[0] for request in requests]
-        scores = logits
-        for place, processor in enumerate(own[0]):  # options decide which there are; the prompt, with what values
-            if _penalises_repetition(processor):
-                scores = processor(_to(_padded(requests), scores.device), scores)
-            elif type(processor) in _MINIMA:
-                short = [row for row, request in enumerate(requests) if _is_short(own[row][place], request)]
-                scores = self._without_eos(scores, short)
-            else:
-                rest = [LogitsProcessorList(every[place:]) for every in own]
-                return torch.cat([self._alone(*row) for row in zip(rest, scores.split(1), requests, strict=True)])
-        return scores
-
-    def _alone(self, own: LogitsProcessorList, scores: torch.Tensor, request: Request) -> torch.Tensor:
-        """Each row by itself: a processor of whatever kind sees the row's own tokens, without padding."""
-        ids = request.tokens(0, request.length).astype(np.int64)
-        return own(_to(ids[None], scores.device), scores.clone())  # it may work in place
-
-    def _without_eos(self, scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        eos = [token for token in sorted(self._options.eos_token_ids) if 0 <= token < scores.shape[-1]]
-        if not rows or not eos:
-            return scores
-        where = np.repeat(rows, len(eos)), np.tile(eos, len(rows))
-        nothing = torch.full((), -torch.inf, dtype=scores.dtype, device=scores.device)
-        return scores.index_put(tuple(_to(index, scores.device) for index in where), nothing)
-
-    def _processors(self, request: Request) -> tuple[LogitsProcessorList, LogitsProcessorList]:
-        """Those that look back, or may do so; then those that do not. In transformers' order."""
-        key = (len(request.prompt_ids), request.max_new_tokens)
-        if key not in self._lists:
-            every = make_processors(self._model, self._options, *key)
-            blind = 0
-            while blind < len(every) and type(every[len(every) - 1 - blind]) in _BLIND_TO_HISTORY:
-                blind += 1
-            split = len(every) - blind
-            self._lists[key] = LogitsProcessorList(every[:split]), LogitsProcessorList(every[split:])
-        return self._lists[key]
-
-
-def _penalises_repetition(processor: LogitsProcessor) -> bool:
-    """In whatever order the tokens come, and however often each of them."""
-    return type(processor) is processors.RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None
-
-
-def _is_short(processor: LogitsProcessor, request: Request) -> bool:
-    """Whether a processor of ``_MINIMA`` forbids the request to end."""
-    if isinstance(processor, processors.MinLengthLogitsProcessor):
-        return request.length < processor.min_length
-    assert isinstance(processor, processors.MinNewTokensLengthLogitsProcessor)
-    return request.length - processor.prompt_length_to_skip < processor.min_new_tokens
-
-
-def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
-    """All tokens of each request, then its first one again and again, which adds nothing to the set of them."""
-    ids = np.empty((len(requests), max(request.length for request in requests)), dtype=np.int64)
-    for row, request in zip(ids, requests, strict=True):
-        row[: request.length] = request.tokens(0, request.length)
-        row[request.length :] = row[0]
-    return ids
-
-
-def _run(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
-    """Processors that do not look back."""
-    ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-    for processor in some:
-        scores = processor(ids, scores)
-    return scores
+        return draw(scores, to_device(uniforms(self._seed, requests), scores.device), blind)
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------
@@ -174,12 +119,19 @@ def _attempt(
 
     A row without a distribution, because of NaN or infinities, gets _INVALID.
     """
-    if width >= scores.shape[-1] or not any(type(warper) in _CUTTING for warper in warpers):
-        return _invert(_run(warpers, scores).softmax(dim=-1), uniform)
+    if width >= scores.shape[-1] or not _can_be_short(warpers):
+        return _invert(run(warpers, scores).softmax(dim=-1), uniform)
     ids, short, certain = _shortlist(scores, warpers, width)
     place = _invert(short.softmax(dim=-1), uniform)
     token = ids.gather(-1, place.clamp(min=0)[:, None])[:, 0]
     return torch.where(place == _INVALID, place, torch.where(certain, token, _OPEN))
+
+
+def _can_be_short(warpers: Sequence[LogitsProcessor]) -> bool:
+    """Whether some warper cuts, and no other one after it would have to see what it has cut off."""
+    kinds = [type(warper) for warper in warpers]
+    first = next((place for place, kind in enumerate(kinds) if kind in _CUTTING), None)
+    return first is not None and all(kind in _AFTER_A_CUT for kind in kinds[first:])
 
 
 def _shortlist(
@@ -189,10 +141,10 @@ def _shortlist(
     warpers would leave no other.
     """
     cut = next(place for place, warper in enumerate(warpers) if type(warper) in _CUTTING)
-    scores = _run(warpers[:cut], scores)
+    scores = run(warpers[:cut], scores)
     ids = scores.topk(width, sorted=False).indices.sort(dim=-1).values
     short, certain = _cut(scores, scores.gather(-1, ids), warpers[cut])
-    return ids, _run(warpers[cut + 1 :], short), certain
+    return ids, run(warpers[cut + 1 :], short), certain
 
 
 def _first_width(warpers: Sequence[LogitsProcessor]) -> int:
@@ -302,8 +254,3 @@ def _rows_at_once(logits: torch.Tensor) -> int:
     """On a CPU, what each thread works on stays in its cache; elsewhere, the copies that warpers make stay small."""
     scores = (1 << 19) * torch.get_num_threads() if logits.device.type == "cpu" else 1 << 25
     return max(1, scores // logits.shape[-1])
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

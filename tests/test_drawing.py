@@ -15,7 +15,7 @@ from families import build
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as processors
 
-from hf_batchllm import sampling
+from hf_batchllm import processing, sampling
 from hf_batchllm.options import resolve_options
 from hf_batchllm.request import Request
 from hf_batchllm.sampling import Sampler, draw
@@ -245,6 +245,12 @@ class Discouraging(LogitsProcessor):
         return scores
 
 
+def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **options: Any) -> torch.Tensor:
+    resolved = resolve_options(model, None, {"max_new_tokens": 50, **options})
+    chains = processing.Chains(model, [resolved] * len(some))
+    return processing.look_back(logits, some, [chains.of(request) for request in some])
+
+
 HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
 
 
@@ -268,16 +274,16 @@ def test_rows_of_different_lengths_are_processed_as_each_by_itself(
 ) -> None:
     model: Any = build(FAMILY)
     if extra:
-        made = sampling.make_processors
+        made = processing.make_processors
 
-        def with_another(*args: Any) -> LogitsProcessorList:
-            return LogitsProcessorList([*made(*args), Discouraging()])
+        def with_another(*args: Any, **given: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([*made(*args, **given), Discouraging()])
 
-        monkeypatch.setattr(sampling, "make_processors", with_another)
+        monkeypatch.setattr(processing, "make_processors", with_another)
     logits = torch.randn(24, 101, generator=torch.Generator().manual_seed(4)) * 3
     before = logits.clone()
     some = requests_of(24, HISTORIES)
-    found = sampler(None, model, **options)._with_history(logits, some)
+    found = looked_back(logits, some, model, **options)
     assert torch.equal(logits, before)
     for row, request in enumerate(some):
         ids = torch.tensor([request.tokens(0, request.length).tolist()])
@@ -289,9 +295,9 @@ def test_rows_of_different_lengths_are_processed_as_each_by_itself(
 
 def test_a_penalty_that_spares_a_part_of_the_prompt_goes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     penalty = processors.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)
-    monkeypatch.setattr(sampling, "make_processors", lambda *_: LogitsProcessorList([penalty]))
+    monkeypatch.setattr(processing, "make_processors", lambda *_, **__: LogitsProcessorList([penalty]))
     logits, some = torch.randn(6, 101), requests_of(6, ((5, 0), (9, 3)))
-    found = sampler(None, build(FAMILY))._with_history(logits, some)
+    found = looked_back(logits, some, build(FAMILY))
     for row, request in enumerate(some):
         ids = torch.tensor([request.tokens(0, request.length).tolist()])
         assert torch.equal(found[row], penalty(ids, logits[row : row + 1])[0])
@@ -313,10 +319,10 @@ def test_one_processor_for_all_rows_gives_what_it_gives_to_one() -> None:
         processors.InfNanRemoveLogitsProcessor(),
         processors.LogitNormalization(),
     ]
-    assert {type(processor) for processor in blind} == set(sampling._BLIND_TO_HISTORY)
+    assert {type(processor) for processor in blind} == set(processing.BLIND_TO_HISTORY)
     scores = torch.randn(7, 200, generator=torch.Generator().manual_seed(4)) * 3
     for processor in blind:
-        together = sampling._run([processor], scores)
+        together = processing.run([processor], scores)
         for row in range(7):
             alone = processor(torch.randint(200, (1, 30)), scores[row : row + 1])
             torch.testing.assert_close(together[row], alone[0])

@@ -1,0 +1,138 @@
+"""Logits processors of the user's own: known for what they are before any work, and watched while they work."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor
+
+from .errors import OptionValueError
+from .kinds import a_kind
+
+_OPTION = "logits_processor"
+_WATCHED_CALLS = 32  # of each processor: what keeps state shows it soon
+_SMALL = 16  # containers up to this size are compared by what they hold
+
+
+def listed(given: Any) -> list[Any] | None:
+    """The processors of a list; None for a factory, which makes them for each sequence."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else None
+
+
+def check_processors(given: Any) -> None:
+    """``given`` is None, a list of processors or a factory of lists; OptionValueError for anything else."""
+    if isinstance(given, list | tuple):
+        _check_each(given, "holds")
+    elif isinstance(given, LogitsProcessor):
+        raise OptionValueError(_OPTION, f"is a single {type(given).__name__}: put it into a list")
+    elif isinstance(given, type):
+        raise OptionValueError(_OPTION, f"is the class {given.__name__}: pass a list of instances")
+    elif callable(given):
+        if _parameters(given)[:2] == ["input_ids", "scores"]:
+            raise OptionValueError(_OPTION, f"is a single processor ({name_of(given)}): put it into a list")
+    elif given is not None:
+        why = f"must be a list of processors, or a function that gives a list for each sequence, not {a_kind(given)}"
+        raise OptionValueError(_OPTION, why)
+
+
+def made_by(factory: Callable[[int, list[int]], Any], index: int, prompt_token_ids: list[int]) -> list[Any]:
+    """What a factory makes for one sequence."""
+    made = factory(index, prompt_token_ids)
+    if not isinstance(made, list | tuple):
+        why = (
+            f"is called as {name_of(factory)}(index, prompt_token_ids) and must give a list of processors, not "
+            f"{a_kind(made)}. If it is a processor itself, put it into a list"
+        )
+        raise OptionValueError(_OPTION, why)
+    _check_each(made, f"({name_of(factory)}) gave a list that holds")
+    return list(made)
+
+
+def name_of(function: Any) -> str:
+    """A function's name, or that of an object's class."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _check_each(some: list[Any] | tuple[Any, ...], holds: str) -> None:
+    for each in some:
+        if isinstance(each, type):
+            raise OptionValueError(_OPTION, f"{holds} the class {each.__name__}: make an instance of it")
+        if not callable(each):
+            why = f"{holds} {a_kind(each)}, which is no processor: it must take (input_ids, scores)"
+            raise OptionValueError(_OPTION, why)
+        if len(needed := _parameters(each.__call__)) > 2:  # type: ignore[operator]
+            why = f"{holds} {name_of(each)}, which wants {', '.join(needed)}: it gets input_ids and scores alone"
+            raise OptionValueError(_OPTION, why)
+
+
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of some extension modules
+        return []
+
+
+class UserProcessor(LogitsProcessor):
+    """A processor of the user's, called for one row: what it gives is checked.
+
+    ``warn``: told, once, that it keeps state from call to call although it is called for rows of several sequences.
+    """
+
+    def __init__(self, processor: Any, warn: Callable[[str], None] | None = None) -> None:
+        self.processor = processor
+        self._warn = warn
+        self._calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        shape = list(scores.shape)
+        watched = self._warn is not None and 0 < self._calls <= _WATCHED_CALLS  # in the first, it may prepare itself
+        before = _state(self.processor) if watched else None
+        result = self.processor(input_ids, scores)
+        if before is not None:
+            self._compare(before, _state(self.processor))
+        self._calls += 1
+        if not isinstance(result, torch.Tensor) or list(result.shape) != shape:
+            got = f"scores of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else a_kind(result)
+            raise OptionValueError(
+                _OPTION, f"{name_of(self.processor)} gave {got}: it must return scores of shape {shape}"
+            )
+        return result.to(scores)
+
+    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        changed = [name for name in after if name not in before or before[name] != after[name]]
+        if not changed or self._warn is None:
+            return
+        name = name_of(self.processor)
+        self._warn(
+            f"`{_OPTION}`: {name} seems to keep state from call to call (`{changed[0]}` changes), and it is called for "
+            "the rows of all sequences in turn. Pass a factory instead, so that each sequence has one of its own: "
+            f"`{_OPTION}=lambda index, prompt_token_ids: [{name}(...)]`"
+        )
+        self._warn = None
+
+
+def _state(holder: Any, depth: int = 2) -> dict[str, Any]:
+    """What can be compared of an object's attributes, and of theirs."""
+    return {name: _mark(value, depth) for name, value in getattr(holder, "__dict__", {}).items()}
+
+
+def _mark(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)  # NaN is equal to itself, and 1 is not True
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, list | tuple | dict | set | deque | bytearray):
+        inside = list(value.values() if isinstance(value, dict) else value) if len(value) <= _SMALL else []
+        return id(value), len(value), [_mark(each, depth - 1) for each in inside] if depth else []
+    if depth and not callable(value) and not isinstance(value, nn.Module | type | ModuleType):
+        return id(value), _state(value, depth - 1)
+    return id(value)
