@@ -106,6 +106,7 @@ class PagedCache:
     def give_up(self, unit: Unit) -> None:
         """Release a unit that is still needed: memory is short."""
         self.lost_tokens += unit.computed - unit.start
+        unit.lost = max(unit.lost, unit.computed)
         self.release(unit)
 
     # -- lifetimes ---------------------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ class PagedCache:
                     break
                 if keep and self._keep(ending):
                     break
+            self.lost_tokens -= max(0, ending.lost - ending.computed)  # it ends without having them computed again
             self.release(ending)
             base, ending.base = ending.base, None
             if base is not None:
@@ -209,6 +211,7 @@ class PagedCache:
         if any(below.computed < cut for below, cut in prefix.ancestors()):
             return False  # what it stands on was evicted and has not come back: nobody could read it
         prefix.kept = True
+        prefix.lost = prefix.start  # another call counts anew
         prefix.ids = np.array(prefix.ids[: prefix.end])  # lets the prompt itself go
         self._kept[prefix] = None
         return True

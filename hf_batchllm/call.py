@@ -18,6 +18,7 @@ from .config import BatchConfig
 from .decode_graphs import graphs_for
 from .decode_rows import Seats
 from .device_sampling import picked_by_host
+from .endings import Endings, Rules
 from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
@@ -34,6 +35,7 @@ from .runner import ModelRunner
 from .sampling import Sampler
 from .scheduler import Scheduler, make_scheduler
 from .sharing import SharingPlan, plan_sharing
+from .streaming import Feed
 
 # A CPU's matrix products are as efficient as they get from some hundred rows on, while larger activations leave its
 # caches; and its decode steps get cheaper by the row up to about a hundred rows.
@@ -57,6 +59,8 @@ class Work:
     options: list[Options]  # of each prompt of that list, those that cannot be run included; many have the same
     max_new_tokens: list[int]
     seed: int | None
+    rules: list[Rules]  # what ends the sequences, as ``options``
+    feed: Feed | None = None  # where somebody is told of the tokens as they come
 
     @property
     def samples(self) -> list[int]:
@@ -92,6 +96,7 @@ class Call:
         self.notices = notices
         self.fusion = fusion
         self.began = time.perf_counter()
+        self._clock = time.time()  # the same moment, as ``generate`` measures ``max_time``
         self._opened = self._lined_up = self._started = self._complete = self._left = False
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
@@ -119,7 +124,7 @@ class Call:
             pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
         )
-        can_stop = [bool(work.options[place].eos_token_ids) for place in work.places]
+        can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
         self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=stops)
         for request in self.lineup.requests:
@@ -146,7 +151,7 @@ class Call:
             short_chunk=backend.short_chunk,
             most_times=0 if graphs is None else graphs.most_times,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, self._stop_tokens(), depth)
+        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth)
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
@@ -195,7 +200,8 @@ class Call:
         kernels = sampling_kernels(device)
         (options,) = work.kinds
         pick = SeatedSampler(self.lineup.requests, options, work.seed, device, kernels)
-        places = Seats.of(seats, options.eos_token_ids, device)
+        (stops,) = {work.rules[place].stop_tokens for place in work.places}
+        places = Seats.of(seats, stops, device)
         longest = max((request.max_new_tokens for request in self.lineup.requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if runs_ahead(self.scheduler) else 1
@@ -218,17 +224,37 @@ class Call:
             return "settings differ between prompts, so the host picks the tokens, for which it waits after each step"
         return picked_by_host(kinds[0], self.model, device, depth, sequences, vocabulary) if kinds else None
 
-    def _stop_tokens(self) -> frozenset[int]:
-        return frozenset().union(*(options.eos_token_ids for options in self.work.kinds))
+    def _endings(self, work: Work) -> Endings:
+        by_token = not getattr(self.scheduler, "ends_waiting", False)
+        if by_token and any(rules.deadlines for rules in work.rules):
+            self.notices(
+                "max_time",
+                f"{type(self.scheduler).__name__} cannot end requests that wait, so when the time is over each prompt "
+                "still gets a token: see `ends_waiting` in hf_batchllm.scheduler.Scheduler",
+            )
+        return Endings(self.lineup.requests, work.rules, self._clock, self.architecture.device, by_token)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         self._started = True
         self.scheduler.start(self.lineup.requests, self.cache, self._budget)
-        yield from self.engine.run(watch)
+        yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
         if any(not request.done for request in self.lineup.requests):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self._complete = True
+
+    def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
+        def told(step: Step, new_tokens: int) -> None:
+            for request in self.lineup.requests:  # there is one at most
+                feed.tell(request)
+            if watch is not None:
+                watch(step, new_tokens)
+
+        feed.begin()
+        for request in self.engine.run(told):
+            feed.end()
+            yield request
+        feed.end()
 
     def __enter__(self) -> Call:
         return self

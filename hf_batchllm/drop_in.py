@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 
 from .architecture import base_model
 from .attention import ATTENTION_NAME
+from .call import Work
 from .config import BatchConfig
 from .errors import (
     BatchLLMError,
@@ -31,6 +32,8 @@ from .errors import (
 from .generator import BatchGenerator
 from .option_rows import Kind
 from .option_table import names
+from .kinds import a_kind
+from .options import Given
 from .patches.attention_swap import AttentionSwap
 from .results import RunReport
 
@@ -68,6 +71,21 @@ def accelerated(
         stand_in.leave()
 
 
+class _AsGenerate(BatchGenerator):
+    """Refuses what comes out otherwise than in a batch of ``generate``, which runs all rows in step."""
+
+    def _check(self, *given: Any) -> Work:
+        work = super()._check(*given)
+        if work.options and sum(options.num_return_sequences for options in work.options) > 1:
+            _refuse_what_sees_the_batch(work.options[0].given)
+            rules = work.rules[0]
+            if rules.looks and not rules.stop_tokens:
+                ending = "stop_strings" if rules.strings else "stopping_criteria"
+                why = "ends rows one by one, and without an EOS token `generate` goes on with all rows until all end"
+                raise UnsupportedOptionError(ending, why)
+        return work
+
+
 class _StandIn:
     """What ``model.generate`` is meanwhile."""
 
@@ -78,10 +96,10 @@ class _StandIn:
         self._original = self._before._original if isinstance(self._before, _StandIn) else model.generate
         self._ended = False
         self._said: set[str] = set()
-        self._generator: BatchGenerator | None = None
+        self._generator: _AsGenerate | None = None
         self._refusal: UnsupportedModelError | None = None
         try:
-            self._generator = BatchGenerator(model, tokenizer, config)
+            self._generator = _AsGenerate(model, tokenizer, config)
             _refuse_a_generate_of_its_own(model)
         except UnsupportedModelError as refusal:
             self._refusal = refusal
@@ -191,9 +209,23 @@ def _beyond_us(named: dict[str, Any]) -> Exception | None:
             return ValueError(f"`{name}` is not an option of model.generate")
     if all(named.get(name) is None for name in ("inputs", "input_ids", "inputs_embeds")):
         return ValueError("there are no `input_ids`")
+    for name in ("stopping_criteria", "logits_processor"):
+        if callable(named.get(name)) and not isinstance(named[name], list | tuple):  # to a generator, a factory
+            return ValueError(f"`{name}` is not a list")
     if named.get("cache_implementation") == "paged":
         return UnsupportedOptionError("cache_implementation", 'is "paged": transformers\' own continuous batching')
     return None
+
+
+def _refuse_what_sees_the_batch(given: Given) -> None:
+    for name in ("stopping_criteria", "logits_processor"):
+        for each in getattr(given, name) or ():
+            if type(each).__module__.partition(".")[0] != "transformers":  # theirs look at each row by itself
+                raise UnsupportedOptionError(
+                    name,
+                    f"has {a_kind(each)} of your own, which `generate` calls with all rows at once: pass one row at a "
+                    "time, or call BatchGenerator, which asks it for each row by itself",
+                )
 
 
 def _refuse_a_generate_of_its_own(model: nn.Module) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from .batch import BatchBuilder, ModelBatch
-from .request import Request, Step
+from .endings import Endings
+from .request import FinishReason, Request, Step
 from .runner import ModelRunner, current_device
-from .sampling import NO_DISTRIBUTION
 from .scheduler import Scheduler
 
 
@@ -76,16 +76,16 @@ class Engine:
         scheduler: Scheduler,
         builder: BatchBuilder,
         launcher: Launcher,
-        stop_tokens: frozenset[int],
+        endings: Endings,
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
+        self.endings = endings
         self.depth = depth if runs_ahead(scheduler) else 1
         # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
         self.flights = 2 if launcher.most_times > 1 else depth
-        self._stops = np.array(sorted(stop_tokens), dtype=np.int64)
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0  # of requests that turned out to have ended before
@@ -98,21 +98,25 @@ class Engine:
         flights: deque[Flight] = deque()
         try:
             while True:
-                step = self._next(must_wait=bool(flights))
+                late = self.endings.late()  # nothing is launched before they have been let go
+                step = None if late else self._next(must_wait=bool(flights))
+                finished: list[Request] = []
                 if step is not None:
                     flights.append(self._launch(step))
+                elif late and not flights:
+                    finished = self._out_of_time(late)
                 elif not flights:
                     return
-                if step is None or self._enough(flights):
-                    tokens = flights[0].wait()  # where an interrupt finds it still on its way
-                    flight = flights.popleft()
+                if flights and (step is None or self._enough(flights)):
+                    flight = flights[0]  # where an interrupt, or an error of a criterion, finds it still on its way
                     idle = self.idle_tokens
-                    finished = self.collect(flight, tokens)
+                    finished = self.collect(flight, flight.wait())
+                    flights.popleft()
                     if watch is not None:
                         watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle))
-                    if finished:
-                        yield from finished
-                        self.launcher.back()
+                if finished:
+                    yield from finished
+                    self.launcher.back()
         finally:  # left half-way, it may have run more for those that had ended
             for flight in flights:
                 pairs = zip(flight.sampling, flight.counts, strict=True)
@@ -159,23 +163,24 @@ class Engine:
     def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
         """Give each request its tokens; those that end with them leave the cache."""
         assert tokens.shape == (len(flight.sampling), flight.step.times)
-        none, stops = tokens < 0, np.isin(tokens, self._stops)
-        last = none | stops  # [samples, times]
-        odd = last.any(axis=1).tolist()
+        ends = self.endings.find(flight.sampling, flight.counts, tokens)
         finished = []
-        for row, (request, count) in enumerate(zip(flight.sampling, flight.counts, strict=True)):
+        for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
             if request.done:  # it had ended before this step, which nobody knew when it was launched
                 self.idle_tokens += count
                 continue
-            has = count
-            if odd[row]:
-                has = min(count, 1 + int(last[row].argmax()))
-                if none[row, has - 1]:
-                    raise RuntimeError(NO_DISTRIBUTION)
-            request.extend(tokens[row, :has].tolist(), bool(stops[row, has - 1]))
+            has, reason = ends.get(row, (count, None))
+            request.extend(new[:has], reason)
             self.idle_tokens += count - has
             if request.done:
                 finished.append(request)
         for request in finished:
             self.scheduler.finish(request)
         return finished
+
+    def _out_of_time(self, late: list[Request]) -> list[Request]:
+        """They keep the tokens that they have, if they have begun at all; nothing of theirs is on its way."""
+        for request in late:
+            request.end(FinishReason.TIME)
+            self.scheduler.finish(request)
+        return late

@@ -17,6 +17,7 @@ from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
 from .call import Call, Work, make_plan
 from .config import BatchConfig
+from .endings import rules_of
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .kinds import a_kind, shown
 from .memory import CacheHome
@@ -28,6 +29,7 @@ from .prompts import Prompt, check_prompts
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
+from .streaming import Feed, check_streamer
 from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
 
@@ -271,13 +273,27 @@ class BatchGenerator:
         else:
             resolved *= len(checked)
         check_guidance(resolved, self._notices)
+        kinds = dict.fromkeys(resolved)
+        made = {options: rules_of(self.model, options, self._tokenizer.required) for options in kinds}
+        rules = [made[options] for options in resolved]
+        sequences = sum(options.num_return_sequences for options in resolved)
+        feed = None
+        if resolved and (streamer := resolved[0].given.streamer) is not None:
+            check_streamer(streamer, sequences)
+            ids = None if checked[0] is None else torch.tensor(checked[0].ids.tolist())[None]
+            feed = Feed(streamer, ids if padded is None else padded.ids)
+        apart = padded is not None and sequences > 1 and (rules[0].can_stop or bool(rules[0].deadlines))
+        if apart and resolved[0].pad_token_id is None:
+            raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
         good: list[Prompt] = []
         places: list[int] = []
         limits: list[int] = []
         for index, (prompt, options) in enumerate(zip(checked, resolved, strict=True)):
             if prompt is None:
                 continue
+            width = len(prompt.ids) if padded is None else padded.width
             limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
+            limit = rules[index].limit(width, limit)
             why = self._length_problem(len(prompt.ids), limit, options)
             if why is not None:
                 problems[index] = why
@@ -291,7 +307,7 @@ class BatchGenerator:
             seed = None
         elif seed is None:
             seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seed)
+        return Work(good, places, problems, resolved, limits, seed, rules, feed)
 
     def _warn_of_dropout(self) -> None:
         if not self.model.training:

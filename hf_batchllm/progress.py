@@ -17,9 +17,10 @@ _FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
 class Progress:
     """Counts in tokens: those of prompts that are to be computed, and new ones. Shows sequences, speed and saving."""
 
-    def __init__(self, bar: tqdm, count: str, prompt_tokens: int, saving: float) -> None:
+    def __init__(self, bar: tqdm, sequences: int, kind: str, prompt_tokens: int, saving: float) -> None:
         self._bar = bar
-        self._count = count
+        self._sequences = sequences
+        self._count = f"{sequences:,} {kind}"
         self._prompt_tokens = prompt_tokens  # still to be computed
         self._saved = f", {saving:.0%} saved" if saving >= 0.005 else ""
         self._finished = self._new_tokens = 0
@@ -36,6 +37,8 @@ class Progress:
     def finish(self, request: Request) -> None:
         self._finished += 1
         self._bar.total -= request.max_new_tokens - len(request.generated)  # it ended sooner than it might have
+        if self._finished == self._sequences:
+            self._bar.total = self._bar.n  # out of time, not all prompts have been computed
         self._show()
 
     def _show(self) -> None:
@@ -53,9 +56,9 @@ def progress_bar(
 ) -> Iterator[Progress]:
     """``prompt_tokens`` are to be computed; ``wanted`` None: for long lists, where transformers shows bars, too."""
     show = len(requests) >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
-    count = f"{len(requests):,} {'samples' if any(request.sample for request in requests) else 'prompts'}"
+    kind = "samples" if any(request.sample for request in requests) else "prompts"
     total = prompt_tokens + sum(request.max_new_tokens for request in requests)
     # Steps differ so much in their tokens that each of them is a chance to draw the bar anew.
-    with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=f"0/{count}") as bar:
-        yield Progress(bar, count, prompt_tokens, saving)
+    with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=f"0/{len(requests):,} {kind}") as bar:
+        yield Progress(bar, len(requests), kind, prompt_tokens, saving)
         bar.refresh()

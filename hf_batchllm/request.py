@@ -17,13 +17,14 @@ import numpy as np
 class Unit(ABC):
     """Tokens ``[start, ...)`` of one sequence, the pages that hold their K and V, and what comes before them."""
 
-    __slots__ = ("base", "computed", "key", "pages", "start")
+    __slots__ = ("base", "computed", "key", "lost", "pages", "start")
 
     def __init__(self, start: int, key: Hashable) -> None:
         self.start = start
         self.base: Prefix | None = None  # set by the cache, which counts who stands on whom
         self.key = key
         self.computed = start  # set by the scheduler: K and V before this position are there, or in the step just made
+        self.lost = start  # set by the cache: they were there once, and have been given up
         self.pages: list[int] = []  # set by the cache
 
     def ancestors(self) -> list[tuple[Prefix, int]]:
@@ -151,10 +152,10 @@ class Request(Unit):
 
     def append(self, token: int, is_stop: bool) -> None:
         """Take a sampled token and notice the end."""
-        self.extend([token], is_stop)
+        self.extend([token], FinishReason.STOP if is_stop else None)
 
-    def extend(self, tokens: list[int], is_stop: bool) -> None:
-        """Take tokens that were sampled one after the other; ``is_stop``: the last of them ends the answer."""
+    def extend(self, tokens: list[int], reason: FinishReason | None) -> None:
+        """Take tokens that were sampled one after the other; ``reason``: why the last of them ends the answer."""
         assert not self.done and tokens
         if self.pending:
             assert self.pending >= len(tokens)
@@ -162,11 +163,16 @@ class Request(Unit):
         else:
             assert len(tokens) == 1 and self.computed == self.length, "a token was sampled before its prompt"
         self.generated += tokens
-        if is_stop:
-            self.finish_reason = FinishReason.STOP
-            self.pending = 0  # whatever has been sampled since is not part of the answer
+        if reason:
+            self.end(reason)
         elif len(self.generated) >= self.max_new_tokens:
-            self.finish_reason = FinishReason.LENGTH
+            self.end(FinishReason.LENGTH)
+
+    def end(self, reason: FinishReason) -> None:
+        """With the tokens that have been seen."""
+        assert not self.done
+        self.finish_reason = reason
+        self.pending = 0  # whatever has been sampled since is not part of the answer
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Tokens at positions ``[begin, end)``: of the prompt, then of what was generated; 0 where nobody knows yet."""

@@ -21,7 +21,8 @@ class Generation:
     text: the new tokens decoded without special tokens; None without a tokenizer.
     token_ids: the new tokens, the EOS that ended them included.
     prompt_token_ids: the prompt as the model saw it.
-    finish_reason: "stop" (EOS), "length" (as long as it was allowed to become), "time", "error".
+    finish_reason: "stop" (EOS, a stop string, a criterion), "length" (as long as it was allowed to become), "time"
+        (``max_time`` was over; there may be no new token at all), "error".
     logprobs, prompt_logprobs: None; asking for them is not supported yet.
     error: why there is no result, if ``finish_reason`` is "error".
     """

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from .cache import PagedCache
-from .request import Chunk, Request, Step
+from .request import Chunk, FinishReason, Request, Step
 
 
 class Scheduler(Protocol):
@@ -34,6 +34,9 @@ class Scheduler(Protocol):
     looks at the tokens. It gives that number, from 1 to ``most``. Each row then grows by as many tokens, or by those
     that it may still have if they are fewer: up to position ``end = length + tokens - 1`` its pages must be reserved,
     and its ``computed`` set to that.
+
+    With ``ends_waiting`` (absent: False) ``finish`` may come for a request that has not begun, or was preempted and
+    waits: its time is over (``max_time``). Else each request still gets a token then, as in ``generate``.
     """
 
     preemptions: int
@@ -89,6 +92,7 @@ class _Base(ABC):
     """What both schedulers do: keep the queues, cut prompts into chunks, give pages back."""
 
     runs_ahead = True
+    ends_waiting = True
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         self.cache = cache
@@ -96,6 +100,7 @@ class _Base(ABC):
         self.waiting = deque(self._ordered(requests))
         self.running: dict[Request, None] = {}  # oldest first; a dict, so that one can leave from the middle
         self.preemptions = 0
+        self._some_gave_up = False
 
     @abstractmethod
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
@@ -106,8 +111,17 @@ class _Base(ABC):
         return False
 
     def finish(self, request: Request) -> None:
-        self._leave(request)
+        if request in self.running:
+            self._leave(request)
+        else:
+            self._some_gave_up = True  # many do so at once: they are taken out of the queue together
         self.cache.retire(request)
+
+    def _empty_step(self) -> Step:
+        if self._some_gave_up:
+            self.waiting = deque(request for request in self.waiting if not request.done)
+            self._some_gave_up = False
+        return Step()
 
     def repeat(self, step: Step, most: int) -> int:
         """How many times the rows of ``step``, which has no chunks, are to run; the pages for it are reserved."""
@@ -221,7 +235,7 @@ class GroupScheduler(_Base):
         return sorted(requests, key=lambda request: request.rank)
 
     def next(self) -> Step | None:
-        step = Step()
+        step = self._empty_step()
         budget = self.max_batch_tokens
         prefilling = [request for request in self.running if request.todo > 1 or not request.made]
         ready = [request for request in self.running if request.todo == 1 and request.made and not request.exhausted]
@@ -251,7 +265,8 @@ class GroupScheduler(_Base):
         return missing > self.cache.free_pages + self.cache.droppable_pages
 
     def finish(self, request: Request) -> None:
-        self.expected.learn(len(request.generated))
+        if request.finish_reason is not FinishReason.TIME:
+            self.expected.learn(len(request.generated))
         super().finish(request)
 
     def _prompts_fill_a_step(self, prefilling: Sequence[Request]) -> bool:
@@ -318,7 +333,7 @@ class FifoScheduler(_Base):
         return sorted(requests, key=lambda request: (request.index, request.sample))
 
     def next(self) -> Step | None:
-        step = Step()
+        step = self._empty_step()
         budget = self.max_batch_tokens
         for request in self.running:
             if request.todo > 1 or not request.made:

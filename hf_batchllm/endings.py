@@ -1,0 +1,289 @@
+"""What ends a sequence: tokens, strings, criteria of the user's own, time. With ``generate``'s meaning, for each row.
+
+transformers makes the list of criteria; here it is taken apart by what each kind needs. Nothing waits for the device:
+tokens are looked at when they are collected, and whatever a row has run beyond its end is cut off then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.generation import stopping_criteria as criteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from .architecture import base_model
+from .errors import OptionValueError, TokenizerError
+from .kinds import a_kind
+from .options import Options, config_for_prompt
+from .request import FinishReason, Request
+from .runner import current_device
+from .sampling import NO_DISTRIBUTION
+
+Factory = Callable[[int, list[int]], Sequence[Any]]  # a prompt's place in the list, its token ids -> criteria
+Scores = Callable[[Request, int], Any]  # a request, a number of its new tokens -> what criteria are told of them
+Ends = dict[int, tuple[int, FinishReason | None]]  # row -> how many of its new tokens are real, and why no more are
+
+_WINDOWS = 1024  # looked at for strings at a time: memory
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What ends the sequences of some prompts, beside being as long as they may become."""
+
+    stop_tokens: frozenset[int] = frozenset()  # the device has to know the same ones
+    max_lengths: tuple[int, ...] = ()  # of the user's own MaxLengthCriteria; prompts count, and padding
+    deadlines: tuple[tuple[float | None, float], ...] = ()  # since when (None: the call's beginning), and how long
+    strings: tuple[StopStringCriteria, ...] = ()
+    others: tuple[Any, ...] = ()  # called for each sequence by itself
+    factory: Factory | None = None  # of others, for each sequence its own
+
+    @property
+    def looks(self) -> bool:
+        """Whether the host has to look at more than single tokens."""
+        return bool(self.strings or self.others or self.factory)
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether a sequence may end before it is as long as it may become, if there is time."""
+        return bool(self.stop_tokens) or self.looks
+
+    def limit(self, prompt_tokens: int, new_tokens: int) -> int:
+        """How many new tokens there may be where the options allow ``new_tokens``.
+
+        A MaxLengthCriteria takes the place of the options' length. It is asked after each token, so there is one.
+        """
+        if not self.max_lengths or new_tokens <= 0:  # then the options alone are wrong already
+            return new_tokens
+        return max(1, min(self.max_lengths) - prompt_tokens)
+
+
+def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -> Rules:
+    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
+    listed, factory = _taken(options.given.stopping_criteria)
+    config = config_for_prompt(options, 1, 1)
+    config.is_assistant = False  # it drafts for nobody here
+    strings = config.stop_strings
+    if strings is not None and (not strings or not all(strings)):
+        raise OptionValueError("stop_strings", "has an empty string, or none: to stop at none pass None")
+    found = options.given.tokenizer
+    if strings is not None and found is None:
+        found = _tokenizer_for_strings(tokenizer)
+    try:
+        merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList(listed), found)
+    except Exception as error:
+        if strings is None:
+            raise
+        why = f"cannot be looked for in tokens of this tokenizer ({type(error).__name__}: {error})"
+        raise OptionValueError("stop_strings", why) from error
+    kinds: dict[type, list[Any]] = {}
+    for each in merged:  # of a kind of the user's own, whatever it is derived from, nothing is known
+        kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
+    mine = {id(each) for each in listed}
+    lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
+    return Rules(
+        stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
+        max_lengths=tuple(each.max_length for each in lengths if id(each) in mine),
+        deadlines=tuple((each.initial_timestamp if id(each) in mine else None, each.max_time) for each in times),
+        strings=tuple(kinds.get(StopStringCriteria, ())),
+        others=tuple(kinds.get(object, ())),
+        factory=factory,
+    )
+
+
+_KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)
+
+
+def _taken(given: Any) -> tuple[list[Any], Factory | None]:
+    if given is None:
+        return [], None
+    if isinstance(given, list | tuple):
+        for each in given:
+            if not callable(each):
+                raise OptionValueError("stopping_criteria", f"has {a_kind(each)} in its list, which cannot be called")
+        return list(given), None
+    if isinstance(given, criteria.StoppingCriteria) or not callable(given):
+        hint = ": put it into a list" if isinstance(given, criteria.StoppingCriteria) else ""
+        raise OptionValueError("stopping_criteria", f"must be a list of criteria, not {a_kind(given)}{hint}")
+    return [], given
+
+
+def _tokenizer_for_strings(tokenizer: Callable[[], Any]) -> Any:
+    try:
+        return tokenizer()
+    except TokenizerError as error:
+        raise TokenizerError(f"`stop_strings` need a tokenizer: {error}, or pass `tokenizer=` here") from error
+
+
+class Endings:
+    """``rules``: by a request's index. ``began``: when the call did, by ``time.time()``.
+
+    ``time_by_token``: a sequence whose time is over still gets a token first, as in ``generate``. Else ``late`` tells.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        rules: Sequence[Rules],
+        began: float,
+        device: torch.device,
+        time_by_token: bool = False,
+        scores: Scores | None = None,
+    ) -> None:
+        self._rules = rules
+        self._device = device
+        self._time_by_token = time_by_token
+        self._scores = scores
+        kinds = list(dict.fromkeys(rules[request.index] for request in requests))
+        self._stops = np.array(sorted(frozenset().union(*(each.stop_tokens for each in kinds))), dtype=np.int64)
+        self._stops_differ = len({each.stop_tokens for each in kinds}) > 1
+        self._looks = any(each.looks for each in kinds)
+        self._strings = {string: _Strings(string) for each in kinds for string in each.strings}
+        self._own: dict[Request, StoppingCriteriaList] = {}  # once they are needed
+        # Criteria that look at what they are given wait for a stream of their own, not for steps on their way.
+        called = any(each.others or each.factory for each in kinds)
+        self._stream = torch.cuda.Stream(device) if called and device.type == "cuda" else None
+        waiting: dict[tuple[float, float], list[Request]] = {}
+        for request in requests:
+            for since, seconds in rules[request.index].deadlines:
+                waiting.setdefault((began if since is None else since, seconds), []).append(request)
+        self._deadlines = sorted(waiting.items(), key=lambda item: -sum(item[0]))  # the next one is the last
+        self._late: dict[Request, None] = {}
+
+    # -- time --------------------------------------------------------------------------------------------------
+
+    def late(self) -> list[Request]:
+        """Who has not ended though there is no time left."""
+        return [] if self._time_by_token else list(self._overdue())
+
+    def _overdue(self) -> dict[Request, None]:
+        now = time.time() if self._deadlines else 0.0
+        while self._deadlines:
+            (since, seconds), requests = self._deadlines[-1]
+            if now - since <= seconds:
+                break
+            self._late |= dict.fromkeys(requests)
+            del self._deadlines[-1]
+        if self._late:
+            self._late = {request: None for request in self._late if not request.done}
+        return self._late
+
+    # -- tokens ------------------------------------------------------------------------------------------------
+
+    def find(self, requests: Sequence[Request], counts: Sequence[int], tokens: np.ndarray) -> Ends:
+        """The rows of ``tokens`` [rows, times] that end, of which up to ``counts`` are new ones."""
+        none, stops = tokens < 0, self._stop_tokens(requests, tokens)
+        last = none | stops
+        ends: Ends = {}
+        for row in np.flatnonzero(last.any(axis=1)).tolist():
+            has = min(counts[row], 1 + int(last[row].argmax()))
+            ends[row] = has, FinishReason.STOP if stops[row, has - 1] else None
+        if self._looks:
+            self._look(requests, counts, tokens, ends)
+        for row, (has, _) in ends.items():
+            if none[row, has - 1] and not requests[row].done:
+                raise RuntimeError(NO_DISTRIBUTION)
+        if self._time_by_token and (late := self._overdue()):
+            for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
+                has, reason = ends.get(row, (count, None))
+                if request in late and reason is None and len(request.generated) + has < request.max_new_tokens:
+                    ends[row] = has, FinishReason.TIME
+        return ends
+
+    def _stop_tokens(self, requests: Sequence[Request], tokens: np.ndarray) -> np.ndarray:
+        stops = np.isin(tokens, self._stops)
+        if self._stops_differ:  # then few tokens are left to be looked at one by one
+            for row, column in zip(*(axis.tolist() for axis in stops.nonzero()), strict=True):
+                stops[row, column] = int(tokens[row, column]) in self._rules[requests[row].index].stop_tokens
+        return stops
+
+    def _look(self, requests: Sequence[Request], counts: Sequence[int], tokens: np.ndarray, ends: Ends) -> None:
+        """Ends that more than one token tells, before those found so far."""
+        rows = [row for row, each in enumerate(requests) if not each.done and self._rules[each.index].looks]
+        real = {row: ends[row][0] if row in ends else counts[row] for row in rows}
+        real = {row: has - int(tokens[row, has - 1] < 0) for row, has in real.items()}  # that one is no token
+        for strings in self._strings:
+            those = [row for row in rows if strings in self._rules[requests[row].index].strings]
+            for row, has in self._strings[strings].first(requests, those, real, tokens).items():
+                real[row], ends[row] = has, (has, FinishReason.STOP)
+        with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
+            for row in rows:
+                own = self._criteria(requests[row])
+                has = self._first_end(requests[row], own, tokens[row, : real[row]]) if own else None
+                if has is not None:
+                    ends[row] = has, FinishReason.STOP
+
+    def _first_end(self, request: Request, own: StoppingCriteriaList, tokens: np.ndarray) -> int | None:
+        """Criteria are asked after each token, as ``generate`` asks them: all of them, and no more once one said so."""
+        before = len(request.prompt_ids) + len(request.generated)
+        ids = np.concatenate([request.prompt_ids, request.generated, tokens]).astype(np.int64)
+        ids = torch.from_numpy(ids)[None].to(self._device)  # [1, tokens]
+        for has in range(1, len(tokens) + 1):
+            scores = None if self._scores is None else self._scores(request, len(request.generated) + has)
+            if bool(own(ids[:, : before + has], scores).all()):
+                self._own.pop(request, None)
+                return has
+        return None
+
+    def _criteria(self, request: Request) -> StoppingCriteriaList:
+        if request not in self._own:
+            rules = self._rules[request.index]
+            own = list(rules.others)
+            if rules.factory is not None:
+                made = rules.factory(request.index, request.prompt_ids.tolist())
+                if not isinstance(made, list | tuple):
+                    raise OptionValueError(
+                        "stopping_criteria",
+                        f"is a function, which must give a list of criteria for a prompt's place in the list and its "
+                        f"token ids, and gave {a_kind(made)}. If it is a criterion itself, put it into a list",
+                    )
+                own += made
+            self._own[request] = StoppingCriteriaList(own)
+        return self._own[request]
+
+
+class _Strings:
+    """transformers' StopStringCriteria for many rows at once. It looks at few tokens before each, prompts included."""
+
+    def __init__(self, strings: StopStringCriteria) -> None:
+        self._strings = strings
+        self._width = strings.maximum_token_len
+        table = strings.embedding_vec
+        self._beyond = len(table)  # is clamped to the table's last row, which matches nothing
+        # Only a token that begins with the end of a string can complete one: the others need no look.
+        ends = table[:, strings.max_valid_positions * strings.num_stop_strings : -1]
+        self._may_complete = (ends > 0).any(dim=1).cpu().numpy()  # [vocabulary + 1]
+
+    def first(
+        self, requests: Sequence[Request], rows: Sequence[int], real: dict[int, int], tokens: np.ndarray
+    ) -> dict[int, int]:
+        """How many tokens each of those ``rows`` has with which the first one that completes a string ends."""
+        mine = tokens[rows]
+        may = self._may_complete[np.minimum(mine, self._beyond - 1)]
+        may &= np.arange(tokens.shape[1]) < np.array([real[row] for row in rows], dtype=np.int64)[:, None]
+        places = [(rows[at], column) for at, column in zip(*(axis.tolist() for axis in may.nonzero()), strict=True)]
+        found: dict[int, int] = {}
+        for begin in range(0, len(places), _WINDOWS):
+            some = [(row, column) for row, column in places[begin : begin + _WINDOWS] if row not in found]
+            windows = np.full((len(some), self._width), self._beyond, dtype=np.int64)
+            for window, (row, column) in zip(windows, some, strict=True):
+                last = _last_tokens(requests[row], tokens[row, : column + 1], self._width)
+                window[self._width - len(last) :] = last
+            with torch.no_grad():
+                complete = self._strings(torch.from_numpy(windows), None).tolist()  # type: ignore[arg-type]
+            for (row, column), is_complete in zip(some, complete, strict=True):
+                if is_complete:
+                    found.setdefault(row, column + 1)
+        return found
+
+
+def _last_tokens(request: Request, new: np.ndarray, count: int) -> np.ndarray:
+    """Of the prompt, what has been generated, and ``new``."""
+    seen = request.generated[max(0, len(request.generated) + len(new) - count) :]
+    parts = [request.prompt_ids[max(0, len(request.prompt_ids) + len(seen) + len(new) - count) :], seen, new]
+    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])[-count:]

@@ -1,0 +1,45 @@
+"""A streamer of transformers, told of one sequence what ``generate`` would tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import OptionValueError
+from .kinds import a_kind
+from .request import Request
+
+
+class Feed:
+    """``prompt``: [1, tokens]; None if it cannot be run, and then the streamer is only told that nothing comes."""
+
+    def __init__(self, streamer: Any, prompt: torch.Tensor | None) -> None:
+        self._streamer = streamer
+        self._prompt = prompt
+        self._told = 0  # new tokens
+        self._ended = False
+
+    def begin(self) -> None:
+        if self._prompt is not None:
+            self._streamer.put(self._prompt.cpu())
+
+    def tell(self, request: Request) -> None:
+        """Whatever there is of it by now."""
+        for token in request.generated[self._told :]:
+            self._told += 1
+            self._streamer.put(torch.tensor([token]))
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._streamer.end()
+
+
+def check_streamer(streamer: Any, sequences: int) -> None:
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        why = f"must have `put` and `end`, as TextStreamer of transformers has, and is {a_kind(streamer)}"
+        raise OptionValueError("streamer", why)
+    if sequences != 1:
+        why = f"goes with one prompt, and here are {sequences:,} sequences: gen.stream() gives each as it finishes"
+        raise OptionValueError("streamer", why)
