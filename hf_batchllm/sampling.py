@@ -6,7 +6,7 @@ A token is drawn by inverting the distribution function in the order of the voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -47,9 +47,16 @@ _OPEN, _INVALID = -1, -2  # instead of a token: the shortlist was too short; the
 
 
 class Sampler:
-    """``options``: by a request's index."""
+    """``options``: by a request's index. ``record(requests, logits, scores)`` is told before tokens are picked."""
 
-    def __init__(self, model: nn.Module, options: Sequence[Options], seed: int | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Sequence[Options],
+        seed: int | None,
+        record: Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> None:
+        self._record = record
         self._model = base_model(model)
         self._options = options[0]
         self._seed = seed
@@ -69,6 +76,8 @@ class Sampler:
     def _next(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         scores = self._with_history(logits, requests)
         together = self._processors(requests[0])[1]  # the same for all: they depend on options alone
+        if self._record is not None:
+            self._record(requests, logits, _run(together, scores))
         if not self._options.do_sample:
             return _run(together, scores).argmax(dim=-1).tolist()  # the lowest index among equals
         assert self._seed is not None
