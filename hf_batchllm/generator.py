@@ -110,7 +110,10 @@ class BatchGenerator:
         prompts: strings, lists of token ids, 1-D tensors or chats, mixed as you like; or a single one.
         input_ids, attention_mask: instead of prompts, a padded 2-D tensor; then a tensor (or a ModelOutput) comes back,
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
-        generation_config and further keyword arguments: as for ``model.generate``.
+        generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
+            ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
+        logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
+            Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator.
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
@@ -257,7 +260,7 @@ class BatchGenerator:
         if seed is not None:
             seed = _checked_seed(seed)
         resolved = resolve_each(self.model, generation_config, generate_kwargs, padded, self._notices)
-        check_logprobs(resolved[0], in_tensors=padded is not None)
+        check_logprobs(resolved, in_tensors=padded is not None)
         self._warn_of_dropout()
         if padded is None:
             checked, problems = self._checked_prompts(prompts)

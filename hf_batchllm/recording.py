@@ -38,9 +38,9 @@ class Recording:
             samples = options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))
         if given.logprobs is not None:
-            self.new_tokens = NewTokenLogProbs(given.logprobs)
+            self.new_tokens = NewTokenLogProbs(int(given.logprobs))
         if given.prompt_logprobs is not None:
-            self.prompts = PromptLogProbs(given.prompt_logprobs)
+            self.prompts = PromptLogProbs(int(given.prompt_logprobs))
 
     @property
     def why_by_host(self) -> str | None:
@@ -74,10 +74,10 @@ class Recording:
         return None if self.prompts is None else self.prompts.take(request)
 
 
-def check_logprobs(options: Options, in_tensors: bool) -> None:
+def check_logprobs(options: Sequence[Options], in_tensors: bool) -> None:
     """``in_tensors``: whether the prompts came as tensors."""
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(options.given, name)
+    given = [(name, getattr(each.given, name)) for each in options[:1] for name in ("logprobs", "prompt_logprobs")]
+    for name, value in given:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
