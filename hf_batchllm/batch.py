@@ -6,12 +6,13 @@ for each token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
 
-from .request import Request, Step, Unit, units_below
+from .request import Chunk, Request, Step, Unit, units_below
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class TokenBatch:
 
     input_ids: torch.Tensor  # [tokens]
     position_ids: torch.Tensor  # [tokens]
-    logits_rows: torch.Tensor  # [samples]  the tokens whose output is sampled
+    logits_rows: torch.Tensor  # [samples + asked]  the tokens whose output is sampled, then those asked for beside
     row_seats: torch.Tensor  # [rows]  where the device keeps the last tokens of the decode rows
     sample_seats: torch.Tensor  # [samples]  and where it puts those that are sampled
     made: torch.Tensor  # [samples]  new tokens that their requests have had so far
@@ -84,19 +85,31 @@ class ModelBatch:
     tokens: TokenBatch
     attention: AttentionBatch
     burst: Burst | None = None  # where all are decode rows, if the builder was asked for it
+    asked: list[Chunk] = field(default_factory=list)  # parts of chunks, the logits of whose every token are wanted
 
     def to(self, device: torch.device) -> ModelBatch:
-        return ModelBatch(self.tokens.to(device), self.attention.to(device), self.burst)
+        return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
 
 
 class BatchBuilder:
-    """``most_times``: how often decode rows may run in a row; 0 where there is nothing to do so."""
+    """``most_times``: how often decode rows may run in a row; 0 where there is nothing to do so.
 
-    def __init__(self, page_size: int, pin_memory: bool = False, short_chunk: int = 0, most_times: int = 0) -> None:
+    ``wanted`` gives the part of a chunk whose logits are asked for, sampled or not; None for none of it.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        pin_memory: bool = False,
+        short_chunk: int = 0,
+        most_times: int = 0,
+        wanted: Callable[[Chunk], Chunk | None] | None = None,
+    ) -> None:
         self.page_size = page_size
         self.most_times = most_times
         self.short_chunk = short_chunk  # chunks of no more tokens stand before longer ones
         self.pin_memory = pin_memory
+        self.wanted = wanted
 
     def build(self, step: Step) -> ModelBatch:
         # Stable: neighbours in the plan stay neighbours.
@@ -111,6 +124,7 @@ class BatchBuilder:
         rows = len(step.rows)
         spans, ids, positions, slots = self._rows(step.rows, place)
         last = {}  # the place of each chunk's last token
+        asked: dict[Chunk, int] = {}  # and the place of its first token
         token = rows
         for chunk in chunks:
             begin, token = token, token + chunk.end - chunk.begin
@@ -119,7 +133,11 @@ class BatchBuilder:
             positions.append(np.arange(chunk.begin, chunk.end))
             slots.append(table.slots(place[chunk.unit], chunk.begin, chunk.end, self.page_size))
             last[chunk] = token - 1
+            if self.wanted is not None and (part := self.wanted(chunk)) is not None:
+                asked[part] = begin + part.begin - chunk.begin
         logits_rows = [*range(rows), *(last[chunk] for chunk in step.chunks if chunk.samples)]
+        for part, first in asked.items():
+            logits_rows += range(first, first + part.end - part.begin)
         every_position = np.concatenate(positions)
         burst = None if chunks or not self.most_times else self._burst(step)
         # What rows run by lies in the device's own memory already, so these stay here.
@@ -143,6 +161,7 @@ class BatchBuilder:
                 None if burst is None else np.minimum(burst.times, burst.left) - 1,
             ),
             burst,
+            list(asked),
         )
 
     def _burst(self, step: Step) -> Burst:

@@ -210,6 +210,8 @@ class PagedCache:
             return False
         if any(below.computed < cut for below, cut in prefix.ancestors()):
             return False  # what it stands on was evicted and has not come back: nobody could read it
+        if self.match(prefix.ids, prefix.end, prefix.key)[1] == prefix.end:
+            return False  # a call that made no use of kept prefixes had to compute it again
         prefix.kept = True
         prefix.lost = prefix.start  # another call counts anew
         prefix.ids = np.array(prefix.ids[: prefix.end])  # lets the prompt itself go

@@ -28,6 +28,7 @@ from .options import Options
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
+from .recording import Recording
 from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
 from .request import Request, Step
 from .results import RunReport
@@ -105,6 +106,7 @@ class Call:
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
         self.work = work
+        self.recording = Recording(work.options)
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
         samples = work.samples
@@ -126,7 +128,10 @@ class Call:
         )
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
-        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=stops)
+        prompts_watched = self.recording.prompts  # of kept prefixes there are K and V, and no logits
+        self.lineup = line_up(
+            self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, use_kept=prompts_watched is None
+        )
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True
@@ -143,6 +148,9 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
+        if prompts_watched is not None:
+            prompts_watched.start(self.lineup.requests)
+            self._runner.record = prompts_watched.record
         launcher, depth = self._launcher(work)
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
@@ -150,6 +158,7 @@ class Call:
             pin_memory=device.type == "cuda",
             short_chunk=backend.short_chunk,
             most_times=0 if graphs is None else graphs.most_times,
+            wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
         self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth)
 
@@ -166,6 +175,7 @@ class Call:
         picking = picking_bytes(
             step.samples, vocabulary, penalised * sequences, copied=copied, by_host=reason is not None
         )
+        picking += self.recording.bytes(step.tokens, max(self.work.max_new_tokens, default=0), vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)
@@ -180,9 +190,10 @@ class Call:
 
     @property
     def _budget(self) -> int:
-        if self.config.max_batch_tokens is not None:
-            return self.config.max_batch_tokens
-        return _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
+        budget = self.config.max_batch_tokens
+        if budget is None:
+            budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
+        return self.recording.most_tokens(budget, self.architecture.vocab_size)
 
     def _launcher(self, work: Work) -> tuple[Launcher, int]:
         """What runs the steps, and how many of them may be on their way at a time."""
@@ -196,7 +207,10 @@ class Call:
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
-            return AtOnce(self._runner, Sampler(self.model, work.options, work.seed, notices=self.notices)), 1
+            tensors = self.recording.tensors
+            record = None if tensors is None else tensors.record
+            sampler = Sampler(self.model, work.options, work.seed, record=record, notices=self.notices)
+            return AtOnce(self._runner, self.recording.around(sampler)), 1
         kernels = sampling_kernels(device)
         (options,) = work.kinds
         pick = SeatedSampler(self.lineup.requests, options, work.seed, device, kernels)
@@ -222,6 +236,8 @@ class Call:
         device, kinds, vocabulary = self.architecture.device, self.work.kinds, self.architecture.vocab_size
         if len(kinds) > 1:
             return "settings differ between prompts, so the host picks the tokens, for which it waits after each step"
+        if self.recording.why_by_host is not None:
+            return self.recording.why_by_host
         return picked_by_host(kinds[0], self.model, device, depth, sequences, vocabulary) if kinds else None
 
     def _endings(self, work: Work) -> Endings:

@@ -30,9 +30,9 @@ from .errors import (
     UnsupportedOptionError,
 )
 from .generator import BatchGenerator
+from .kinds import a_kind
 from .option_rows import Kind
 from .option_table import names
-from .kinds import a_kind
 from .options import Given
 from .patches.attention_swap import AttentionSwap
 from .results import RunReport

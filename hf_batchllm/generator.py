@@ -26,6 +26,7 @@ from .options import Options, inferred_mask, resolve_each
 from .patches.fused import Fusion
 from .processing import check_guidance
 from .prompts import Prompt, check_prompts
+from .recording import Recording, check_logprobs
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
@@ -112,7 +113,10 @@ class BatchGenerator:
         prompts: strings, lists of token ids, 1-D tensors or chats, mixed as you like; or a single one.
         input_ids, attention_mask: instead of prompts, a padded 2-D tensor; then a tensor (or a ModelOutput) comes back,
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
-        generation_config and further keyword arguments: as for ``model.generate``.
+        generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
+            ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
+        logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
+            Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator.
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
@@ -131,13 +135,14 @@ class BatchGenerator:
                 try:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
-                            done[request.index, request.sample] = self._generation(request, decode=padded is None)
+                            generation = self._generation(request, call.recording, decode=padded is None)
+                            done[request.index, request.sample] = generation
                             bar.finish(request)
                 finally:
                     self.last_report = report = call.report()
             rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
             result = BatchResult([rows[key] for key in sorted(rows)], report)
-            return result if padded is None else _as_tensors(padded, result, work.options[0])
+            return result if padded is None else _as_tensors(padded, result, work.options[0], call.recording)
         except KeyboardInterrupt:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
@@ -258,6 +263,7 @@ class BatchGenerator:
         if seed is not None:
             seed = _checked_seed(seed)
         resolved = resolve_each(self.model, generation_config, generate_kwargs, padded, self._notices)
+        check_logprobs(resolved, in_tensors=padded is not None)
         self._warn_of_dropout()
         if padded is None:
             checked, problems = self._checked_prompts(prompts)
@@ -368,14 +374,14 @@ class BatchGenerator:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
                             bar.finish(request)
-                            yield self._generation(request)
+                            yield self._generation(request, call.recording)
                 finally:
                     self.last_report = call.report()
         except KeyboardInterrupt:
             self._end(turn)
             raise
 
-    def _generation(self, request: Request, decode: bool = True) -> Generation:
+    def _generation(self, request: Request, recording: Recording, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
             index=request.index,
@@ -384,6 +390,8 @@ class BatchGenerator:
             token_ids=request.generated,
             prompt_token_ids=request.prompt_ids.tolist(),
             finish_reason=request.finish_reason.value,
+            logprobs=recording.logprobs(request),
+            prompt_logprobs=recording.prompt_logprobs(request),
         )
 
     def _failures(self, work: Work) -> Iterator[Generation]:
@@ -392,9 +400,15 @@ class BatchGenerator:
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 
-def _as_tensors(padded: PaddedBatch, result: BatchResult, options: Options) -> torch.Tensor | GenerateDecoderOnlyOutput:
+def _as_tensors(
+    padded: PaddedBatch, result: BatchResult, options: Options, recording: Recording
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
     sequences = padded.continued(result.token_ids, options.pad_token_id)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if options.config.return_dict_in_generate else sequences
+    if not options.config.return_dict_in_generate:
+        return sequences
+    longest = sequences.shape[1] - padded.width
+    beside = {} if recording.tensors is None else recording.tensors.outputs(longest, sequences.device)
+    return GenerateDecoderOnlyOutput(sequences=sequences, **beside)
 
 
 def _checked_seed(seed: Any) -> int:

@@ -43,10 +43,12 @@ def line_up(
     cache: PagedCache,
     samples: int | Sequence[int] = 1,
     can_stop: bool | Sequence[bool] = True,
+    use_kept: bool = True,
 ) -> Lineup:
     """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers.
 
-    ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them.
+    ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them. ``use_kept``: whether to
+    stand on prefixes that an earlier call has kept.
     """
     if isinstance(samples, int):
         samples = [samples] * (len(prompts) // samples)
@@ -58,7 +60,7 @@ def line_up(
         prompt = prompts[segment.prompt]
         below = prefixes[segment.parent] if segment.parent >= 0 else None
         prefix = Prefix(prompt.ids, segment.start, segment.end, key=prompt.key)
-        lineup.cached_tokens += _attach(prefix, below, segment.end, cache)
+        lineup.cached_tokens += _attach(prefix, below, segment.end, cache, use_kept)
         prefixes.append(prefix)
     found: list[int] = []
     rank = np.empty(len(prompts), dtype=np.int64)
@@ -76,7 +78,7 @@ def line_up(
             key=prompt.key,
             can_stop=stops[place],
         )
-        found.append(_attach(request, below, len(prompt.ids) - 1, cache))
+        found.append(_attach(request, below, len(prompt.ids) - 1, cache, use_kept))
         lineup.requests.append(request)
     # A prefix that only an empty one stood on (a kept prefix took its place) has lost its readers: it goes.
     for prefix in reversed(prefixes):
@@ -90,14 +92,14 @@ def line_up(
     return lineup
 
 
-def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache) -> int:
+def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache, use_kept: bool) -> int:
     """Put ``unit`` on the prefix below it in the plan, or on a kept one that reaches further into its tokens.
 
     Returns how many of its tokens were found in the kept one.
     """
     found = 0
     inside = below is None or _is_cached(below)
-    if cache.kept_prefixes and inside and limit > unit.start:
+    if use_kept and cache.kept_prefixes and inside and limit > unit.start:
         ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids  # type: ignore[attr-defined]
         kept, reach = cache.match(ids, limit, unit.key)
         if kept is not None and reach > unit.start:

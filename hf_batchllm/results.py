@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import overload
 
 from .sharing import SharingPlan
 
@@ -23,8 +23,17 @@ class Generation:
     prompt_token_ids: the prompt as the model saw it.
     finish_reason: "stop" (EOS, a stop string, a criterion), "length" (as long as it was allowed to become), "time"
         (``max_time`` was over; there may be no new token at all), "error".
-    logprobs, prompt_logprobs: None; asking for them is not supported yet.
+    logprobs: with ``generate(..., logprobs=k)``, a dict {token id: log-probability} for each of ``token_ids``: of the k
+        likeliest tokens, the likeliest first, and of the chosen one (k + 1 of them where it is not among those), so
+        that ``g.logprobs[t][g.token_ids[t]]`` is there. k = 0: of the chosen one alone. They are the log-softmax, in
+        float32, of the model's own logits, whatever processors, temperature and the like make of them.
+    prompt_logprobs: with ``prompt_logprobs=k``, the same for each of ``prompt_token_ids``, given those before it; None
+        for the first one. Prompts have the dicts of what they share in common: to change one, copy it.
     error: why there is no result, if ``finish_reason`` is "error".
+
+    Log-probabilities are None if they were not asked for, and for errors. They take some 300 bytes a token and 75 more
+    for each of the k. With them the host picks the tokens and waits for each step; with ``prompt_logprobs`` the LM head
+    runs over prompts, too, steps are smaller where the vocabulary is large, and kept prefixes are not made use of.
     """
 
     index: int
@@ -33,8 +42,8 @@ class Generation:
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str
-    logprobs: Any = None
-    prompt_logprobs: Any = None
+    logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     error: str | None = None
 
 

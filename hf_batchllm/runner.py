@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -23,6 +23,7 @@ from .errors import UnsupportedModelError
 from .patches.attention_swap import AttentionSwap
 from .patches.cpu_head import HeadSwap
 from .patches.fused import FusedLayers
+from .request import Chunk
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -46,12 +47,19 @@ class ModelRunner:
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
+        self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # gets the logits asked for beside
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
         """Run the step's tokens; the logits of those rows that are sampled, as the model gives them."""
         with self._as_inference():
-            return self._step(batch)
+            logits = self._step(batch)
+        if not batch.asked:
+            return logits
+        samples = len(batch.tokens.sample_seats)
+        assert self.record is not None
+        self.record(batch.asked, logits[samples:])
+        return logits[:samples]
 
     def rows(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext
@@ -67,7 +75,7 @@ class ModelRunner:
             yield
         self._outside = None
 
-    def _step(self, batch: ModelBatch) -> torch.Tensor:
+    def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         context = self.backend.prepare(batch.attention)
