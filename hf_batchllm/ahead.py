@@ -14,7 +14,7 @@ import torch
 from .batch import ModelBatch
 from .decode_graphs import DecodeGraphs
 from .decode_rows import Pick, Seats
-from .device_sampling import DeviceSampler, RowsState, SamplingKernels
+from .device_sampling import DeviceSampler, RowsState, SamplingKernels, minimum_of, penalised_by
 from .options import Options
 from .request import Request
 from .results import shown_size
@@ -22,43 +22,54 @@ from .runner import ModelRunner, current_device
 
 
 class SeatedSampler:
-    """A DeviceSampler that knows who sits where. Nobody's seat is the last."""
+    """A DeviceSampler that knows who sits where. Nobody's seat is the last.
+
+    ``options`` are those of the list's prompts, which requests have their ``index`` in.
+    """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        options: Options,
+        options: Sequence[Options],
         seed: int | None,
         device: torch.device,
         kernels: SamplingKernels,
     ) -> None:
-        self._make = lambda vocabulary: DeviceSampler(options, seed, vocabulary, device, kernels)
-        self._sampler: DeviceSampler | None = None  # made when it is known how wide logits are
         self._requests = requests
+        self._options = [options[request.index] for request in requests]
+        self._seed = seed
         self._device = device
-        minimum = self._make(1).minimum
-        self._prompt = self._of_seats([request.index for request in requests], torch.long)
-        self._sample = self._of_seats([request.sample for request in requests], torch.long)
-        self._minimum = self._of_seats([minimum(len(request.prompt_ids)) for request in requests], torch.int32)
-        self._seen: torch.Tensor | None = None  # [seats, words]  which tokens a request has had, prompt included
+        self._kernels = kernels
+        self._sampler: DeviceSampler | None = None  # made when it is known how wide logits are
+        self._numbers: torch.Tensor | None = None  # [5, seats] int32: all that a row's state has of its seat
+        self._seen: torch.Tensor | None = None  # [lines, words]  which tokens a request has had, prompt included
 
     def __call__(self, logits: torch.Tensor, seats: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         if self._sampler is None:
-            self._sampler = self._make(logits.shape[1])
-            if self._sampler.needs_seen:
-                bits = [self._sampler.seen(request.prompt_ids) for request in self._requests]
-                with torch.inference_mode(False):
-                    self._seen = torch.from_numpy(np.stack([*bits, bits[0]])).to(self._device)
-        seen = None if self._seen is None else self._seen[seats]
-        rows = RowsState(self._prompt[seats], self._sample[seats], made, self._minimum[seats], seen)
-        tokens = self._sampler(logits, rows)
-        if self._seen is not None:
-            self._seen[seats] = seen  # with what was picked just now
-        return tokens
+            self._sampler = self._made(logits.shape[1])
+        assert self._numbers is not None
+        prompt, sample, kind, minimum, line = self._numbers.index_select(1, seats)
+        return self._sampler(logits, RowsState(prompt, sample, made, kind, minimum, line, self._seen))
 
-    def _of_seats(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.tensor([*values, 0], dtype=dtype).to(self._device)
+    def _made(self, vocabulary: int) -> DeviceSampler:
+        requests, options = self._requests, self._options
+        sampler = DeviceSampler(dict.fromkeys(options), self._seed, vocabulary, self._device, self._kernels)
+        penalised = {each for each in sampler.kinds if penalised_by(each)}
+        own, bits = [], []
+        for request, each in zip(requests, options, strict=True):
+            own.append(len(bits) if each in penalised else -1)
+            if each in penalised:
+                bits.append(sampler.seen(request.prompt_ids))
+        nobody = (0, 0, 0, 0, -1)
+        numbers = [
+            (request.index, request.sample, sampler.kinds[each], minimum_of(each, len(request.prompt_ids)), line)
+            for request, each, line in zip(requests, options, own, strict=True)
+        ]
+        with torch.inference_mode(False):  # a later step may run outside
+            self._numbers = torch.from_numpy(np.array([*numbers, nobody], dtype=np.int32).T.copy()).to(self._device)
+            if bits:
+                self._seen = torch.from_numpy(np.stack(bits)).to(self._device)
+        return sampler
 
 
 class Ahead:

@@ -17,7 +17,7 @@ from .batch import BatchBuilder
 from .config import BatchConfig
 from .decode_graphs import graphs_for
 from .decode_rows import Seats
-from .device_sampling import picked_by_host
+from .device_sampling import penalised_by, picked_by_host
 from .endings import Endings, Rules
 from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
@@ -71,6 +71,14 @@ class Work:
     @property
     def sequences(self) -> int:
         return sum(self.samples)
+
+    @property
+    def penalised(self) -> int:
+        """How many of them have a repetition penalty."""
+        penalised = {options for options in self.kinds if penalised_by(options)}
+        return sum(
+            count for place, count in zip(self.places, self.samples, strict=True) if self.options[place] in penalised
+        )
 
     @property
     def kinds(self) -> list[Options]:
@@ -167,14 +175,12 @@ class Call:
         if cannot_rehearse(self.model):
             return None
         config, device, kinds = self.config, self.architecture.device, self.work.kinds
-        sequences, vocabulary = len(self.prompts), self.architecture.vocab_size
+        vocabulary = self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
-        reason = self._picked_by_host(_DEPTH.get(device.type, 1), sequences)
-        penalised = any(options.config.repetition_penalty not in (None, 1.0) for options in kinds)
-        copied = penalised or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
-        picking = picking_bytes(
-            step.samples, vocabulary, penalised * sequences, copied=copied, by_host=reason is not None
-        )
+        reason = self._picked_by_host(_DEPTH.get(device.type, 1))
+        penalised = self.work.penalised
+        copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
+        picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
         picking += self.recording.bytes(step.tokens, max(self.work.max_new_tokens, default=0), vocabulary)
         storage = stage(step, config.page_size)
         try:
@@ -202,8 +208,7 @@ class Call:
         depth = self.config.steps_per_sync
         if depth is None:
             depth = 2 * times_in_a_row(self.model) if device.type == "cuda" else 1
-        seats = len(self.lineup.requests)
-        reason = self._picked_by_host(depth, seats)
+        reason = self._picked_by_host(depth)
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
@@ -212,11 +217,10 @@ class Call:
             sampler = Sampler(self.model, work.options, work.seed, record=record, notices=self.notices)
             return AtOnce(self._runner, self.recording.around(sampler)), 1
         kernels = sampling_kernels(device)
-        (options,) = work.kinds
-        pick = SeatedSampler(self.lineup.requests, options, work.seed, device, kernels)
-        (stops,) = {work.rules[place].stop_tokens for place in work.places}
-        places = Seats.of(seats, stops, device)
-        longest = max((request.max_new_tokens for request in self.lineup.requests), default=1)
+        requests = self.lineup.requests
+        pick = SeatedSampler(requests, work.options, work.seed, device, kernels)
+        places = Seats.of([work.rules[request.index].stop_tokens for request in requests], device)
+        longest = max((request.max_new_tokens for request in requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if runs_ahead(self.scheduler) else 1
         graphs = graphs_for(self.config, self._runner, places, pick, kernels.advance, times, self.notices)
@@ -231,14 +235,14 @@ class Call:
             )
         return self._ahead, depth
 
-    def _picked_by_host(self, depth: int, sequences: int) -> str | None:
+    def _picked_by_host(self, depth: int) -> str | None:
         """Why tokens are not picked on the device; None if they are."""
-        device, kinds, vocabulary = self.architecture.device, self.work.kinds, self.architecture.vocab_size
-        if len(kinds) > 1:
-            return "settings differ between prompts, so the host picks the tokens, for which it waits after each step"
+        work, architecture = self.work, self.architecture
         if self.recording.why_by_host is not None:
             return self.recording.why_by_host
-        return picked_by_host(kinds[0], self.model, device, depth, sequences, vocabulary) if kinds else None
+        return picked_by_host(
+            work.kinds, self.model, architecture.device, depth, work.penalised, architecture.vocab_size
+        )
 
     def _endings(self, work: Work) -> Endings:
         by_token = not getattr(self.scheduler, "ends_waiting", False)

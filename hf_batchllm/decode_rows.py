@@ -7,7 +7,7 @@ nothing, and nobody looks at them. So does a row that has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,9 @@ from .kernels.work_lists import NoRoom, WorkLists, sent
 from .runner import ModelRunner
 
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
-Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int], None]  # as kernels.sample_triton.advance
+Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]  # as sample_triton.advance
 
+_PAD = -2  # pads sets of tokens: -1 stands where none was picked
 _SPARE = 1.3  # lists have room for so many times what they were first made for
 
 
@@ -32,22 +33,34 @@ class Seats:
 
     last: torch.Tensor  # [seats] int64  its last token
     ended: torch.Tensor  # [seats] bool  whether that was one that ends the answer
-    eos: torch.Tensor  # [any] int64  those that do
+    eos: torch.Tensor  # [any] int64  those that do; where requests differ several sets of them, padded: [sets, any]
+    which: torch.Tensor | None = None  # [seats] int32  which set is each request's, where they differ
 
     @classmethod
-    def of(cls, requests: int, stop_tokens: frozenset[int], device: torch.device) -> Seats:
+    def of(cls, stop_tokens: Sequence[frozenset[int]], device: torch.device) -> Seats:
+        """``stop_tokens``: of each request those that end it."""
+        sets = {tokens: number for number, tokens in enumerate(dict.fromkeys(stop_tokens))} or {frozenset(): 0}
+        most = max(map(len, sets))
+        eos = [[*sorted(tokens), *[_PAD] * (most - len(tokens))] for tokens in sets]
+        which = [*(sets[tokens] for tokens in stop_tokens), 0]
         with torch.inference_mode(False):  # written in steps that may run outside
             return cls(
-                torch.zeros(requests + 1, dtype=torch.long, device=device),
-                torch.zeros(requests + 1, dtype=torch.bool, device=device),
-                torch.tensor(sorted(stop_tokens), dtype=torch.long).to(device),
+                torch.zeros(len(which), dtype=torch.long, device=device),
+                torch.zeros(len(which), dtype=torch.bool, device=device),
+                torch.tensor(eos if len(sets) > 1 else eos[0], dtype=torch.long).to(device),
+                torch.tensor(which, dtype=torch.int32).to(device) if len(sets) > 1 else None,
             )
+
+    @property
+    def any_end(self) -> bool:
+        return self.eos.numel() > 0
 
     def take(self, seats: torch.Tensor, picked: torch.Tensor) -> None:
         """The tokens that a step has picked."""
         self.last[seats] = picked.clamp(min=0)  # -1 is no token, and the next step may be on its way
-        if len(self.eos):
-            self.ended[seats] = (picked[:, None] == self.eos).any(dim=1)
+        if self.any_end:
+            eos = self.eos if self.which is None else self.eos[self.which[seats]]
+            self.ended[seats] = (picked[:, None] == eos).any(dim=1)
 
 
 @dataclass
@@ -157,6 +170,7 @@ class DecodeRows:
                 produced=zeros(rows, most_times, dtype=torch.long),
             )
             self._seat = zeros(rows, dtype=torch.long)
+            self._which = None if seats.which is None else zeros(rows)  # set of tokens that end a row
         entries = backend.storage.num_pages + 8 * rows + 64
         self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
         self._context = KernelAttention(self.work, backend)
@@ -189,7 +203,9 @@ class DecodeRows:
         for values, (place, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
             place.copy_(values)
         state.token.copy_(self._seats.last[self._seat])
-        if len(self._seats.eos):
+        if self._which is not None:
+            self._which.copy_(self._seats.which[self._seat])
+        if self._seats.any_end:
             ended = self._seats.ended[self._seat]
             state.status.masked_fill_(ended, STOPPED)
             state.slot.masked_fill_(ended, -1)
@@ -207,7 +223,7 @@ class DecodeRows:
         """The burst is over: what the rows have produced, a row's token i at i modulo ``most_times``; -1 for none."""
         state, seats = self._state, self._seats
         seats.last[self._seat] = state.token
-        if len(seats.eos):
+        if seats.any_end:
             seats.ended[self._seat] = state.status == STOPPED
         return state.produced
 
@@ -223,7 +239,7 @@ class DecodeRows:
         self._context.calls = 0
         logits = self._runner.rows(state.token, state.position, self._context)
         picked = self._pick(logits, self._seat, state.made)
-        self._advance(state, picked, self._seats.eos, self._page_size)
+        self._advance(state, picked, self._seats.eos, self._page_size, self._which)
 
 
 def _more(count: int) -> int:

@@ -6,7 +6,7 @@ transformers' own code instead. The noise is the kernels': from (seed, prompt, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,13 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as processors
 
 from .architecture import base_model
+from .kernels.recipes import Recipe, RecipeTable, RowRecipes
 from .options import Options, make_processors
 
 _SEEN_BYTES = 512 << 20  # at most, for the tokens that requests have had
 _WORD = 32  # tokens in each word of a row's bits
+_COST = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
+_GIVEN = ("logits_processor", "prefix_allowed_tokens_fn")  # arguments that pick tokens
 
 _MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
 
@@ -69,79 +72,75 @@ class SamplingKernels:
 
 
 def triton_sampling() -> SamplingKernels:
-    from .kernels import cut_triton, sample_triton
+    from .kernels import cut_triton, past_triton, sample_triton
 
     return SamplingKernels(
         greedy=sample_triton.greedy,
         gumbel_sample=sample_triton.gumbel_sample,
         cutoffs=cut_triton.cutoffs,
-        penalise=cut_triton.penalise,
-        mark_seen=cut_triton.mark_seen,
+        penalise=past_triton.penalise,
+        mark_seen=past_triton.mark_seen,
         advance=sample_triton.advance,
     )
 
 
 def torch_sampling() -> SamplingKernels:
-    from .kernels import cut_torch, small_torch
+    from .kernels import cut_torch, past_torch, small_torch
 
     return SamplingKernels(
         greedy=small_torch.greedy,
         gumbel_sample=small_torch.gumbel_sample,
         cutoffs=cut_torch.cutoffs,
-        penalise=cut_torch.penalise,
-        mark_seen=cut_torch.mark_seen,
+        penalise=past_torch.penalise,
+        mark_seen=past_torch.mark_seen,
         advance=small_torch.advance,
     )
 
 
 @dataclass(frozen=True)
 class RowsState:
-    """What sampling has to know of the rows of ``logits``, on their device, each of shape [rows] but for the last."""
+    """What sampling has to know of the rows of ``logits``, on their device, each of shape [rows] but for the last.
 
-    prompt: torch.Tensor  # int64  the prompt's place in the list
-    sample: torch.Tensor  # int64  which of its samples
+    ``kind``, ``minimum``, ``line`` and ``seen`` are those of a DeviceSampler, and only needed where it says so.
+    """
+
+    prompt: torch.Tensor  # int32 or int64  the prompt's place in the list
+    sample: torch.Tensor  # int32 or int64  which of its samples
     made: torch.Tensor  # int32 or int64  tokens generated so far
-    minimum: torch.Tensor | None = None  # int32  of them that a row must have before EOS: see ``DeviceSampler.minimum``
-    seen: torch.Tensor | None = None  # [rows, words] int32  a bit for each token: see ``DeviceSampler.seen``
+    kind: torch.Tensor | None = None  # int32  where rows differ: how this one is picked
+    minimum: torch.Tensor | None = None  # int32  tokens that a row must have before EOS
+    line: torch.Tensor | None = None  # int32  its own in ``seen``, -1 if it needs none; None: as rows stand
+    seen: torch.Tensor | None = None  # [lines, words] int32  a bit for each token
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """What the options ask for; the values that ask for nothing are those of ``GenerationConfig``."""
+def recipe_of(options: Options) -> Recipe:
+    config = options.config
+    penalty = 1.0 if config.repetition_penalty is None else config.repetition_penalty
+    if not options.do_sample:
+        return Recipe(penalty, temperature=0)
+    return Recipe(
+        penalty,
+        1.0 if config.temperature is None else config.temperature,
+        config.top_k or None,
+        None if config.top_p is None or config.top_p >= 1 else float(config.top_p),
+        config.min_p,
+    )
 
-    penalty: float = 1.0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
 
-    @classmethod
-    def of(cls, options: Options) -> _Recipe:
-        config = options.config
-        penalty = 1.0 if config.repetition_penalty is None else config.repetition_penalty
-        if not options.do_sample:
-            return cls(penalty)
-        return cls(
-            penalty,
-            1.0 if config.temperature is None else config.temperature,
-            config.top_k or None,
-            None if config.top_p is None or config.top_p >= 1 else float(config.top_p),
-            config.min_p,
-        )
-
-    def processors(self) -> dict[type[LogitsProcessor], dict[str, Any]]:
-        """Those that transformers makes of it, in its order, with what they hold; those of minimum lengths always."""
-        plain = {"filter_value": -float("inf"), "min_tokens_to_keep": 1}
-        penalty = {"penalty": self.penalty, "prompt_ignore_length": None}
-        every: list[tuple[bool, type[LogitsProcessor], dict[str, Any]]] = [
-            (self.penalty != 1, processors.RepetitionPenaltyLogitsProcessor, penalty),
-            *((True, minimum, {}) for minimum in _MINIMA),
-            (self.temperature != 1, processors.TemperatureLogitsWarper, {"temperature": self.temperature}),
-            (self.top_k is not None, processors.TopKLogitsWarper, {"top_k": self.top_k, **plain}),
-            (self.top_p is not None, processors.TopPLogitsWarper, {"top_p": self.top_p, **plain}),
-            (self.min_p is not None, processors.MinPLogitsWarper, {"min_p": self.min_p, **plain}),
-        ]
-        return {kind: values for asked, kind, values in every if asked}
+def _processors_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
+    """Those that transformers makes of it, in its order, with what they hold; those of minimum lengths always."""
+    plain = {"filter_value": -float("inf"), "min_tokens_to_keep": 1}
+    penalty = {"penalty": recipe.penalty, "prompt_ignore_length": None}
+    warm = recipe.temperature not in (0, 1)
+    every: list[tuple[bool, type[LogitsProcessor], dict[str, Any]]] = [
+        (recipe.penalty != 1, processors.RepetitionPenaltyLogitsProcessor, penalty),
+        *((True, minimum, {}) for minimum in _MINIMA),
+        (warm, processors.TemperatureLogitsWarper, {"temperature": recipe.temperature}),
+        (recipe.top_k is not None, processors.TopKLogitsWarper, {"top_k": recipe.top_k, **plain}),
+        (recipe.top_p is not None, processors.TopPLogitsWarper, {"top_p": recipe.top_p, **plain}),
+        (recipe.min_p is not None, processors.MinPLogitsWarper, {"min_p": recipe.min_p, **plain}),
+    ]
+    return {kind: values for asked, kind, values in every if asked}
 
 
 def why_not(options: Options, model: nn.Module) -> str | None:
@@ -149,61 +148,99 @@ def why_not(options: Options, model: nn.Module) -> str | None:
 
     It asks for the processors that transformers makes of the options, and knows them by what they hold.
     """
-    cost = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
-    if options.given.logits_processor:  # a list, or a factory of lists
-        return "`logits_processor` is run by the host, which waits after each step: steps are not queued ahead"
-    expected = _Recipe.of(options).processors()
+    for name in _GIVEN:
+        if getattr(options.given, name):
+            return f"`{name}` is worked out {_COST}"
+    expected = _processors_of(recipe_of(options))
     made = make_processors(base_model(model), options, 1, 1)
     for processor in made:
         values = expected.get(type(processor))
         if values is None or any(getattr(processor, name, None) != value for name, value in values.items()):
             name = type(processor).__name__
-            return f"{f'`{_OPTIONS[name]}`' if name in _OPTIONS else name} is worked out {cost}"
+            return f"{f'`{_OPTIONS[name]}`' if name in _OPTIONS else name} is worked out {_COST}"
     present = [type(processor) for processor in made]
     if present != [kind for kind in expected if kind in present or kind not in _MINIMA]:
-        return f"this transformers has an order of its own for sampling options, which are worked out {cost}"
+        return f"this transformers has an order of its own for sampling options, which are worked out {_COST}"
     return None
 
 
 def picked_by_host(
-    options: Options, model: nn.Module, device: torch.device, depth: int, requests: int, vocabulary: int
+    kinds: Sequence[Options], model: nn.Module, device: torch.device, depth: int, penalised: int, vocabulary: int
 ) -> str | None:
-    """Why tokens are not picked on the device; None if they are."""
-    if device.type != "cuda" and (depth == 1 or options.do_sample):  # where noise is ``sampling.py``'s, it stays so
+    """Why tokens are not picked on the device; None if they are.
+
+    ``kinds``: the different options of a call. ``penalised``: how many of its sequences have a repetition penalty.
+    """
+    # Where noise is ``sampling.py``'s, it stays so.
+    if device.type != "cuda" and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
-    if _Recipe.of(options).penalty != 1 and requests * vocabulary > 8 * _SEEN_BYTES:
+    if penalised * vocabulary > 8 * _SEEN_BYTES:
         return (
-            f"`repetition_penalty` over {requests:,} sequences would take more than {_SEEN_BYTES >> 20} MB on the "
+            f"`repetition_penalty` over {penalised:,} sequences would take more than {_SEEN_BYTES >> 20} MB on the "
             "device, so the host works it out, for which it waits after each step: pass fewer prompts at a time"
         )
-    return why_not(options, model)
+    for options in kinds:
+        reason = why_not(options, model)
+        if reason is not None:
+            return reason if len(kinds) == 1 else f"{reason}. This holds for all prompts of the call"
+    return None
+
+
+def penalised_by(options: Options) -> bool:
+    return recipe_of(options).penalty != 1
+
+
+def minimum_of(options: Options, prompt_tokens: int) -> int:
+    """How many new tokens such a prompt needs before EOS may come."""
+    config = options.config
+    if config.min_new_tokens is not None:
+        return config.min_new_tokens  # as in ``generate``, it takes the place of min_length
+    return max(0, (config.min_length or 0) - prompt_tokens)
 
 
 class DeviceSampler:
-    """The next token of each row. All rows have the same options, for which ``why_not`` has found nothing."""
+    """The next token of each row. ``kinds``: the options that there are; for each ``why_not`` has found nothing.
+
+    Those of one kind to this class have one number: what it is picked by is the same.
+    """
 
     def __init__(
-        self, options: Options, seed: int | None, vocabulary: int, device: torch.device | str, kernels: SamplingKernels
+        self,
+        kinds: Iterable[Options],
+        seed: int | None,
+        vocabulary: int,
+        device: torch.device | str,
+        kernels: SamplingKernels,
     ) -> None:
-        assert seed is not None or not options.do_sample
-        self._options = options
-        self._recipe = _Recipe.of(options)
         self._kernels = kernels
         self.vocabulary = vocabulary
-        eos = [token for token in sorted(options.eos_token_ids) if 0 <= token < vocabulary]
-        config = options.config
-        self.needs_minimum = bool(eos) and bool(config.min_new_tokens or config.min_length)
-        self.needs_seen = self._recipe.penalty != 1
-        self._eos = torch.tensor(eos, dtype=torch.int64, device=device) if self.needs_minimum else None
+        numbers: dict[tuple[Recipe, tuple[int, ...]], int] = {}
+        self.kinds: dict[Options, int] = {}
+        for options in kinds:
+            assert seed is not None or not options.do_sample
+            what = recipe_of(options), self._held_back(options)
+            self.kinds[options] = numbers.setdefault(what, len(numbers))
+        recipes = [recipe for recipe, _ in numbers]
+        self._recipe = recipes[0]
+        self._table = RecipeTable(recipes, vocabulary, device) if len(recipes) > 1 else None
+        self._draws = any(recipe.temperature for recipe in recipes)
+        self._cuts = any(recipe.cuts(vocabulary) for recipe in recipes)
+        self.needs_kind = self._table is not None
+        self.needs_seen = any(recipe.penalty != 1 for recipe in recipes)
+        held_back = [tokens for _, tokens in numbers]
+        most = max(map(len, held_back))
+        self.needs_minimum = most > 0
+        padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
         wrapped = ((seed or 0) + 2**63) % 2**64 - 2**63  # the same 64 bits, with a sign
-        self._seed = torch.tensor([wrapped], dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # steps may run outside
+            self._eos = torch.tensor(padded if self.needs_kind else padded[0], dtype=torch.int64, device=device)
+            self._seed = torch.tensor([wrapped], dtype=torch.int64, device=device)
 
-    def minimum(self, prompt_tokens: int) -> int:
-        """How many new tokens such a prompt needs before EOS may come."""
-        config = self._options.config
-        if config.min_new_tokens is not None:
-            return config.min_new_tokens  # as in ``generate``, it takes the place of min_length
-        return max(0, (config.min_length or 0) - prompt_tokens)
+    def _held_back(self, options: Options) -> tuple[int, ...]:
+        """The tokens that may not come before a minimum length."""
+        if not (options.config.min_new_tokens or options.config.min_length):
+            return ()
+        return tuple(token for token in sorted(options.eos_token_ids) if 0 <= token < self.vocabulary)
 
     def seen(self, ids: np.ndarray) -> np.ndarray:  # [words] int32
         """The bits of some tokens: a row's, when it starts or starts again."""
@@ -219,31 +256,35 @@ class DeviceSampler:
         """
         assert logits.shape[1] == self.vocabulary
         recipe, kernels = self._recipe, self._kernels
+        by_row = None
+        if self._table is not None:
+            assert rows.kind is not None
+            by_row = RowRecipes(self._table, rows.kind)
         if self.needs_seen or self.needs_minimum:
-            assert (rows.seen is not None or not self.needs_seen) and (
-                rows.minimum is not None or not self.needs_minimum
-            )
-            looking_back: dict[str, Any] = {}
+            looking_back: dict[str, Any] = {"by_row": by_row}
             if self.needs_seen:
-                looking_back |= {"seen": rows.seen, "penalty": recipe.penalty}
+                assert rows.seen is not None
+                looking_back |= {"seen": rows.seen, "line": rows.line, "penalty": recipe.penalty}
             if self.needs_minimum:
+                assert rows.minimum is not None
                 looking_back |= {"eos": self._eos, "made": rows.made, "minimum": rows.minimum}
             logits = kernels.penalise(logits, **looking_back)
-        if not self._options.do_sample:
+        if not self._draws:
             tokens = kernels.greedy(logits, out=out)
         else:
             threshold = None
-            if (recipe.top_k, recipe.top_p, recipe.min_p) != (None, None, None):
+            if self._cuts:
                 threshold = kernels.cutoffs(
                     logits,
                     temperature=recipe.temperature,
                     top_k=recipe.top_k,
                     top_p=recipe.top_p,
                     min_p=recipe.min_p,
+                    by_row=by_row,
                 )
             tokens = kernels.gumbel_sample(
                 logits,
-                recipe.temperature,
+                recipe.temperature if by_row is None else by_row,
                 self._seed,
                 rows.prompt,
                 rows.sample,
@@ -252,5 +293,5 @@ class DeviceSampler:
                 out=out,
             )
         if self.needs_seen:
-            kernels.mark_seen(rows.seen, tokens, self.vocabulary)
+            kernels.mark_seen(rows.seen, tokens, self.vocabulary, rows.line)
         return tokens

@@ -1,36 +1,38 @@
 """What a sampled token may be, worked out on the device without sorting, in Triton; the twins are in ``cut_torch``.
 
 Top-k, top-p and min-p each leave the tokens from some score up, so what they leave together is one number a row:
-``cutoffs`` finds it, and ``gumbel_sample`` then draws no token below it. ``penalise`` and ``mark_seen`` are what looks
-back at a row's tokens.
+``cutoffs`` finds it, and ``gumbel_sample`` then draws no token below it.
 
 A first pass reads the whole row in many blocks, and keeps the best score of each group of 32 tokens. The k-th best of
 *those* is no better than the k-th best of all, so only groups that reach it matter: some fifty of four thousand. Within
 these one block a row narrows down a bracket, three pivots and the bracket's lowest and highest score at a time.
+
+Rows may differ in what cuts them off. Each then does what it would do among its like, and one without a cut nothing.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 
+from . import recipes
+from .recipes import Numbers, Recipe, RowRecipes
+
 SURVEY_BLOCK = 4096  # tokens of the vocabulary
 CUT_GROUP = 32  # tokens of the vocabulary whose best score is kept
 CUT_LINES = 64  # groups that one block looks at together
 CUT_WARPS = 8
-PENALISE_BLOCK = 2048  # tokens of the vocabulary
-MARK_BLOCK = 128  # tokens to mark
 
 _INFINITY = tl.constexpr(float("inf"))
+_BY_RANK, _BY_MASS = tl.constexpr(recipes.BY_RANK), tl.constexpr(recipes.BY_MASS)
 _FEW, _ALL = tl.constexpr(3), tl.constexpr(256)  # turns of a search; none takes as many as the latter
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cuts"])
 def _survey(
-    logits, row_stride, factor, group_best, block_best, block_mass,
+    logits, row_stride, which, factor, cuts, group_best, block_best, block_mass,
+    BY_ROW: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -41,6 +43,12 @@ def _survey(
     GROUPS: tl.constexpr = triton.cdiv(VOCABULARY, GROUP)
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
+    if BY_ROW:
+        recipe = tl.load(which + row)
+        factor = tl.load(factor + recipe)
+        cuts = tl.load(cuts + recipe)
+        if cuts == 0:  # nobody asks
+            return
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
@@ -51,7 +59,7 @@ def _survey(
         tl.store(group_best + row.to(tl.int64) * GROUPS + group, best, mask=group < GROUPS)
     best = tl.max(best, 0)
     tl.store(block_best + row * BLOCKS + block, best)
-    if KEEP_MASS:
+    if KEEP_MASS and (cuts & (_BY_RANK | _BY_MASS)) == _BY_MASS:
         peak = tl.where(best == -_INFINITY, 0.0, best)  # avoids inf - inf
         mass = tl.sum(tl.exp2((scores - peak) * factor), 1)
         tl.store(block_mass + row * BLOCKS + block, tl.sum(mass, 0))
@@ -181,21 +189,89 @@ def _list_groups(group_best, listed, low, GROUPS: tl.constexpr):
     return tl.sum(reaches.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # a top_k of 1 is a number like any other
-def _cut(
-    logits, row_stride, factor, group_best, listed, block_best, block_mass, top_k, top_p, log_tail, shift, shift_rest,
-    out,
+@triton.jit
+def _edge(
+    logits, factor, group_best, listed, bests, masses, best, top_k, top_p, log_tail,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """The lowest score that top-k and top-p leave of a row; ``bests`` and ``masses`` are those of its blocks."""
+    GROUPS: tl.constexpr = triton.cdiv(VOCABULARY, GROUP)
+    low = tl.full([], -_INFINITY, tl.float32)
+    end = tl.full([], _INFINITY, tl.float32)
+    lines = tl.full([], triton.cdiv(GROUPS, GROUP), tl.int32)
+    # What the best scores of groups reach by themselves, all scores reach: the bound to begin at.
+    if TOP_K:
+        target = top_k.to(tl.float64)
+        low, _ = _search(
+            group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, False, False, GROUP, LINES
+        )  # fmt: skip
+        count = _list_groups(group_best, listed, low, GROUPS)
+        low, _ = _search(
+            logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, False, True, GROUP, LINES
+        )  # fmt: skip
+    if TOP_P:
+        if TOP_K:
+            total, _, _, _, _ = _scan(
+                logits, listed, count, VOCABULARY, low, end, low, low, low, best, factor, True, True, GROUP, LINES
+            )  # fmt: skip
+            target = total * top_p
+        else:
+            total = tl.sum((masses * tl.exp2((bests - best) * factor)).to(tl.float64), 0)
+            target = total * top_p  # the best score reaches 0, too
+            # If every token below were as likely as this, they would still have to go; with a margin for rounding.
+            low = best + (tl.log2(total.to(tl.float32)) + log_tail - 0.01) / factor
+            reached, _ = _search(
+                group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, True, False, GROUP, LINES
+            )  # fmt: skip
+            low = tl.maximum(low, reached)
+            count = _list_groups(group_best, listed, low, GROUPS)
+            # That may have been a loose bound. Soon there is a better one.
+            reached, end = _search(
+                logits, listed, count, VOCABULARY, low, end, best, target, factor, _FEW, True, True, GROUP, LINES
+            )  # fmt: skip
+            low = tl.maximum(low, reached)
+            count = _list_groups(group_best, listed, low, GROUPS)
+        reached, _ = _search(
+            logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, True, True, GROUP, LINES
+        )  # fmt: skip
+        low = tl.maximum(low, reached)
+    return low
+
+
+@triton.jit(do_not_specialize=["cuts", "top_k"])  # a top_k of 1 is a number like any other
+def _cut(
+    logits, row_stride, which, factor, cuts, top_k, top_p, log_tail, shift, shift_rest,
+    group_best, listed, block_best, block_mass, out,
+    BY_ROW: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    BOTH: tl.constexpr,
     MIN_P: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
+    """``TOP_K``: whether any row has top-k without top-p; ``TOP_P``: the other way round."""
     BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
     GROUPS: tl.constexpr = triton.cdiv(VOCABULARY, GROUP)
     row = tl.program_id(0)
+    if BY_ROW:
+        recipe = tl.load(which + row)
+        cuts = tl.load(cuts + recipe)
+        if cuts == 0:
+            tl.store(out + row, -_INFINITY)
+            return
+        factor = tl.load(factor + recipe)
+        top_k = tl.load(top_k + recipe)
+        top_p = tl.load(top_p + recipe)
+        log_tail = tl.load(log_tail + recipe)
+        shift = tl.load(shift + recipe)
+        shift_rest = tl.load(shift_rest + recipe)
     logits += row.to(tl.int64) * row_stride
     group_best += row.to(tl.int64) * GROUPS
     listed += row.to(tl.int64) * GROUPS
@@ -203,46 +279,24 @@ def _cut(
     bests = tl.load(block_best + row * BLOCKS + block, mask=block < BLOCKS, other=-_INFINITY)
     best = tl.max(bests, 0)
     low = tl.full([], -_INFINITY, tl.float32)
-    end = tl.full([], _INFINITY, tl.float32)
     if (best > -_INFINITY) & (best < _INFINITY):
-        lines = tl.full([], triton.cdiv(GROUPS, GROUP), tl.int32)
-        # What the best scores of groups reach by themselves, all scores reach: the bound to begin at.
-        if TOP_K:
-            target = top_k.to(tl.float64)
-            low, _ = _search(
-                group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, False, False, GROUP, LINES
+        kind = cuts & (_BY_RANK | _BY_MASS)
+        if TOP_K and kind == _BY_RANK:
+            low = _edge(
+                logits, factor, group_best, listed, bests, bests, best, top_k, top_p, log_tail,
+                True, False, VOCABULARY, GROUP, LINES,
             )  # fmt: skip
-            count = _list_groups(group_best, listed, low, GROUPS)
-            low, _ = _search(
-                logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, False, True, GROUP, LINES
+        if TOP_P and kind == _BY_MASS:
+            masses = tl.load(block_mass + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+            low = _edge(
+                logits, factor, group_best, listed, bests, masses, best, top_k, top_p, log_tail,
+                False, True, VOCABULARY, GROUP, LINES,
             )  # fmt: skip
-        if TOP_P:
-            if TOP_K:
-                total, _, _, _, _ = _scan(
-                    logits, listed, count, VOCABULARY, low, end, low, low, low, best, factor, True, True, GROUP, LINES
-                )  # fmt: skip
-                target = total * top_p
-            else:
-                masses = tl.load(block_mass + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
-                total = tl.sum((masses * tl.exp2((bests - best) * factor)).to(tl.float64), 0)
-                target = total * top_p  # the best score reaches 0, too
-                # If every token below were as likely as this, they would still have to go; with a margin for rounding.
-                low = best + (tl.log2(total.to(tl.float32)) + log_tail - 0.01) / factor
-                reached, _ = _search(
-                    group_best, listed, lines, GROUPS, low, end, best, target, factor, _ALL, True, False, GROUP, LINES
-                )  # fmt: skip
-                low = tl.maximum(low, reached)
-                count = _list_groups(group_best, listed, low, GROUPS)
-                # That may have been a loose bound. Soon there is a better one.
-                reached, end = _search(
-                    logits, listed, count, VOCABULARY, low, end, best, target, factor, _FEW, True, True, GROUP, LINES
-                )  # fmt: skip
-                low = tl.maximum(low, reached)
-                count = _list_groups(group_best, listed, low, GROUPS)
-            reached, _ = _search(
-                logits, listed, count, VOCABULARY, low, end, best, target, factor, _ALL, True, True, GROUP, LINES
+        if BOTH and kind == (_BY_RANK | _BY_MASS):
+            low = _edge(
+                logits, factor, group_best, listed, bests, bests, best, top_k, top_p, log_tail,
+                True, True, VOCABULARY, GROUP, LINES,
             )  # fmt: skip
-            low = tl.maximum(low, reached)
         if MIN_P:
             edge = best.to(tl.float64) + shift + shift_rest
             rounded = edge.to(tl.float32)
@@ -258,6 +312,7 @@ def cutoffs(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    by_row: RowRecipes | None = None,  # in place of all of these
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [rows] float32
     """The logit from which up a row's tokens stay, after top-k, top-p and min-p one after the other, as transformers'.
@@ -271,111 +326,32 @@ def cutoffs(
     -inf where nothing is cut off, and in rows that hold NaN or infinity, or nothing but -inf: the draw sees to these.
     """
     rows, vocabulary = logits.shape
-    assert logits.stride(1) == 1 and temperature > 0
+    assert logits.stride(1) == 1
     out = torch.empty(rows, device=logits.device) if out is None else out
-    by_mass = top_p is not None and top_p < 1
-    by_rank = top_k is not None and 0 < top_k < vocabulary
-    by_ratio = min_p is not None and min_p > 0
+    if by_row is None:
+        recipe = Recipe(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        numbers, which = Numbers.of(recipe, vocabulary), out
+        cuts = frozenset((numbers.cuts,))
+    else:
+        numbers, which, cuts = by_row.table.numbers, by_row.which, by_row.table.cuts
     if rows == 0:
         return out
-    if not (by_mass or by_rank or by_ratio):
-        return out.fill_(-math.inf)
+    if cuts == {0}:
+        return out.fill_(-float("inf"))
+    kinds = {each & (recipes.BY_RANK | recipes.BY_MASS) for each in cuts}
     blocks, groups = triton.cdiv(vocabulary, SURVEY_BLOCK), triton.cdiv(vocabulary, CUT_GROUP)
-    factor = math.log2(math.e) / temperature
-    kept = rows if by_mass or by_rank else 0
+    kept = 0 if kinds == {0} else rows
     group_best = torch.empty(kept, groups, dtype=logits.dtype, device=logits.device)
     listed = torch.empty(kept, groups, dtype=torch.int32, device=logits.device)
     block_best, block_mass = torch.empty(2, rows, blocks, device=logits.device)
-    shape = {"VOCABULARY": vocabulary, "BLOCK": SURVEY_BLOCK, "GROUP": CUT_GROUP}
+    shape = {"BY_ROW": by_row is not None, "VOCABULARY": vocabulary, "BLOCK": SURVEY_BLOCK, "GROUP": CUT_GROUP}
     _survey[(rows * blocks,)](
-        logits, logits.stride(0), factor, group_best, block_best, block_mass, **shape,
-        KEEP_GROUPS=by_mass or by_rank, KEEP_MASS=by_mass and not by_rank, num_warps=4,
+        logits, logits.stride(0), which, numbers.factor, numbers.cuts, group_best, block_best, block_mass, **shape,
+        KEEP_GROUPS=kept > 0, KEEP_MASS=recipes.BY_MASS in kinds, num_warps=4,
     )  # fmt: skip
-    shift = temperature * math.log(min_p) if by_ratio else 0.0
-    rounded = torch.tensor(shift, dtype=torch.float32).item()  # kernels take numbers in float32: what is left comes too
-    tail = max(1 - top_p, 1e-30) / vocabulary if by_mass else 1.0
     _cut[(rows,)](
-        logits, logits.stride(0), factor, group_best, listed, block_best, block_mass,
-        top_k if by_rank else 0, float(top_p) if by_mass else 1.0, math.log2(tail), rounded, shift - rounded, out,
-        TOP_K=by_rank, TOP_P=by_mass, MIN_P=by_ratio, **shape, LINES=CUT_LINES, num_warps=CUT_WARPS,
+        logits, logits.stride(0), which, *numbers, group_best, listed, block_best, block_mass, out, **shape,
+        TOP_K=recipes.BY_RANK in kinds, TOP_P=recipes.BY_MASS in kinds, BOTH=recipes.BY_RANK | recipes.BY_MASS in kinds,
+        MIN_P=any(each & recipes.BY_RATIO for each in cuts), LINES=CUT_LINES, num_warps=CUT_WARPS,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _penalise(
-    logits, row_stride, seen, seen_stride, penalty, eos, made, minimum, out, out_stride,
-    PENALTY: tl.constexpr,
-    EOS: tl.constexpr,
-    VOCABULARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    word = (tl.program_id(0) % BLOCKS * (BLOCK // 32) + tl.arange(0, BLOCK // 32))[:, None]
-    place = tl.arange(0, 32)[None, :]
-    token = word * 32 + place
-    inside = token < VOCABULARY
-    scores = tl.load(logits + row * row_stride + token, mask=inside, other=0.0).to(tl.float32)
-    if PENALTY:
-        bits = tl.load(seen + row * seen_stride + word, mask=word * 32 < VOCABULARY, other=0)
-        penalised = tl.where(scores < 0, scores * penalty, tl.div_rn(scores, tl.zeros_like(scores) + penalty))
-        scores = tl.where(((bits >> place) & 1) == 1, penalised, scores)
-    if EOS > 0:
-        short = tl.load(made + row) < tl.load(minimum + row)
-        for i in tl.static_range(EOS):
-            scores = tl.where(short & (token == tl.load(eos + i)), -_INFINITY, scores)
-    tl.store(out + row * out_stride + token, scores, mask=inside)
-
-
-def penalise(
-    logits: torch.Tensor,  # [rows, vocabulary]
-    *,
-    seen: torch.Tensor
-    | None = None,  # [rows, vocabulary / 32, rounded up] int32, a bit for each token; None: no penalty
-    penalty: float = 1.0,
-    eos: torch.Tensor | None = None,  # [any] int64; None: a row may end at any length
-    made: torch.Tensor | None = None,  # [rows]  tokens generated so far
-    minimum: torch.Tensor | None = None,  # [rows]  how many they have to be before a token of ``eos`` may come
-    out: torch.Tensor | None = None,  # [rows, vocabulary] float32  may be ``logits`` itself
-) -> torch.Tensor:  # [rows, vocabulary] float32
-    """Logits after the repetition penalty of the tokens seen, and without EOS in rows that are not long enough yet."""
-    rows, vocabulary = logits.shape
-    out = torch.empty(rows, vocabulary, device=logits.device) if out is None else out
-    assert logits.stride(1) == 1 and out.stride(1) == 1 and out.dtype == torch.float32
-    assert seen is None or (seen.shape == (rows, triton.cdiv(vocabulary, 32)) and seen.stride(1) == 1)
-    assert eos is None or (made is not None and minimum is not None)
-    if rows:
-        _penalise[(rows * triton.cdiv(vocabulary, PENALISE_BLOCK),)](
-            logits, logits.stride(0), logits if seen is None else seen, 0 if seen is None else seen.stride(0), penalty,
-            logits if eos is None else eos, logits if made is None else made, logits if minimum is None else minimum,
-            out, out.stride(0),
-            PENALTY=seen is not None, EOS=0 if eos is None else len(eos), VOCABULARY=vocabulary, BLOCK=PENALISE_BLOCK,
-            num_warps=8,
-        )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _mark_seen(seen, seen_stride, tokens, n_tokens, of_each_row, vocabulary, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + at, mask=at < n_tokens, other=-1)
-    real = (token >= 0) & (token < vocabulary)
-    row = (at // of_each_row).to(tl.int64)
-    bit = tl.full([BLOCK], 1, tl.int32) << (token % 32).to(tl.int32)
-    tl.atomic_or(seen + row * seen_stride + token // 32, bit, mask=real, sem="relaxed")
-
-
-def mark_seen(
-    seen: torch.Tensor,  # [rows, words] int32
-    tokens: torch.Tensor,  # [rows] or [rows, any] int64  negative ones are none
-    vocabulary: int,
-) -> None:
-    """Set the bits of each row's tokens; those beyond the vocabulary have none."""
-    rows = len(seen)
-    assert tokens.is_contiguous() and len(tokens) == rows and seen.stride(1) == 1
-    if tokens.numel():
-        _mark_seen[(triton.cdiv(tokens.numel(), MARK_BLOCK),)](
-            seen, seen.stride(0), tokens, tokens.numel(), tokens.numel() // rows, vocabulary, BLOCK=MARK_BLOCK,
-            num_warps=4,
-        )  # fmt: skip

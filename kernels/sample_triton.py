@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import small_torch
+from . import recipes, small_torch
+from .recipes import RowRecipes
 from .small_torch import SAMPLE_BLOCK, Rows
 
 GREEDY_BLOCK = 2048  # tokens of the vocabulary
@@ -26,6 +27,9 @@ _NO_PAGE = tl.constexpr(small_torch.NO_PAGE)
 _NO_TOKEN = tl.constexpr(small_torch.NO_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 _BEYOND = tl.constexpr(2**31 - 1)
+_BEST = tl.constexpr(recipes.BEST)
+# A row's numbers may be a line of a table of any rows: where it lies in memory is nothing to compile kernels for.
+_OF_ROWS = ["which", "prompt", "sample", "position"]
 
 
 @triton.jit
@@ -36,15 +40,19 @@ def _best(scores, token):
 
 
 @triton.jit
+def _without_nan(scores):
+    scores = scores.to(tl.float32)
+    return tl.where(scores == scores, scores, _INFINITY)
+
+
+@triton.jit
 def _best_of_block(logits, row_stride, block_score, block_token, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
     BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     token = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
-    scores = scores.to(tl.float32)
-    scores = tl.where(scores == scores, scores, _INFINITY)
-    best, which = _best(scores, token)
+    best, which = _best(_without_nan(scores), token)
     tl.store(block_score + row * BLOCKS + block, best)
     tl.store(block_token + row * BLOCKS + block, which)
 
@@ -84,8 +92,30 @@ def _kept(scores, threshold, row, CUT: tl.constexpr):
 
 
 @triton.jit
+def _noisy_weight(scores, factor, threshold, seed, token, prompt, sample, position, row, CUT: tl.constexpr):
+    """Of tokens together; infinity if a score is NaN or infinite."""
+    scores = _kept(scores, threshold, row, CUT) * factor  # in units of log2, as all scores here
+    peak = tl.max(scores, 0)
+    peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
+    weight = peak + tl.log2(tl.sum(tl.exp2(scores - peak), 0))  # NaN if a score is NaN or infinite
+    _, _, high, low = _words(seed, token, position, sample, prompt, row)
+    score = weight - _log2_exponential(high, low)
+    return tl.where(score == score, score, _INFINITY)
+
+
+@triton.jit
+def _drawn(scores, factor, threshold, seed, token, prompt, sample, position, row, best, CUT: tl.constexpr):
+    """One of some tokens; -1 if the ``best`` noisy weight is not finite."""
+    high, low, _, _ = _words(seed, token, position, sample, prompt, row)
+    _, which = _best(_kept(scores, threshold, row, CUT) * factor - _log2_exponential(high, low), token)
+    return tl.where((best > -_INFINITY) & (best < _INFINITY), which, -1)
+
+
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _noisy_weight_of_block(
-    logits, row_stride, factor, threshold, seed, prompt, sample, position, block_score,
+    logits, row_stride, which, factor, threshold, seed, prompt, sample, position, block_score,
+    BY_ROW: tl.constexpr,
+    SOME_BEST: tl.constexpr,
     CUT: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,32 +125,37 @@ def _noisy_weight_of_block(
     block = tl.program_id(0) % BLOCKS
     token = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
-    scores = _kept(scores, threshold, row, CUT) * factor  # in units of log2, as all scores here
-    peak = tl.max(scores, 0)
-    peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
-    weight = peak + tl.log2(tl.sum(tl.exp2(scores - peak), 0))  # NaN if a score is NaN or infinite
-    _, _, high, low = _words(seed, block * BLOCK, position, sample, prompt, row)
-    score = weight - _log2_exponential(high, low)
-    tl.store(block_score + row * BLOCKS + block, tl.where(score == score, score, _INFINITY))
+    if BY_ROW:
+        factor = tl.load(factor + tl.load(which + row))
+    if SOME_BEST and factor == _BEST:
+        score = tl.max(_without_nan(scores), 0)
+    else:
+        score = _noisy_weight(scores, factor, threshold, seed, block * BLOCK, prompt, sample, position, row, CUT)
+    tl.store(block_score + row * BLOCKS + block, score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _draw_from_best_block(
-    logits, row_stride, factor, threshold, seed, prompt, sample, position, block_score, out,
+    logits, row_stride, which, factor, threshold, seed, prompt, sample, position, block_score, out,
+    BY_ROW: tl.constexpr,
+    SOME_BEST: tl.constexpr,
     CUT: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
     row = tl.program_id(0)
+    if BY_ROW:
+        factor = tl.load(factor + tl.load(which + row))
     at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     best, block = _best(tl.load(block_score + row * BLOCKS + at, mask=at < BLOCKS, other=-_INFINITY), at)
     token = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < VOCABULARY, other=-_INFINITY)
-    high, low, _, _ = _words(seed, token, position, sample, prompt, row)
-    _, which = _best(_kept(scores, threshold, row, CUT) * factor - _log2_exponential(high, low), token)
-    which = tl.where((best > -_INFINITY) & (best < _INFINITY), which, -1)
-    tl.store(out + row, which.to(tl.int64))
+    if SOME_BEST and factor == _BEST:
+        _, picked = _best(_without_nan(scores), token)
+    else:
+        picked = _drawn(scores, factor, threshold, seed, token, prompt, sample, position, row, best, CUT)
+    tl.store(out + row, picked.to(tl.int64))
 
 
 @triton.jit
@@ -155,9 +190,9 @@ def greedy(
 
 def gumbel_sample(
     logits: torch.Tensor,  # [rows, vocabulary]
-    temperature: float,
+    temperature: float | RowRecipes,  # or of each row what it is picked by
     seed: torch.Tensor,  # [1] int64
-    prompt: torch.Tensor,  # [rows] int64  of each row, as are the next two
+    prompt: torch.Tensor,  # [rows] int64 or int32  of each row, as are the next two
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
@@ -168,6 +203,7 @@ def gumbel_sample(
 
     The noise of a token depends on (seed, prompt, sample, position, token) alone. First a block of the vocabulary is
     drawn, by what its tokens weigh together, then one of its tokens: noise is made for few tokens, not for all.
+    Rows whose recipe is to take the best token have what ``greedy`` gives.
     Scores are float32: of two whose noisy scores are nearer than about 1e-6 of their size, either may be drawn.
     """
     rows, vocabulary = logits.shape
@@ -175,21 +211,27 @@ def gumbel_sample(
     blocks = triton.cdiv(vocabulary, SAMPLE_BLOCK)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     scores = torch.empty(rows, blocks, device=logits.device)
+    by_row = isinstance(temperature, RowRecipes)
     given = (
-        logits, logits.stride(0), math.log2(math.e) / temperature, scores if threshold is None else threshold,
-        seed, prompt, sample, position, scores,
+        logits, logits.stride(0), temperature.which if by_row else scores,
+        temperature.table.numbers.factor if by_row else math.log2(math.e) / temperature,
+        scores if threshold is None else threshold, seed, prompt, sample, position, scores,
     )  # fmt: skip
-    shape = {"CUT": threshold is not None, "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK}
+    shape = {
+        "BY_ROW": by_row, "SOME_BEST": by_row and temperature.table.takes_best, "CUT": threshold is not None,
+        "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK,
+    }  # fmt: skip
     if rows:
         _noisy_weight_of_block[(rows * blocks,)](*given, **shape, num_warps=4)
         _draw_from_best_block[(rows,)](*given, out, **shape, num_warps=8)  # more threads: each has much to do
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["which"])
 def _advance(
     token, position, length, slot, made, remaining, status, start, pages, produced,
-    sampled, eos, n_eos, n_rows,
+    sampled, eos, n_eos, which, n_rows,
+    BY_ROW: tl.constexpr,
     STEPS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -207,8 +249,13 @@ def _advance(
     tl.store(remaining + row, left, mask=real)
 
     stopped = new != new
-    for i in tl.range(n_eos):
-        stopped = stopped | (new == tl.load(eos + i))
+    if BY_ROW:
+        ends = eos + tl.load(which + row, mask=inside, other=0).to(tl.int64) * n_eos
+        for i in tl.range(n_eos):
+            stopped = stopped | (new == tl.load(ends + i, mask=real, other=-1))
+    else:
+        for i in tl.range(n_eos):
+            stopped = stopped | (new == tl.load(eos + i))
     stopped = stopped & real
     full = real & (left <= 0)
     moving = real & (left > 0) & (stopped == 0)
@@ -226,11 +273,14 @@ def _advance(
     tl.store(status + row, code, mask=running & ((moving == 0) | (page < 0)))
 
 
-def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int) -> None:
+def advance(
+    rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int, which: torch.Tensor | None = None
+) -> None:
     """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
 
-    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, no slot, and sees nothing more.
-    One that needs a page that it does not have moves on without a slot: with a page and a slot given, it can run again.
+    ``eos`` ([any] int64) may be padded with -1. With ``which`` ([rows] int32) it is several such sets ([sets, any]).
+    A row that ends keeps its last input, no slot, and sees nothing more. One that needs a page that it does not have
+    moves on without a slot: with a page and a slot given, it can run again.
     """
     assert rows.pages.is_contiguous() and rows.produced.is_contiguous()
     count = len(rows.token)
@@ -238,7 +288,7 @@ def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int
         return
     _advance[(triton.cdiv(count, ADVANCE_BLOCK),)](
         rows.token, rows.position, rows.length, rows.slot, rows.made, rows.remaining, rows.status, rows.start,
-        rows.pages, rows.produced, sampled, eos, len(eos), count,
-        STEPS=rows.produced.shape[1], PAGES=rows.pages.shape[1], PAGE=page_size, BLOCK=ADVANCE_BLOCK,
-        num_warps=2,
+        rows.pages, rows.produced, sampled, eos, eos.shape[-1], eos if which is None else which, count,
+        BY_ROW=which is not None, STEPS=rows.produced.shape[1], PAGES=rows.pages.shape[1], PAGE=page_size,
+        BLOCK=ADVANCE_BLOCK, num_warps=2,
     )  # fmt: skip

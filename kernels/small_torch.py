@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn import functional
 
+from .recipes import Recipe, RowRecipes
+
 # A row's status. Whoever is not RUNNING is left alone by ``advance``.
 RUNNING, STOPPED, FULL, NO_PAGE, NO_TOKEN, PADDING = range(6)
 
@@ -122,9 +124,9 @@ def greedy(
 
 def gumbel_sample(
     logits: torch.Tensor,  # [rows, vocabulary]
-    temperature: float,
+    temperature: float | RowRecipes,  # or of each row what it is picked by
     seed: torch.Tensor,  # [1] int64
-    prompt: torch.Tensor,  # [rows] int64  of each row, as are the next two
+    prompt: torch.Tensor,  # [rows] int64 or int32  of each row, as are the next two
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
@@ -135,12 +137,19 @@ def gumbel_sample(
 
     The noise of a token depends on (seed, prompt, sample, position, token) alone. First a block of the vocabulary is
     drawn, by what its tokens weigh together, then one of its tokens: noise is made for few tokens, not for all.
+    Rows whose recipe is to take the best token have what ``greedy`` gives.
     """
     rows, vocabulary = logits.shape
     size = min(SAMPLE_BLOCK, vocabulary)
+    recipes = temperature
+    if not isinstance(recipes, RowRecipes):
+        recipes = RowRecipes.same(Recipe(temperature=recipes), logits)
+    temperatures = recipes.table.temperature[recipes.which]
+    drawing, best_tokens = temperatures > 0, greedy(logits)
+    temperatures = torch.where(drawing, temperatures, 1.0)[:, None]
     if threshold is not None:
         logits = torch.where(logits < threshold[:, None], -float("inf"), logits.float())
-    scores = functional.pad(logits.double() / temperature, (0, -vocabulary % size), value=-float("inf"))
+    scores = functional.pad(logits.double() / temperatures, (0, -vocabulary % size), value=-float("inf"))
     scores = scores.view(rows, -1, size)  # [rows, blocks, size]
     keys = [each.long().unsqueeze(1) for each in (seed, prompt, sample, position)]
     begin = torch.arange(0, vocabulary, size, device=logits.device)
@@ -150,7 +159,7 @@ def gumbel_sample(
     inside = scores[torch.arange(rows, device=logits.device), block]  # [rows, size]
     token = begin[block].unsqueeze(1) + torch.arange(size, device=logits.device)
     tokens = begin[block] + (inside - exponential(token, *keys).log()).argmax(dim=1)
-    tokens = torch.where(best.isfinite(), tokens, -1)
+    tokens = torch.where(drawing, torch.where(best.isfinite(), tokens, -1), best_tokens)
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -214,11 +223,14 @@ class Rows:
         return Rows(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int) -> None:
+def advance(
+    rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int, which: torch.Tensor | None = None
+) -> None:
     """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
 
-    ``eos`` ([any] int64) may be padded with -1. A row that ends keeps its last input, no slot, and sees nothing more.
-    One that needs a page that it does not have moves on without a slot: with a page and a slot given, it can run again.
+    ``eos`` ([any] int64) may be padded with -1. With ``which`` ([rows] int32) it is several such sets ([sets, any]).
+    A row that ends keeps its last input, no slot, and sees nothing more. One that needs a page that it does not have
+    moves on without a slot: with a page and a slot given, it can run again.
     """
     running = rows.status == RUNNING
     real = running & (sampled >= 0)
@@ -226,7 +238,7 @@ def advance(rows: Rows, sampled: torch.Tensor, eos: torch.Tensor, page_size: int
     rows.produced[at, (rows.made[at] % rows.produced.shape[1]).long()] = sampled[at]
     rows.made[at] += 1
     rows.remaining[at] -= 1
-    stopped = real & torch.isin(sampled, eos)
+    stopped = real & (sampled[:, None] == (eos if which is None else eos[which])).any(dim=1)
     full = real & ~stopped & (rows.remaining <= 0)
 
     moving = (real & ~stopped & ~full).nonzero().squeeze(1)

@@ -14,7 +14,7 @@ from interpreted import DEVICE, INTERPRETED, copies, kernel, plain, run_under_in
 from test_sample_kernels import gap, keys
 from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from hf_batchllm.kernels import cut_torch, cut_triton, sample_triton, small_torch
+from hf_batchllm.kernels import cut_torch, cut_triton, past_torch, past_triton, sample_triton, small_torch
 
 INF, NAN = float("inf"), float("nan")
 
@@ -329,7 +329,7 @@ def test_penalties_are_those_of_transformers(penalty: float) -> None:
         scores = rows_of("forbidden", 6, vocabulary, 3) + torch.randint(-9, 9, (6, vocabulary)).float()
         want = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(ids), scores.clone())
         before = scores.clone()
-        assert torch.equal(cut_torch.penalise(scores, seen=bits_of(ids.tolist(), vocabulary), penalty=penalty), want)
+        assert torch.equal(past_torch.penalise(scores, seen=bits_of(ids.tolist(), vocabulary), penalty=penalty), want)
         assert torch.equal(scores, before)
 
 
@@ -343,15 +343,15 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
     tokens = torch.from_numpy(rng.integers(-2, vocabulary + 2, (rows, int(rng.integers(1, 300)))))
     words = -(-vocabulary // 32)
     ours = torch.zeros(rows, words + 3, dtype=torch.int32, device=DEVICE)[:, :words]
-    cut_triton.mark_seen(ours, tokens.to(DEVICE), vocabulary)
+    past_triton.mark_seen(ours, tokens.to(DEVICE), vocabulary)
     some = torch.from_numpy(rng.integers(-1, vocabulary, rows))
-    cut_triton.mark_seen(ours, some.to(DEVICE), vocabulary)
+    past_triton.mark_seen(ours, some.to(DEVICE), vocabulary)
     tokens = torch.cat((tokens, some[:, None]), 1)
     marked = [[token for token in row if 0 <= token < vocabulary] for row in tokens.tolist()]
     seen = bits_of(marked, vocabulary)
     assert torch.equal(ours.cpu(), seen)
     theirs = torch.zeros_like(seen)
-    cut_torch.mark_seen(theirs, tokens, vocabulary)
+    past_torch.mark_seen(theirs, tokens, vocabulary)
     assert torch.equal(theirs, seen)
 
     given: dict[str, Any] = {}
@@ -361,9 +361,9 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
         given["eos"] = torch.from_numpy(rng.integers(0, vocabulary, int(rng.integers(1, 4))))
         given["made"] = torch.from_numpy(rng.integers(0, 4, rows)).to([torch.int32, torch.int64][seed % 2])
         given["minimum"] = torch.from_numpy(rng.integers(0, 4, rows)).to(torch.int32)
-    want = cut_torch.penalise(logits, **given)
+    want = past_torch.penalise(logits, **given)
     mine = logits.to(DEVICE)
-    got = cut_triton.penalise(mine, **copies(given, DEVICE), out=mine if dtype == torch.float32 else None)
+    got = past_triton.penalise(mine, **copies(given, DEVICE), out=mine if dtype == torch.float32 else None)
     assert got.dtype == torch.float32
     assert torch.equal(got.cpu().nan_to_num(nan=123.0), want.nan_to_num(nan=123.0))
 

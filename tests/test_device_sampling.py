@@ -16,7 +16,7 @@ from test_drawing import Discouraging, requests_of, sampler
 from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 from hf_batchllm import device_sampling
-from hf_batchllm.device_sampling import DeviceSampler, RowsState, SamplingKernels, why_not
+from hf_batchllm.device_sampling import DeviceSampler, RowsState, SamplingKernels, minimum_of, why_not
 from hf_batchllm.options import Options, resolve_options
 from hf_batchllm.request import Request
 
@@ -35,14 +35,23 @@ def resolved(**options: Any) -> Options:
 
 
 def made_with(kernels: SamplingKernels, device: str, vocabulary: int = VOCABULARY, **options: Any) -> DeviceSampler:
-    return DeviceSampler(resolved(**options), 7, vocabulary, device, kernels)
+    return DeviceSampler([resolved(**options)], 7, vocabulary, device, kernels)
 
 
 def torch_sampler(**options: Any) -> DeviceSampler:
     return made_with(device_sampling.torch_sampling(), "cpu", **options)
 
 
+def greedy_sampler(**options: Any) -> DeviceSampler:
+    kinds = [resolved(**(options | {"do_sample": False}))]
+    return DeviceSampler(kinds, None, VOCABULARY, "cpu", device_sampling.torch_sampling())
+
+
 def state_of(requests: list[Request], sampler: DeviceSampler, device: str = "cpu") -> RowsState:
+    """Rows whose options are the sampler's, in turn by their requests' indices."""
+    kinds = list(sampler.kinds)
+    options = [kinds[request.index % len(kinds)] for request in requests]
+
     def each(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(list(values), dtype=dtype, device=device)
 
@@ -51,9 +60,16 @@ def state_of(requests: list[Request], sampler: DeviceSampler, device: str = "cpu
         prompt=each(request.index for request in requests),
         sample=each(request.sample for request in requests),
         made=each((len(request.generated) for request in requests), torch.int32),
-        minimum=each((sampler.minimum(len(request.prompt_ids)) for request in requests), torch.int32),
+        kind=each((sampler.kinds[chosen] for chosen in options), torch.int32),
+        minimum=each(map(minimum_of, options, (len(request.prompt_ids) for request in requests)), torch.int32),
         seen=torch.from_numpy(seen).to(device),
     )
+
+
+def expanded(state: RowsState, rows: int) -> RowsState:
+    """Its only row, so many times."""
+    each = {name: value for name, value in vars(state).items() if value is not None}
+    return RowsState(**{name: value.expand(rows, *value.shape[1:]).clone() for name, value in each.items()})
 
 
 def scores_of(rows: int, vocabulary: int = VOCABULARY, seed: int = 4) -> torch.Tensor:
@@ -81,9 +97,7 @@ def test_greedy_tokens_are_those_of_the_processors(options: dict[str, Any]) -> N
     requests, scores = requests_of(60, HISTORIES), scores_of(60)
     scores[::7] = scores[::7].round()
     scores[:, 5] += 8  # EOS would be the best
-    mine = DeviceSampler(
-        resolved(do_sample=False, **options), None, VOCABULARY, "cpu", device_sampling.torch_sampling()
-    )
+    mine = greedy_sampler(**options)
     before = scores.clone()
     tokens = mine(scores, state_of(requests, mine))
     assert torch.equal(scores, before)
@@ -109,7 +123,7 @@ def test_draws_are_from_what_the_processors_leave(options: dict[str, Any]) -> No
     rows = [Request(1, prompt, 50_000, sample=sample) for sample in range(draws)]
     mine = torch_sampler(**options)
     state = state_of(rows[:1], mine)
-    state = RowsState(*(value.expand(draws, *value.shape[1:]).clone() for value in vars(state).values()))
+    state = expanded(state, draws)
     state.sample.copy_(torch.arange(draws))
     drawn = mine(scores.expand(draws, -1), state)
     processed = processors_of(build(FAMILY), len(prompt), **options)(torch.from_numpy(prompt.astype(int))[None], scores)
@@ -128,9 +142,9 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     for name in ("prompt", "sample", "made"):
         moved = dataclasses.replace(state, **{name: getattr(state, name) + 1}, seen=state.seen.clone())
         assert mine(scores, moved).tolist() != every, name
-    other = DeviceSampler(resolved(**options), 8, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    other = DeviceSampler([resolved(**options)], 8, VOCABULARY, "cpu", device_sampling.torch_sampling())
     assert other(scores, state_of(requests, other)).tolist() != every
-    wide = DeviceSampler(resolved(**options), 2**64 - 1, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    wide = DeviceSampler([resolved(**options)], 2**64 - 1, VOCABULARY, "cpu", device_sampling.torch_sampling())
     assert wide(scores, state_of(requests, wide)).min() >= 0
 
 
@@ -138,7 +152,7 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
 def test_a_row_goes_on_with_what_it_has_drawn() -> None:
     """Each step's tokens are seen in the next one, as processors see them; EOS waits until the row is long enough."""
     options = {"repetition_penalty": 3.0, "min_new_tokens": 5, "eos_token_id": 5, "do_sample": False}
-    mine = DeviceSampler(resolved(**options), None, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    mine = greedy_sampler(**options)
     requests = requests_of(6, ((3, 0), (20, 0)))
     state = state_of(requests, mine)
     theirs = sampler(None, build(FAMILY), **{**options, "do_sample": False})
@@ -165,7 +179,7 @@ def test_rows_that_are_not_numbers_give_no_token() -> None:
         drawn = mine(scores, state).tolist()
         assert drawn[:3] == [-1, -1, -1] and drawn[3] >= 0
         assert torch.equal(state.seen[:3], before[:3])
-    greedy = DeviceSampler(resolved(do_sample=False), None, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    greedy = greedy_sampler()
     assert greedy(scores, state_of(requests_of(4), greedy))[:3].tolist() == [50, 7, 0]
 
 
@@ -174,9 +188,9 @@ def test_the_bits_of_a_prompt() -> None:
     mine = torch_sampler()
     bits = mine.seen(np.array([0, 31, 32, 100, 100, 101, 5000, -1], dtype=np.int32))
     assert bits.dtype == np.int32 and bits.tolist() == [-(2**31) + 1, 1, 0, 1 << 4]
-    assert torch_sampler(min_length=30, eos_token_id=3).minimum(12) == 18
-    assert torch_sampler(min_length=30, eos_token_id=3).minimum(40) == 0
-    assert torch_sampler(min_length=30, min_new_tokens=2, eos_token_id=3).minimum(12) == 2
+    assert minimum_of(resolved(min_length=30, eos_token_id=3), 12) == 18
+    assert minimum_of(resolved(min_length=30, eos_token_id=3), 40) == 0
+    assert minimum_of(resolved(min_length=30, min_new_tokens=2, eos_token_id=3), 12) == 2
 
 
 # -- what cannot be asked for ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
-from hf_batchllm.kernels import cut_triton, sample_triton
+from hf_batchllm.kernels import cut_triton, past_triton, sample_triton
 
 SPREAD = 128 << 20  # bytes that the sets of logits have together: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
@@ -104,7 +104,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         "min-p": cut(peaked, min_p=0.05),
         "penalise": over_all(
             peaked,
-            lambda logits: cut_triton.penalise(
+            lambda logits: past_triton.penalise(
                 logits, seen=seen, penalty=1.2, eos=eos, made=counts, minimum=minimum, out=out
             ),
             replays,

@@ -1,0 +1,117 @@
+"""What a row's token is picked by, as numbers for the kernels: the same for all rows, or a line of a table for each.
+
+Numbers are worked out here, in float64, once: a kernel gets the same ones whether they come with the launch or out of
+a table, so that a row's token does not depend on what other rows are picked by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+BY_RANK, BY_MASS, BY_RATIO = 1, 2, 4  # what a row's tokens are cut by: top-k, top-p, min-p
+BEST = -1.0  # the factor of rows that take the best token
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a token is picked; the values that ask for nothing are those of ``GenerationConfig``."""
+
+    penalty: float = 1.0
+    temperature: float = 1.0  # 0: the best token, and nothing of what follows
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def cuts(self, vocabulary: int) -> int:
+        if self.temperature == 0:
+            return 0
+        by_rank = self.top_k is not None and 0 < self.top_k < vocabulary
+        by_mass = self.top_p is not None and self.top_p < 1
+        by_ratio = self.min_p is not None and self.min_p > 0
+        return BY_RANK * by_rank + BY_MASS * by_mass + BY_RATIO * by_ratio
+
+
+class Numbers(NamedTuple):
+    """Of one recipe, for the kernels; or a tensor [recipes] for each of them."""
+
+    factor: Any  # float32  from logits to the log2 of weights
+    cuts: Any  # int32
+    top_k: Any  # int32
+    top_p: Any  # float32
+    log_tail: Any  # float32  log2 of the share of what top-p leaves out that one token has if all have the same
+    shift: Any  # float32  from the best logit to min-p's edge
+    shift_rest: Any  # float32  what float32 leaves out of that
+
+    @classmethod
+    def of(cls, recipe: Recipe, vocabulary: int) -> Numbers:
+        cuts = recipe.cuts(vocabulary)
+        factor = math.log2(math.e) / recipe.temperature if recipe.temperature else BEST
+        top_p = float(recipe.top_p) if cuts & BY_MASS else 1.0  # type: ignore[arg-type]
+        tail = max(1 - top_p, 1e-30) / vocabulary if cuts & BY_MASS else 1.0
+        shift = shift_of(recipe, vocabulary)
+        rounded = torch.tensor(shift, dtype=torch.float32).item()
+        rest = shift - rounded if cuts & BY_RATIO else 0.0
+        return cls(factor, cuts, recipe.top_k if cuts & BY_RANK else 0, top_p, math.log2(tail), rounded, rest)
+
+
+def shift_of(recipe: Recipe, vocabulary: int) -> float:
+    """-inf where min-p cuts nothing off."""
+    asked = recipe.min_p is not None and recipe.cuts(vocabulary) & BY_RATIO
+    return recipe.temperature * math.log(recipe.min_p) if asked else -math.inf  # type: ignore[arg-type]
+
+
+class RecipeTable:
+    """Several recipes on a device. ``cuts``: how any of them cut."""
+
+    def __init__(self, recipes: Sequence[Recipe], vocabulary: int, device: torch.device | str) -> None:
+        self._recipes = recipes
+        self._vocabulary = vocabulary
+        self._device = device
+        every = [Numbers.of(recipe, vocabulary) for recipe in recipes]
+        self.cuts = frozenset(numbers.cuts for numbers in every)
+        self.draws = any(recipe.temperature for recipe in recipes)
+        self.takes_best = not all(recipe.temperature for recipe in recipes)
+        columns = []
+        for name, column in zip(Numbers._fields, zip(*every, strict=True), strict=True):
+            columns.append(self._tensor(column, torch.int32 if name in ("cuts", "top_k") else torch.float32))
+        self.numbers = Numbers(*columns)
+        self.penalty = self._tensor([recipe.penalty for recipe in recipes], torch.float32)
+
+    # What the twins take, as exact as Python's own numbers.
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        return self._tensor([recipe.temperature for recipe in self._recipes], torch.float64)
+
+    @cached_property
+    def top_p(self) -> torch.Tensor:
+        chosen = [1.0 if recipe.top_p is None else recipe.top_p for recipe in self._recipes]
+        return self._tensor(chosen, torch.float64)
+
+    @cached_property
+    def shift(self) -> torch.Tensor:
+        return self._tensor([shift_of(recipe, self._vocabulary) for recipe in self._recipes], torch.float64)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):  # steps may run outside
+            return torch.tensor(list(values), dtype=dtype).to(self._device)
+
+
+@dataclass(frozen=True)
+class RowRecipes:
+    """The recipe of each row."""
+
+    table: RecipeTable
+    which: torch.Tensor  # [rows] int32
+
+    @classmethod
+    def same(cls, recipe: Recipe, logits: torch.Tensor) -> RowRecipes:
+        """One for all rows of ``logits``."""
+        which = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        return cls(RecipeTable([recipe], logits.shape[1], logits.device), which)
