@@ -11,8 +11,8 @@ import torch
 from families import build, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from letters import letter_tokenizer
 from oracle import check_row
-from stand_in import word_tokenizer
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -73,7 +73,7 @@ ANY: dict[str, list[Any]] = {
         WatermarkingConfig(bias=3.0, context_width=2, seeding_scheme="selfhash"),
         SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=3),
     ],
-    "stop_strings": ["w5", ["w1", "w77 w7", "8"]],
+    "stop_strings": ["e", ["bc", "ffa", "aed", "dd"]],
     "logits_processor": [[Lift()]],
     "stopping_criteria": [[Multiple()]],
     "prefix_allowed_tokens_fn": [even_after_odd],
@@ -95,7 +95,7 @@ LENGTHS: list[dict[str, Any]] = [{"max_new_tokens": 8}, {"max_length": 74}, {"ma
 
 @cache
 def _generator(family: str) -> BatchGenerator:
-    return BatchGenerator(build(family), word_tokenizer())
+    return BatchGenerator(build(family), letter_tokenizer())
 
 
 def _prompts(seed: int, count: int = 4) -> list[list[int]]:
@@ -194,4 +194,4 @@ def test_each_prompt_has_its_own_settings(
 
 
 def _tokens(options: dict[str, Any]) -> dict[str, Any]:
-    return {"tokenizer": word_tokenizer()} if "stop_strings" in options else {}
+    return {"tokenizer": letter_tokenizer()} if "stop_strings" in options else {}

@@ -31,6 +31,7 @@ _MODULES = ("logits_process", "stopping_criteria", "streamers", "utils", "waterm
 # What has to do with text and one model on a CPU; beyond it there are speech, images, diffusion and graphs.
 _OTHER_KINDS = ("Whisper", "Musicgen", "Seq2Seq", "DiffusionGemma", ".cuda()")
 _VOCABULARY = 50_257  # ids that the examples name are in it
+_END = "<|endoftext|>"
 _BEAMS = "`num_beams` "
 
 
@@ -66,9 +67,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
-    inner.train_from_iterator([example.source for example in EXAMPLES], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, special_tokens=[_END])
+    # One example constrains a name that should take three tokens, another has twenty for a sentence.
+    inner.train_from_iterator([each.source for each in EXAMPLES if "Marley" not in each.source], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=_END, bos_token=_END, pad_token=_END)
     made.model_input_names = ["input_ids", "attention_mask"]
     return made
 
@@ -76,9 +78,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def _model() -> PreTrainedModel:
     family = FAMILIES["llama"]
-    model = replace(family, config={**family.config, "vocab_size": _VOCABULARY, "eos_token_id": 0, "bos_token_id": 0})()
+    model = replace(family, config={**family.config, "vocab_size": _VOCABULARY, "eos_token_id": 0, "bos_token_id": 1})()
     with torch.no_grad():  # ids that no token has do not come: they would have no text
         model.lm_head.weight[len(_tokenizer()) :] = 0
+    model.generation_config.length_penalty = 1.0  # which an example counts with
     return model
 
 
