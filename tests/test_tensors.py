@@ -295,8 +295,6 @@ IDS, MASK = batch()
         ({"input_ids": IDS, "max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"input_ids": IDS, "num_return_sequences": 2}, ValueError, "num_return_sequences"),
         ({"input_ids": IDS, "on_error": "record"}, ValueError, "a tensor has no place for an error"),
-        ({"input_ids": IDS, "output_scores": True}, UnsupportedOptionError, "`output_scores`"),
-        ({"input_ids": IDS, "output_logits": True}, UnsupportedOptionError, "`output_logits`"),
         ({"input_ids": IDS, "output_attentions": True}, UnsupportedOptionError, "`output_attentions`"),
         ({"input_ids": IDS, "output_hidden_states": True}, UnsupportedOptionError, "`output_hidden_states`"),
         ({"inputs_embeds": torch.zeros(1, 2, 48)}, UnsupportedOptionError, "`inputs_embeds` is not supported"),
