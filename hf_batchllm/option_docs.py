@@ -29,7 +29,8 @@ What is different, on purpose:
 - **Prompts may have different settings.** `generation_config` may be a list, one for each prompt.
 - **Time is the call's.** `max_time` is for all prompts together.
 
-Under `accelerated(model)`, a call with something that is refused goes to the model's own `generate`.
+Under `accelerated(model)`, a call with something that is refused goes to the model's own `generate`; so does one with
+processors or criteria of your own for several rows, which `generate` would call with all of them at once.
 
 ## How to read the tables
 
@@ -59,7 +60,8 @@ def factory(index, prompt_token_ids):       # the prompt's place in the list, an
 gen.generate(prompts, logits_processor=factory)
 ```
 
-Settings such as `sequence_bias` may differ between prompts, too: pass a list of `GenerationConfig`s.""",
+[constrained.md](constrained.md) goes on from there. Settings such as `sequence_bias` may differ between prompts, too:
+pass a list of `GenerationConfig`s.""",
     Subject.SPECULATION: """\
 Drafting tokens with an assistant model, by looking up the prompt or with heads of the model's own makes `generate`
 faster and gives what the model alone would give. Here these options are accepted and change nothing; if the call itself
