@@ -158,8 +158,8 @@ def check_generation_config(given: Any, name: str = "generation_config") -> None
 def check_values(options: Mapping[str, Any]) -> None:
     """Each value's kind, and those ranges that hold for every model."""
     for name, value in options.items():
-        row = TABLE.get(name)
-        if row is None or value is None:
+        row = TABLE.get(name) if value is not None else None
+        if row is None:
             continue
         if row.takes is Takes.WHOLE and not _is_whole(value):
             raise OptionValueError(name, f"must be a whole number, not {shown(value)}")

@@ -64,8 +64,8 @@ TABLE: dict[str, Row] = {
         _honoured(
             "attention_mask",
             None,
-            "Says what is padding; without it pad tokens are taken for padding, where `generate` takes them for it. "
-            "Each row is computed as if it stood alone.",
+            "Says what is padding; without it, the mask is the one that `generate` would infer. Each row is computed "
+            "as if it stood alone.",
             **_TENSORS,
         ),
         _refused(
@@ -83,7 +83,7 @@ TABLE: dict[str, Row] = {
         _argument("tokenizer", None, "For `stop_strings`, where it is not to be the one that the BatchGenerator has."),
         _refused(
             "inputs_embeds",
-            "is not supported: prompts are text or token ids. What exists as embeddings alone goes to the model's own "
+            "is not supported: prompts are text or token ids. For what exists as embeddings alone call the model's own "
             "`generate`",
             kind=Kind.ARGUMENT,
         ),
@@ -134,7 +134,7 @@ TABLE: dict[str, Row] = {
             "max_time",
             Where.LATE,
             "Seconds, for the call as a whole. What has finished by then is whole, the rest is cut where it is, with "
-            '`finish_reason` "time".',
+            '`finish_reason` "time", and may have no new token at all.',
             takes=Takes.NUMBER,
         ),
     ),
@@ -219,7 +219,7 @@ TABLE: dict[str, Row] = {
         _argument(
             "prefix_allowed_tokens_fn",
             Where.STEP,
-            "It is called with the prompt's index and one sequence, without padding.",
+            "Its `batch_id` is the row in the results, `i*n + j`; its `input_ids` are one sequence, without padding.",
         ),
         _argument(
             "logits_processor",
@@ -247,7 +247,7 @@ TABLE: dict[str, Row] = {
         ),
         _honoured(
             "output_scores",
-            None,
+            Where.STEP,
             "With `return_dict_in_generate=True`, as in `generate`; without it nothing would come back.",
             goes_with=With.TENSORS,
             instead=_WITH_LOGPROBS,
@@ -255,7 +255,7 @@ TABLE: dict[str, Row] = {
         ),
         _honoured(
             "output_logits",
-            None,
+            Where.STEP,
             "With `return_dict_in_generate=True`, as in `generate`; without it nothing would come back.",
             goes_with=With.TENSORS,
             instead=_WITH_LOGPROBS,
@@ -263,14 +263,14 @@ TABLE: dict[str, Row] = {
         ),
         _ours(
             "logprobs",
-            None,
+            Where.STEP,
             "`k`: for each new token its log-probability and those of the `k` likeliest. 0 for the token's own alone.",
             goes_with=With.LISTS,
             instead=_NO_LOGPROBS,
         ),
         _ours(
             "prompt_logprobs",
-            None,
+            Where.STEP,
             "`k`: the same for the tokens of the prompt.",
             goes_with=With.LISTS,
             instead=_NO_LOGPROBS,

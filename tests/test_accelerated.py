@@ -145,7 +145,7 @@ FALLBACKS: dict[str, dict[str, Any]] = {
     "`logits_processor`": {"logits_processor": [TemperatureLogitsWarper(2.0)]},
     "`past_key_values`": {"past_key_values": lambda: DynamicCache()},
     "`custom_generate`": {"custom_generate": lambda: _take_two},
-    "`prompt_lookup_num_tokens`": {"prompt_lookup_num_tokens": 2, "inputs": torch.tensor([[5, 6, 5, 6]])},
+    "`trust_remote_code`": {"trust_remote_code": True},
     "`inputs_embeds`": {"inputs_embeds": torch.ones(2, 3, 48) / 9, "inputs": None, "attention_mask": None},
     "`position_ids`": {"position_ids": torch.arange(4)[None]},
     "`logits_to_keep` is an input of Gemma3ForCausalLM": {"logits_to_keep": 1},
