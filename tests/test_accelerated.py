@@ -200,9 +200,12 @@ def _take_two(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 FALLBACKS: dict[str, dict[str, Any]] = {
     "`num_beams`": {"num_beams": 2},
     "`output_scores`": {"output_scores": True, "return_dict_in_generate": True},
-    "`stopping_criteria`": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 8])},
-    "`stop_strings` ends rows one by one": {"stop_strings": ["ab", "c"], "tokenizer": letter_tokenizer()},
-    "`stopping_criteria` is not a list": {"stopping_criteria": lambda *_: []},
+    "`stopping_criteria` has a function of your own": {"stopping_criteria": [_eight], "pad_token_id": 0},
+    "`stop_strings` ends rows one by one": {
+        "stop_strings": ["ab", "c"],
+        "tokenizer": letter_tokenizer(),
+        "pad_token_id": 0,
+    },
     "`logits_processor`": {"logits_processor": [lambda ids, scores: -scores]},
     "`past_key_values`": {"past_key_values": lambda: DynamicCache()},
     "`custom_generate`": {"custom_generate": lambda: _take_two},
@@ -285,6 +288,7 @@ def test_each_reason_is_told_apart(model: Any) -> None:
         {"inputs": [[5, 6]]},
         {"inputs": torch.tensor([[5.0, 6.0]])},
         {"inputs": None},
+        {"stopping_criteria": lambda *_: []},
         {"generation_config": {"max_new_tokens": 4}},
     ],
     ids=str,
