@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -62,6 +63,7 @@ class Work:
     seed: int | None
     rules: list[Rules]  # what ends the sequences, as ``options``
     feed: Feed | None = None  # where somebody is told of the tokens as they come
+    rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
 
     @property
     def samples(self) -> list[int]:
@@ -252,7 +254,9 @@ class Call:
                 f"{type(self.scheduler).__name__} cannot end requests that wait, so when the time is over each prompt "
                 "still gets a token: see `ends_waiting` in hf_batchllm.scheduler.Scheduler",
             )
-        return Endings(self.lineup.requests, work.rules, self._clock, self.architecture.device, by_token)
+        return Endings(
+            self.lineup.requests, work.rules, self._clock, self.architecture.device, by_token, rows=work.rows
+        )
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""

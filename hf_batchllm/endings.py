@@ -123,6 +123,7 @@ def _tokenizer_for_strings(tokenizer: Callable[[], Any]) -> Any:
 class Endings:
     """``rules``: by a request's index. ``began``: when the call did, by ``time.time()``.
 
+    ``rows``: prompts that came as a tensor, padding included: criteria see them as they came, as in ``generate``.
     ``time_by_token``: a sequence whose time is over still gets a token first, as in ``generate``. Else ``late`` tells.
     """
 
@@ -134,8 +135,10 @@ class Endings:
         device: torch.device,
         time_by_token: bool = False,
         scores: Scores | None = None,
+        rows: np.ndarray | None = None,  # [prompts, tokens]
     ) -> None:
         self._rules = rules
+        self._rows = rows
         self._device = device
         self._time_by_token = time_by_token
         self._scores = scores
@@ -143,7 +146,7 @@ class Endings:
         self._stops = np.array(sorted(frozenset().union(*(each.stop_tokens for each in kinds))), dtype=np.int64)
         self._stops_differ = len({each.stop_tokens for each in kinds}) > 1
         self._looks = any(each.looks for each in kinds)
-        self._strings = {string: _Strings(string) for each in kinds for string in each.strings}
+        self._strings = {string: _Strings(string, self._prompt) for each in kinds for string in each.strings}
         self._own: dict[Request, StoppingCriteriaList] = {}  # once they are needed
         # Criteria that look at what they are given wait for a stream of their own, not for steps on their way.
         called = any(each.others or each.factory for each in kinds)
@@ -220,8 +223,9 @@ class Endings:
 
     def _first_end(self, request: Request, own: StoppingCriteriaList, tokens: np.ndarray) -> int | None:
         """Criteria are asked after each token, as ``generate`` asks them: all of them, and no more once one said so."""
-        before = len(request.prompt_ids) + len(request.generated)
-        ids = np.concatenate([request.prompt_ids, request.generated, tokens]).astype(np.int64)
+        prompt = self._prompt(request)
+        before = len(prompt) + len(request.generated)
+        ids = np.concatenate([prompt, request.generated, tokens]).astype(np.int64)
         ids = torch.from_numpy(ids)[None].to(self._device)  # [1, tokens]
         for has in range(1, len(tokens) + 1):
             scores = None if self._scores is None else self._scores(request, len(request.generated) + has)
@@ -229,6 +233,9 @@ class Endings:
                 self._own.pop(request, None)
                 return has
         return None
+
+    def _prompt(self, request: Request) -> np.ndarray:
+        return request.prompt_ids if self._rows is None else self._rows[request.index]
 
     def _criteria(self, request: Request) -> StoppingCriteriaList:
         if request not in self._own:
@@ -250,8 +257,9 @@ class Endings:
 class _Strings:
     """transformers' StopStringCriteria for many rows at once. It looks at few tokens before each, prompts included."""
 
-    def __init__(self, strings: StopStringCriteria) -> None:
+    def __init__(self, strings: StopStringCriteria, prompt: Callable[[Request], np.ndarray]) -> None:
         self._strings = strings
+        self._prompt = prompt
         self._width = strings.maximum_token_len
         table = strings.embedding_vec
         self._beyond = len(table)  # is clamped to the table's last row, which matches nothing
@@ -272,7 +280,7 @@ class _Strings:
             some = [(row, column) for row, column in places[begin : begin + _WINDOWS] if row not in found]
             windows = np.full((len(some), self._width), self._beyond, dtype=np.int64)
             for window, (row, column) in zip(windows, some, strict=True):
-                last = _last_tokens(requests[row], tokens[row, : column + 1], self._width)
+                last = self._last(requests[row], tokens[row, : column + 1])
                 window[self._width - len(last) :] = last
             with torch.no_grad():
                 complete = self._strings(torch.from_numpy(windows), None).tolist()  # type: ignore[arg-type]
@@ -281,9 +289,8 @@ class _Strings:
                     found.setdefault(row, column + 1)
         return found
 
-
-def _last_tokens(request: Request, new: np.ndarray, count: int) -> np.ndarray:
-    """Of the prompt, what has been generated, and ``new``."""
-    seen = request.generated[max(0, len(request.generated) + len(new) - count) :]
-    parts = [request.prompt_ids[max(0, len(request.prompt_ids) + len(seen) + len(new) - count) :], seen, new]
-    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])[-count:]
+    def _last(self, request: Request, new: np.ndarray) -> np.ndarray:
+        """As many tokens as are looked at: of the prompt, what has been generated, and ``new``."""
+        prompt = self._prompt(request)[-self._width :]
+        seen = np.array(request.generated[-self._width :], dtype=np.int64)
+        return np.concatenate([prompt, seen, new])[-self._width :]

@@ -288,6 +288,7 @@ class BatchGenerator:
             check_streamer(streamer, sequences)
             ids = None if checked[0] is None else torch.tensor(checked[0].ids.tolist())[None]
             feed = Feed(streamer, ids if padded is None else padded.ids)
+        rows = None if padded is None else padded.ids.cpu().numpy()
         apart = padded is not None and sequences > 1 and (rules[0].can_stop or bool(rules[0].deadlines))
         if apart and resolved[0].pad_token_id is None:
             raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
@@ -313,7 +314,7 @@ class BatchGenerator:
             seed = None
         elif seed is None:
             seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seed, rules, feed)
+        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows)
 
     def _warn_of_dropout(self) -> None:
         if not self.model.training:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, REFUSED
+from letters import letter_tokenizer
 from stand_in import TEXTS, accelerated_throughout, reasons, same
 from stand_in import inputs as inputs  # fixtures
 from stand_in import model as model
@@ -21,15 +22,15 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
     TextIteratorStreamer,
     TextStreamer,
     pipeline,
     set_seed,
 )
-from transformers.generation import utils
+from transformers.generation import BaseStreamer, EosTokenCriteria, utils
 
 from hf_batchllm import (
     GenerationInterrupted,
@@ -114,12 +115,10 @@ def test_a_pipeline_over_texts_and_chats(
             assert pipe(given, **call) == expected
 
 
-def test_streamers_are_fed_by_the_original(
-    model: Any, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streamers(model: Any, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = tokenizer(TEXTS[0], return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=5)
-    with reasons() as said, accelerated(model):
+    with accelerated_throughout(model):
         got = model.generate(**inputs, max_new_tokens=5, streamer=TextStreamer(tokenizer))
         assert same(got, expected)
         assert capsys.readouterr().out.split() == tokenizer.decode(expected[0]).split()
@@ -128,7 +127,67 @@ def test_streamers_are_fed_by_the_original(
         thread.start()
         assert "".join(streamer).split() == tokenizer.decode(expected[0, 6:]).split()
         thread.join()
-    assert said == ["`streamer` is not supported yet"]
+
+
+def test_streamers_of_several_rows_are_fed_by_the_original(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    class Several(BaseStreamer):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.told.append(value.tolist())
+
+        def end(self) -> None:
+            self.told.append("end")
+
+    ids, expected, got = torch.tensor([[5, 6, 7], [9, 5, 6]]), Several(), Several()
+    model.generate(ids, max_new_tokens=3, streamer=expected)
+    with reasons() as said, accelerated(model):
+        model.generate(ids, max_new_tokens=3, streamer=got)
+        with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
+            model.generate(ids, max_new_tokens=3, streamer=TextStreamer(tokenizer))
+    assert got.told == expected.told
+    assert len(said) == 1 and said[0].startswith("`streamer` goes with one prompt")
+
+
+def _eight(ids: torch.Tensor, scores: Any) -> bool:
+    return ids.shape[1] > 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stopping_criteria": [_eight]},
+        {"stopping_criteria": [MaxLengthCriteria(9)], "max_new_tokens": 30},
+        {"stop_strings": ["dd", "ab"], "eos_token_id": 99, "pad_token_id": 0},
+        {"stop_strings": ["dd", "ab"]},
+    ],
+    ids=str,
+)
+def test_ends_of_one_row(model: Any, options: dict[str, Any]) -> None:
+    options = {"tokenizer": letter_tokenizer(), "max_new_tokens": 20, **options}
+    for ids in ([[5, 6, 7, 8]], [[0, 0, 5, 6]]):
+        given = {"inputs": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0).long()}
+        expected = model.generate(**given, **options)
+        with accelerated_throughout(model):
+            assert same(model.generate(**given, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_strings": ["dd", "ab"]},
+        {"stopping_criteria": [MaxLengthCriteria(9)]},
+        {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(list(range(30)))]), "max_time": 1000.0},
+    ],
+    ids=str,
+)
+def test_ends_of_several_rows(model: Any, options: dict[str, Any]) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [30, 31, 32, 33]])
+    options = {"tokenizer": letter_tokenizer(), "eos_token_id": 99, "pad_token_id": 0, "max_new_tokens": 20, **options}
+    expected = model.generate(ids, **options)
+    with accelerated_throughout(model):
+        assert same(model.generate(ids, **options), expected)
 
 
 # -- what goes to the original ---------------------------------------------------------------------------------
@@ -141,8 +200,13 @@ def _take_two(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 FALLBACKS: dict[str, dict[str, Any]] = {
     "`num_beams`": {"num_beams": 2},
     "`output_attentions`": {"output_attentions": True, "return_dict_in_generate": True},
-    "`stopping_criteria`": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 8])},
-    "`logits_processor`": {"logits_processor": [TemperatureLogitsWarper(2.0)]},
+    "`stopping_criteria` has a function of your own": {"stopping_criteria": [_eight], "pad_token_id": 0},
+    "`stop_strings` ends rows one by one": {
+        "stop_strings": ["ab", "c"],
+        "tokenizer": letter_tokenizer(),
+        "pad_token_id": 0,
+    },
+    "`logits_processor`": {"logits_processor": [lambda ids, scores: -scores]},
     "`past_key_values`": {"past_key_values": lambda: DynamicCache()},
     "`custom_generate`": {"custom_generate": lambda: _take_two},
     "`trust_remote_code`": {"trust_remote_code": True},
@@ -224,6 +288,7 @@ def test_each_reason_is_told_apart(model: Any) -> None:
         {"inputs": [[5, 6]]},
         {"inputs": torch.tensor([[5.0, 6.0]])},
         {"inputs": None},
+        {"stopping_criteria": lambda *_: []},
         {"generation_config": {"max_new_tokens": 4}},
     ],
     ids=str,
