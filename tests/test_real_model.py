@@ -178,6 +178,27 @@ def test_memory_so_small_that_sequences_wait_and_yield(model, tokenizer, referen
     assert result.report.peak_memory <= result.report.kv_memory <= (longest + 40) * token_bytes
 
 
+def test_log_probabilities(model, tokenizer, reference):
+    """Of prompts, too, through a window that is left behind; the head runs in steps of many rows."""
+    prompts = [*ABOUT_LONG[:2], *ABOUT_SHORT[:2], SAME, SAME, ALONE[0]]
+    result = BatchGenerator(model, tokenizer).generate(
+        prompts, max_new_tokens=NEW_TOKENS, logprobs=2, prompt_logprobs=1
+    )
+    _assert_same(model, reference, prompts, result)
+    for generation in result:
+        ids = generation.prompt_token_ids + generation.token_ids
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+        entries = [*generation.prompt_logprobs, *generation.logprobs]
+        assert len(entries) == len(ids) and entries[0] is None
+        for place, entry in enumerate(entries[1:], start=1):
+            assert ids[place] in entry
+            others = torch.tensor(list(entry))
+            got = torch.tensor(list(entry.values()))
+            torch.testing.assert_close(got, expected[place - 1, others], atol=1e-3, rtol=0)
+            assert got[0].item() == pytest.approx(expected[place - 1].max().item(), abs=1e-3)
+
+
 def test_nothing_shared(model, tokenizer, reference):
     prompts = [ABOUT_LONG[0], *ABOUT_SHORT[:2], SAME, ALONE[0]]
     result = BatchGenerator(model, tokenizer, share_prefixes=False).generate(prompts, max_new_tokens=NEW_TOKENS)

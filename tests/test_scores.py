@@ -20,6 +20,8 @@ from hf_batchllm.recording import Recording
 
 FAMILY = "llama"
 PAD = 0
+# Some versions of transformers penalise padding as if it had been said: then nothing may hang on that token.
+PENALTY = {"repetition_penalty": 2.0, "suppress_tokens": [PAD]}
 BOTH = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "pad_token_id": PAD}
 
 
@@ -79,7 +81,7 @@ def assert_same(got: Any, expected: Any, width: int, eos: int | None = None, nam
 
 GREEDY: list[dict[str, Any]] = [
     {},
-    {"repetition_penalty": 2.0, "min_new_tokens": 3, "eos_token_id": 100},
+    {**PENALTY, "min_new_tokens": 3, "eos_token_id": 100},
     {"suppress_tokens": [5, 6], "bad_words_ids": [[7], [87, 9]]},
 ]
 
@@ -89,7 +91,9 @@ GREEDY: list[dict[str, Any]] = [
 def test_greedy_on_left_padded_rows(family: str, options: dict[str, Any]) -> None:
     ids, mask = batch()
     given = {"attention_mask": mask, "max_new_tokens": 6, **BOTH, **options}
-    assert_same(ours(family).generate(input_ids=ids, **given), stock(family, ids, **given), 20, options.get("eos_token_id"))
+    assert_same(
+        ours(family).generate(input_ids=ids, **given), stock(family, ids, **given), 20, options.get("eos_token_id")
+    )
 
 
 def test_padding_on_the_right_changes_nothing() -> None:
@@ -104,7 +108,7 @@ def test_padding_on_the_right_changes_nothing() -> None:
     [
         {"top_k": 0},
         {"temperature": 2.5, "top_k": 20, "top_p": 0.9},
-        {"temperature": 2.5, "min_p": 0.1, "repetition_penalty": 1.5},
+        {"temperature": 2.5, "min_p": 0.1, **PENALTY},
     ],
     ids=str,
 )
@@ -143,7 +147,7 @@ def test_transition_scores_are_those_of_generate() -> None:
     ids, mask = batch()
     plain = stock(FAMILY, ids, attention_mask=mask, max_new_tokens=8)
     eos = plain[0, 22].item()
-    given = {"attention_mask": mask, "max_new_tokens": 8, "eos_token_id": eos, **BOTH, "repetition_penalty": 1.2}
+    given = {"attention_mask": mask, "max_new_tokens": 8, "eos_token_id": eos, **BOTH, **PENALTY}
     got, expected = ours().generate(input_ids=ids, **given), stock(FAMILY, ids, **given)
     assert torch.equal(got.sequences, expected.sequences)
     new = got.sequences[:, 20:]
@@ -160,7 +164,7 @@ def test_transition_scores_are_those_of_generate() -> None:
 def test_either_alone(name: str) -> None:
     ids, mask = batch()
     given = {"attention_mask": mask, "max_new_tokens": 4, "return_dict_in_generate": True, f"output_{name}": True}
-    given |= {"repetition_penalty": 2.0, "pad_token_id": PAD}
+    given |= {"pad_token_id": PAD, **PENALTY}
     got = ours().generate(input_ids=ids, **given)
     assert set(got.keys()) == {"sequences", name}
     assert got.past_key_values is None and got.attentions is None and got.hidden_states is None
