@@ -16,8 +16,8 @@ from test_drawing import Discouraging, requests_of, sampler
 from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 from hf_batchllm import device_sampling
-from hf_batchllm.device_sampling import DeviceSampler, RowsState, SamplingKernels, minimum_of, why_not
-from hf_batchllm.options import Options, resolve_options
+from hf_batchllm.device_sampling import DeviceSampler, RowsState, SamplingKernels, minimum_of, picked_by_host, why_not
+from hf_batchllm.options import Given, Options, resolve_options
 from hf_batchllm.request import Request
 
 FAMILY, VOCABULARY = "llama", 101
@@ -35,7 +35,11 @@ def resolved(**options: Any) -> Options:
 
 
 def made_with(kernels: SamplingKernels, device: str, vocabulary: int = VOCABULARY, **options: Any) -> DeviceSampler:
-    return DeviceSampler([resolved(**options)], 7, vocabulary, device, kernels)
+    return mixed_with(kernels, device, vocabulary, options)
+
+
+def mixed_with(kernels: SamplingKernels, device: str, vocabulary: int, *each: dict[str, Any]) -> DeviceSampler:
+    return DeviceSampler([resolved(**options) for options in each], 7, vocabulary, device, kernels)
 
 
 def torch_sampler(**options: Any) -> DeviceSampler:
@@ -148,6 +152,59 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     assert wide(scores, state_of(requests, wide)).min() >= 0
 
 
+MIXED: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"top_k": 0},
+    {"top_k": 20, "top_p": 0.95, "temperature": 1.3, "repetition_penalty": 1.3},
+    {"do_sample": False, "repetition_penalty": 1.7, "min_new_tokens": 2, "eos_token_id": [5, 6]},
+    {"top_k": 0, "top_p": 0.8, "min_length": 20, "eos_token_id": 9},
+    {"min_p": 0.05, "temperature": 0.6},
+    {"top_k": 0, "temperature": 2.0, "min_new_tokens": 10, "eos_token_id": [7, 8, 500]},
+]
+
+
+@plain
+@pytest.mark.parametrize("mixed", [MIXED, MIXED[:2], MIXED[1:3], [MIXED[0], MIXED[3]], MIXED[4:]], ids=len)
+def test_rows_of_many_kinds_have_the_tokens_of_their_kind(mixed: list[dict[str, Any]]) -> None:
+    kinds, kernels = [resolved(**options) for options in mixed], device_sampling.torch_sampling()
+    together = DeviceSampler(kinds, 7, VOCABULARY, "cpu", kernels)
+    requests, scores = requests_of(len(kinds) * 12, HISTORIES), scores_of(len(kinds) * 12)
+    scores[:, 5:9] += 5  # EOS is among the best
+    state = state_of(requests, together)
+    tokens = together(scores, state)
+    for number, kind in enumerate(kinds):
+        alone = DeviceSampler([kind], 7, VOCABULARY, "cpu", kernels)
+        rows = slice(number, None, len(kinds))
+        own = state_of(requests[rows], alone)
+        assert alone(scores[rows], own).tolist() == tokens[rows].tolist()
+        if alone.needs_seen:
+            assert torch.equal(own.seen, state.seen[rows])
+
+
+@plain
+def test_settings_of_the_same_meaning_are_one_kind() -> None:
+    same = [{"top_p": 0.9}, {"top_p": 0.9, "eos_token_id": 4}, {"top_p": 0.9, "min_length": 5, "eos_token_id": 500}]
+    kinds = [resolved(**options) for options in same]
+    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    assert set(mine.kinds.values()) == {0} and not mine.needs_kind and not mine.needs_minimum
+    kinds += [resolved(top_p=0.9, min_new_tokens=5, eos_token_id=4), resolved(do_sample=False)]
+    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    assert list(mine.kinds.values()) == [0, 0, 0, 1, 2] and mine.needs_kind and mine.needs_minimum
+
+
+@plain
+def test_only_rows_with_a_penalty_need_bits() -> None:
+    kinds = [resolved(top_k=0), resolved(do_sample=False, repetition_penalty=3.0)]
+    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", device_sampling.torch_sampling())
+    requests, scores = requests_of(4, ((30, 0),)), scores_of(4)
+    every = state_of(requests, mine)
+    line, seen = torch.tensor([-1, 1, -1, 0], dtype=torch.int32), every.seen[[3, 1]].clone()
+    some = dataclasses.replace(every, line=line, seen=seen)
+    for _ in range(6):
+        assert mine(scores, some).tolist() == mine(scores, every).tolist()
+        assert torch.equal(seen, every.seen[[3, 1]])
+
+
 @plain
 def test_a_row_goes_on_with_what_it_has_drawn() -> None:
     """Each step's tokens are seen in the next one, as processors see them; EOS waits until the row is long enough."""
@@ -234,6 +291,35 @@ def test_what_does_not_is_named(name: str, value: Any) -> None:
 
 
 @plain
+def test_arguments_that_pick_tokens_are_named() -> None:
+    for given, name in (
+        (Given(logits_processor=LogitsProcessorList([Discouraging()])), "logits_processor"),
+        (Given(prefix_allowed_tokens_fn=lambda sequence, ids: [3]), "prefix_allowed_tokens_fn"),
+    ):
+        reason = why_not(dataclasses.replace(resolved(), given=given), build(FAMILY))
+        assert reason is not None and f"`{name}`" in reason and "waits" in reason
+    nothing = Given(logits_processor=LogitsProcessorList())
+    assert why_not(dataclasses.replace(resolved(), given=nothing), build(FAMILY)) is None
+
+
+@plain
+def test_one_prompt_that_needs_the_host_takes_all_there() -> None:
+    model, device = build(FAMILY), torch.device("cuda")
+    plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
+    odd = resolved(typical_p=0.5)
+    assert picked_by_host(plain_ones, model, device, 2, 0, VOCABULARY) is None
+    reason = picked_by_host([*plain_ones, odd], model, device, 2, 0, VOCABULARY)
+    assert reason is not None and "`typical_p`" in reason and "all prompts" in reason
+    assert "all prompts" not in str(picked_by_host([odd], model, device, 2, 0, VOCABULARY))
+    reason = picked_by_host(plain_ones, model, device, 2, 10**9, VOCABULARY)
+    assert reason is not None and "`repetition_penalty` over 1,000,000,000 sequences" in reason
+    # Where noise is the host's, it stays so, whatever other prompts are.
+    greedy = resolved(do_sample=False)
+    for kinds, depth, host in (([greedy], 4, False), ([greedy], 1, True), ([greedy, odd], 4, True)):
+        assert (picked_by_host(kinds, model, torch.device("cpu"), depth, 0, VOCABULARY) is not None) == host
+
+
+@plain
 def test_processors_are_known_by_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     made = device_sampling.make_processors
     options = resolved(top_k=5, repetition_penalty=1.5, min_new_tokens=3, eos_token_id=3, temperature=0.5)
@@ -266,16 +352,19 @@ COMBINED: list[dict[str, Any]] = [
 ]
 
 
+EACH = [*([options] for options in COMBINED), MIXED, COMBINED[:3]]
+
+
 @kernel
-@pytest.mark.parametrize("options", COMBINED, ids=brief)
-def test_kernels_and_twins_give_the_same_tokens(options: dict[str, Any]) -> None:
-    vocabulary, rows = (2100, 5) if not GPU else (128_256, 64)
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -> None:
+    vocabulary, rows = (2100, 7) if not GPU else (128_256, 64)
     scores = scores_of(rows, vocabulary)
     scores = scores.bfloat16() if GPU else scores
     requests = requests_of(rows, HISTORIES, vocabulary)
     tokens = []
     for kernels, device in ((device_sampling.torch_sampling(), "cpu"), (device_sampling.triton_sampling(), DEVICE)):
-        mine = made_with(kernels, device, vocabulary, **options)
+        mine = mixed_with(kernels, device, vocabulary, *options)
         state = state_of(requests, mine, device)
         tokens.append([mine(scores.to(device), state).tolist() for _ in range(2)])
     # Two noisy scores that float32 cannot tell apart, or a nucleus whose edge it cannot: next to never.
@@ -284,11 +373,11 @@ def test_kernels_and_twins_give_the_same_tokens(options: dict[str, Any]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", COMBINED, ids=brief)
+@pytest.mark.parametrize("options", EACH, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_wait_for_the_host_and_a_graph_replays_native(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_no_wait_for_the_host_and_a_graph_replays_native(options: list[dict[str, Any]], dtype: torch.dtype) -> None:
     rows, vocabulary = 37, 50_257
-    mine = made_with(device_sampling.triton_sampling(), "cuda", vocabulary, **options)
+    mine = mixed_with(device_sampling.triton_sampling(), "cuda", vocabulary, *options)
     state = state_of(requests_of(rows, HISTORIES, vocabulary), mine, "cuda")
     logits, out = torch.zeros(rows, vocabulary, dtype=dtype, device="cuda"), torch.zeros(rows, dtype=torch.int64).cuda()
     mine(logits, state, out)  # compiles
