@@ -63,6 +63,19 @@ class Rules:
         return max(1, min(self.max_lengths) - prompt_tokens)
 
 
+def rules_of_each(
+    model: nn.Module, options: Sequence[Options], tokenizer: Callable[[], Any], in_tensors: bool
+) -> list[Rules]:
+    """Of each prompt; those with the same options have the same rules."""
+    made = {each: rules_of(model, each, tokenizer) for each in dict.fromkeys(options)}
+    rules = [made[each] for each in options]
+    several = in_tensors and sum(each.num_return_sequences for each in options) > 1
+    # Each row is filled up from where it ends. ``generate``, without an EOS token, runs it on until all rows end.
+    if several and options[0].pad_token_id is None and (rules[0].can_stop or rules[0].deadlines):
+        raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
+    return rules
+
+
 def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -> Rules:
     """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
     listed, factory = _taken(options.given.stopping_criteria)

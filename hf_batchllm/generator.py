@@ -17,7 +17,7 @@ from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
 from .call import Call, Work, make_plan
 from .config import BatchConfig
-from .endings import rules_of
+from .endings import rules_of_each
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .kinds import a_kind, shown
 from .memory import CacheHome
@@ -30,7 +30,7 @@ from .recording import Recording, check_logprobs
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
-from .streaming import Feed, check_streamer
+from .streaming import feed_for
 from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
 
@@ -279,19 +279,9 @@ class BatchGenerator:
         else:
             resolved *= len(checked)
         check_guidance(resolved, self._notices)
-        kinds = dict.fromkeys(resolved)
-        made = {options: rules_of(self.model, options, self._tokenizer.required) for options in kinds}
-        rules = [made[options] for options in resolved]
-        sequences = sum(options.num_return_sequences for options in resolved)
-        feed = None
-        if resolved and (streamer := resolved[0].given.streamer) is not None:
-            check_streamer(streamer, sequences)
-            ids = None if checked[0] is None else torch.tensor(checked[0].ids.tolist())[None]
-            feed = Feed(streamer, ids if padded is None else padded.ids)
+        rules = rules_of_each(self.model, resolved, self._tokenizer.required, in_tensors=padded is not None)
+        feed = feed_for(resolved, checked, padded)
         rows = None if padded is None else padded.ids.cpu().numpy()
-        apart = padded is not None and sequences > 1 and (rules[0].can_stop or bool(rules[0].deadlines))
-        if apart and resolved[0].pad_token_id is None:
-            raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
         good: list[Prompt] = []
         places: list[int] = []
         limits: list[int] = []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .errors import OptionValueError
 from .kinds import a_kind
+from .options import Options
+from .prompts import Prompt
 from .request import Request
+from .tensors import PaddedBatch
 
 
 class Feed:
@@ -36,7 +40,19 @@ class Feed:
             self._streamer.end()
 
 
-def check_streamer(streamer: Any, sequences: int) -> None:
+def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padded: PaddedBatch | None) -> Feed | None:
+    """Of a call for those prompts; None if it has no streamer."""
+    streamer = options[0].given.streamer if options else None
+    if streamer is None:
+        return None
+    _check(streamer, sum(each.num_return_sequences for each in options))
+    if padded is not None:
+        return Feed(streamer, padded.ids)
+    (prompt,) = prompts
+    return Feed(streamer, None if prompt is None else torch.tensor([prompt.ids.tolist()]))
+
+
+def _check(streamer: Any, sequences: int) -> None:
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         why = f"must have `put` and `end`, as TextStreamer of transformers has, and is {a_kind(streamer)}"
         raise OptionValueError("streamer", why)

@@ -213,3 +213,17 @@ def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, referenc
     mixed = gen.generate([prompts[0], ids[1], torch.tensor(ids[2])], max_new_tokens=NEW_TOKENS)
     _assert_same(model, reference, prompts, mixed)
     assert mixed.texts == [tokenizer.decode(reference[prompt], skip_special_tokens=True) for prompt in prompts]
+
+
+@pytest.mark.parametrize("strings", [["\n"], [". ", ", and", "the"], ["def fibonacci(n):\n    if"]])
+def test_strings_end_real_text_where_they_do_in_generate(model, tokenizer, strings):
+    prompts = ALONE
+    with BatchGenerator(model, tokenizer) as generator:
+        result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, stop_strings=strings)
+    ended = 0
+    for prompt, generation in zip(prompts, result, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")
+        expected = model.generate(**ids, max_new_tokens=NEW_TOKENS, stop_strings=strings, tokenizer=tokenizer)
+        assert generation.token_ids == expected[0, ids.input_ids.shape[1] :].tolist()
+        ended += generation.finish_reason == "stop"
+    assert ended
