@@ -140,7 +140,6 @@ def _take_two(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 
 FALLBACKS: dict[str, dict[str, Any]] = {
     "`num_beams`": {"num_beams": 2},
-    "`output_attentions`": {"output_attentions": True, "return_dict_in_generate": True},
     "`stopping_criteria`": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 8])},
     "`logits_processor`": {"logits_processor": [TemperatureLogitsWarper(2.0)]},
     "`past_key_values`": {"past_key_values": lambda: DynamicCache()},
