@@ -26,7 +26,7 @@ from .options import Options, inferred_mask, resolve_each
 from .patches.fused import Fusion
 from .processing import check_guidance
 from .prompts import Prompt, check_prompts
-from .recording import Recording, check_logprobs
+from .recording import Recording
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
@@ -263,7 +263,6 @@ class BatchGenerator:
         if seed is not None:
             seed = _checked_seed(seed)
         resolved = resolve_each(self.model, generation_config, generate_kwargs, padded, self._notices)
-        check_logprobs(resolved, in_tensors=padded is not None)
         self._warn_of_dropout()
         if padded is None:
             checked, problems = self._checked_prompts(prompts)

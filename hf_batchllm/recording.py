@@ -12,8 +12,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from .errors import OptionValueError
-from .kinds import shown
 from .options import Options
 from .request import Chunk, Request, Unit
 
@@ -72,23 +70,6 @@ class Recording:
 
     def prompt_logprobs(self, request: Request) -> list[LogProbs | None] | None:
         return None if self.prompts is None else self.prompts.take(request)
-
-
-def check_logprobs(options: Sequence[Options], in_tensors: bool) -> None:
-    """``in_tensors``: whether the prompts came as tensors."""
-    given = [(name, getattr(each.given, name)) for each in options[:1] for name in ("logprobs", "prompt_logprobs")]
-    for name, value in given:
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-            why = f"must be a whole number, how many of the likeliest tokens are wanted, not {shown(value)}"
-            raise OptionValueError(name, f"{why}: 0 gives the token itself alone")
-        if in_tensors:
-            raise OptionValueError(
-                name,
-                "goes with a list of prompts, and these are tensors: pass return_dict_in_generate=True and "
-                "output_logits=True" + (", for new tokens" if name == "prompt_logprobs" else ""),
-            )
 
 
 class StepTensors:

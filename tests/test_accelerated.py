@@ -199,7 +199,6 @@ def _take_two(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 
 FALLBACKS: dict[str, dict[str, Any]] = {
     "`num_beams`": {"num_beams": 2},
-    "`output_attentions`": {"output_attentions": True, "return_dict_in_generate": True},
     "`stopping_criteria` has a function of your own": {"stopping_criteria": [_eight], "pad_token_id": 0},
     "`stop_strings` ends rows one by one": {
         "stop_strings": ["ab", "c"],

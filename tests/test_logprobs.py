@@ -18,7 +18,7 @@ from test_parity import tries
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult, Generation, GenerationInterrupted
 from hf_batchllm import recording as recording_module
-from hf_batchllm.errors import OptionValueError
+from hf_batchllm.errors import OptionValueError, UnsupportedOptionError
 from hf_batchllm.recording import log_probs
 
 FAMILY = "llama"
@@ -331,7 +331,7 @@ def test_what_is_no_number_of_tokens_is_said(name: str, value: Any) -> None:
 
 
 def test_tensors_have_no_place_for_them() -> None:
-    with pytest.raises(OptionValueError, match=r"`logprobs` goes with a list of prompts.*output_logits=True"):
+    with pytest.raises(UnsupportedOptionError, match=r"`logprobs` goes with a list of prompts.*`output_logits=True`"):
         BatchGenerator(build(FAMILY)).generate(input_ids=torch.tensor([[5, 6]]), logprobs=1, max_new_tokens=2)
 
 
