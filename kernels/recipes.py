@@ -67,7 +67,7 @@ def shift_of(recipe: Recipe, vocabulary: int) -> float:
 
 
 class RecipeTable:
-    """Several recipes on a device. ``cuts``: how any of them cut."""
+    """Several recipes on a device. ``cuts``: how any of them cut; ``takes_best``: whether any is greedy."""
 
     def __init__(self, recipes: Sequence[Recipe], vocabulary: int, device: torch.device | str) -> None:
         self._recipes = recipes
@@ -75,7 +75,6 @@ class RecipeTable:
         self._device = device
         every = [Numbers.of(recipe, vocabulary) for recipe in recipes]
         self.cuts = frozenset(numbers.cuts for numbers in every)
-        self.draws = any(recipe.temperature for recipe in recipes)
         self.takes_best = not all(recipe.temperature for recipe in recipes)
         columns = []
         for name, column in zip(Numbers._fields, zip(*every, strict=True), strict=True):

@@ -11,6 +11,9 @@ bytes per second, where each input and each output is counted once.
     k, p     top-k of 50, then top-p of 0.95            draw         without a threshold, and with one
     p flat   top-p of 0.95 alone, on flat logits        plain k, p   transformers' warpers
     p peak   the same on peaked ones                    plain draw   softmax, then torch.multinomial
+
+Peaked rows that each have a recipe of their own: r k, p and r draw, where all recipes say the same as above; mix cut
+and mix draw, where a quarter of the rows each is greedy, drawn from all tokens, has top-k and top-p, has top-p alone.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels import cut_triton, past_triton, sample_triton
+from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
 
 SPREAD = 128 << 20  # bytes that the sets of logits have together: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
@@ -42,6 +46,11 @@ COLUMNS = (
     "share",
     "draw",
     "cut draw",
+    "greedy",
+    "r k, p",
+    "r draw",
+    "mix cut",
+    "mix draw",
     "plain k, p",
     "plain draw",
 )
@@ -97,6 +106,23 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
             replays,
         )
 
+    both = Recipe(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
+    drawn, nucleus = Recipe(temperature=TEMPERATURE), Recipe(temperature=TEMPERATURE, top_p=TOP_P)
+
+    def of_rows(*recipes: Recipe) -> RowRecipes:
+        return RowRecipes(RecipeTable(recipes, vocabulary, "cuda"), counts % len(recipes))
+
+    same, mixed = of_rows(both, both), of_rows(Recipe(temperature=0), drawn, both, nucleus)
+    mixed_edge = cut_triton.cutoffs(peaked[0], by_row=mixed)
+    kinds = of_rows(drawn, drawn)
+
+    def draw_rows(by_row: RowRecipes, edge: torch.Tensor | None) -> float:
+        return over_all(
+            peaked,
+            lambda logits: sample_triton.gumbel_sample(logits, by_row, seed, counts, counts, counts, threshold=edge),
+            replays,
+        )
+
     found = {
         "k, p": cut(peaked, top_k=TOP_K, top_p=TOP_P),
         "p flat": cut(flat, top_p=TOP_P),
@@ -111,6 +137,11 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         ),
         "draw": draw(None),
         "cut draw": draw(threshold),
+        "greedy": over_all(peaked, sample_triton.greedy, replays),
+        "r k, p": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=same), replays),
+        "r draw": draw_rows(kinds, None),
+        "mix cut": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=mixed), replays),
+        "mix draw": draw_rows(mixed, mixed_edge),
     }
     if plain:
         warpers = [TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K), TopPLogitsWarper(TOP_P)]
@@ -132,7 +163,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
 
 def tune(setting: str) -> None:
     name, value = setting.split("=")
-    module = cut_triton if hasattr(cut_triton, name) else sample_triton
+    module = next((module for module in (cut_triton, past_triton) if hasattr(module, name)), sample_triton)
     if not isinstance(getattr(module, name, None), int):
         raise SystemExit(f"{name} is no constant of the kernels")
     setattr(module, name, int(value))
