@@ -171,6 +171,8 @@ def picked_by_host(
 
     ``kinds``: the different options of a call. ``penalised``: how many of its sequences have a repetition penalty.
     """
+    if not kinds:  # no prompt can be run
+        return None
     # Where noise is ``sampling.py``'s, it stays so.
     if device.type != "cuda" and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
