@@ -19,13 +19,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .architecture import base_model
 from .errors import OptionValueError, TokenizerError
-from .kinds import a_kind
+from .factories import CRITERIA, Factory, factory_of, listed, made_by
 from .options import Options, config_for_prompt
 from .request import FinishReason, Request
 from .runner import current_device
 from .sampling import NO_DISTRIBUTION
 
-Factory = Callable[[int, list[int]], Sequence[Any]]  # a prompt's place in the list, its token ids -> criteria
 Scores = Callable[[Request, int], Any]  # a request, a number of its new tokens -> what criteria are told of them
 Ends = dict[int, tuple[int, FinishReason | None]]  # row -> how many of its new tokens are real, and why no more are
 
@@ -78,17 +77,15 @@ def rules_of_each(
 
 def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -> Rules:
     """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
-    listed, factory = _taken(options.given.stopping_criteria)
+    mine = listed(options.given.stopping_criteria)
     config = config_for_prompt(options, 1, 1)
     config.is_assistant = False  # it drafts for nobody here
     strings = config.stop_strings
-    if strings is not None and (not strings or not all(strings)):
-        raise OptionValueError("stop_strings", "has an empty string, or none: to stop at none pass None")
     found = options.given.tokenizer
     if strings is not None and found is None:
         found = _tokenizer_for_strings(tokenizer)
     try:
-        merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList(listed), found)
+        merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList(mine), found)
     except Exception as error:
         if strings is None:
             raise
@@ -97,33 +94,19 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -
     kinds: dict[type, list[Any]] = {}
     for each in merged:  # of a kind of the user's own, whatever it is derived from, nothing is known
         kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
-    mine = {id(each) for each in listed}
+    own = {id(each) for each in mine}
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
     return Rules(
         stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
-        max_lengths=tuple(each.max_length for each in lengths if id(each) in mine),
-        deadlines=tuple((each.initial_timestamp if id(each) in mine else None, each.max_time) for each in times),
+        max_lengths=tuple(each.max_length for each in lengths if id(each) in own),
+        deadlines=tuple((each.initial_timestamp if id(each) in own else None, each.max_time) for each in times),
         strings=tuple(kinds.get(StopStringCriteria, ())),
         others=tuple(kinds.get(object, ())),
-        factory=factory,
+        factory=factory_of(options.given.stopping_criteria),
     )
 
 
 _KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)
-
-
-def _taken(given: Any) -> tuple[list[Any], Factory | None]:
-    if given is None:
-        return [], None
-    if isinstance(given, list | tuple):
-        for each in given:
-            if not callable(each):
-                raise OptionValueError("stopping_criteria", f"has {a_kind(each)} in its list, which cannot be called")
-        return list(given), None
-    if isinstance(given, criteria.StoppingCriteria) or not callable(given):
-        hint = ": put it into a list" if isinstance(given, criteria.StoppingCriteria) else ""
-        raise OptionValueError("stopping_criteria", f"must be a list of criteria, not {a_kind(given)}{hint}")
-    return [], given
 
 
 def _tokenizer_for_strings(tokenizer: Callable[[], Any]) -> Any:
@@ -255,14 +238,7 @@ class Endings:
             rules = self._rules[request.index]
             own = list(rules.others)
             if rules.factory is not None:
-                made = rules.factory(request.index, request.prompt_ids.tolist())
-                if not isinstance(made, list | tuple):
-                    raise OptionValueError(
-                        "stopping_criteria",
-                        f"is a function, which must give a list of criteria for a prompt's place in the list and its "
-                        f"token ids, and gave {a_kind(made)}. If it is a criterion itself, put it into a list",
-                    )
-                own += made
+                own += made_by(CRITERIA, rules.factory, request.index, request.prompt_ids.tolist())
             self._own[request] = StoppingCriteriaList(own)
         return self._own[request]
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseWatermarkingConfig
 from transformers.utils import TransformersKwargs
 
 from .config import BatchConfig
 from .errors import OptionValueError, UnsupportedOptionError
+from .factories import CRITERIA, PROCESSORS, check_listed
 from .kinds import a_kind, shown
 from .notices import Notices
 from .option_rows import Fate, Subject, Takes
@@ -257,8 +258,8 @@ def check_given(given: Given) -> None:
     """What is passed in as objects of the caller's own."""
     for name in ("logprobs", "prompt_logprobs"):
         _check_logprobs(name, getattr(given, name))
-    _check_list_or_factory("logits_processor", given.logits_processor, LogitsProcessor)
-    _check_list_or_factory("stopping_criteria", given.stopping_criteria, StoppingCriteria)
+    check_listed(PROCESSORS, given.logits_processor)
+    check_listed(CRITERIA, given.stopping_criteria)
     allowed = given.prefix_allowed_tokens_fn
     if allowed is not None and not callable(allowed):
         why = "must be a function of the prompt's index and its tokens so far that returns the token ids allowed next"
@@ -278,32 +279,6 @@ def _check_logprobs(name: str, value: Any) -> None:
         # True is 1 to some libraries and 0 to others.
         why = "must be a whole number of at least 0, how many of the likeliest tokens come beside the token itself"
         raise OptionValueError(name, f"{why}, not {shown(value)}")
-
-
-def _check_list_or_factory(name: str, value: Any, kind: type) -> None:
-    if value is None:
-        return
-    if isinstance(value, list | tuple):
-        for place, each in enumerate(value):
-            if isinstance(each, type) or not callable(each):
-                hint = f": pass an object of it, {each.__name__}(...)" if isinstance(each, type) else ""
-                raise OptionValueError(name, f"holds {a_kind(each)} in place {place}, not a {kind.__name__}{hint}")
-        return
-    if isinstance(value, kind) or (isinstance(value, type) and issubclass(value, kind)) or _takes_scores(value):
-        what = f"{a_kind(value)}{'' if isinstance(value, type) else ' by itself'}"
-        inside = f"{value.__name__}(...)" if isinstance(value, type) else "..."
-        raise OptionValueError(name, f"is {what}: put it into a list, {name}=[{inside}]")
-    if not callable(value):
-        why = f"must be a list of {kind.__name__} objects, or a callable that makes one for each sequence"
-        raise OptionValueError(name, f"{why}, not {a_kind(value)}")
-
-
-def _takes_scores(value: Any) -> bool:
-    """Whether it is a processor or a criterion written as a function, rather than a callable that makes some."""
-    try:
-        return "scores" in inspect.signature(value).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def _check_negative_prompt(ids: Any, mask: Any) -> None:

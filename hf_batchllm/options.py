@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .architecture import base_model
 from .errors import OptionValueError, UnsupportedOptionError
+from .factories import listed
 from .kinds import shown
 from .notices import Notices
 from .option_checks import (
@@ -33,7 +34,6 @@ from .option_checks import (
 from .option_rows import Fate, Kind, Row, With
 from .option_table import TABLE, names
 from .tensors import PaddedBatch
-from .user_processors import listed
 
 _ARGUMENTS = names(kind=Kind.ARGUMENT) | names(kind=Kind.OURS)
 _FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
@@ -237,7 +237,7 @@ def make_processors(
         input_ids_seq_length=prompt_tokens,
         encoder_input_ids=prompt.to(model.device),
         prefix_allowed_tokens_fn=given.prefix_allowed_tokens_fn,
-        logits_processor=LogitsProcessorList(listed(given.logits_processor) or ()),
+        logits_processor=LogitsProcessorList(listed(given.logits_processor)),
         device=model.device,
         model_kwargs={},
         negative_prompt_ids=given.negative_prompt_ids,

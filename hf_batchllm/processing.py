@@ -25,10 +25,11 @@ from transformers.generation import logits_process as processors
 
 from .architecture import base_model
 from .errors import OptionValueError
+from .factories import PROCESSORS, factory_of, listed, made_by
 from .notices import Notices
 from .options import Given, Options, make_processors
 from .request import Request
-from .user_processors import UserProcessor, listed, made_by
+from .user_processors import UserProcessor
 
 # These look at the scores alone, never at the tokens before: they can be given all rows at once.
 BLIND_TO_HISTORY = (
@@ -133,14 +134,14 @@ class _Maker:
             or config.guidance_scale not in (None, 1)
             or (watermark is not None and type(watermark) is not WatermarkingConfig)
             or given.prefix_allowed_tokens_fn is not None
-            or listed(given.logits_processor) is None
+            or factory_of(given.logits_processor) is not None
         )
         if type(watermark) in (WatermarkingConfig, SynthIDTextWatermarkingConfig):
             config = copy.copy(config)
             config.watermarking_config = _Made(watermark)
             options = replace(options, config=config)
         self._options = options
-        self._wrapped = {id(each): UserProcessor(each, warn) for each in listed(given.logits_processor) or []}
+        self._wrapped = {id(each): UserProcessor(each, warn) for each in listed(given.logits_processor)}
         self._of_all_lengths: dict[type[LogitsProcessor], LogitsProcessor] = {}
         self._layouts: dict[tuple[Kind, ...], Layout] = {}
         self._shared: dict[tuple[int, int], Chain] = {}
@@ -184,9 +185,10 @@ class _Maker:
     def _given_to(self, request: Request) -> Given:
         """What belongs to one sequence of that which was given for all."""
         given, index = self._options.given, request.index
-        own = listed(given.logits_processor)
-        if own is None:
-            own = made_by(given.logits_processor, index, request.prompt_ids.tolist())
+        factory = factory_of(given.logits_processor)
+        own = given.logits_processor
+        if factory is not None:
+            own = made_by(PROCESSORS, factory, index, request.prompt_ids.tolist())
         row = self._first_rows[index] + request.sample
         allowed = given.prefix_allowed_tokens_fn
         return replace(
@@ -335,35 +337,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def check_guidance(options: Sequence[Options], notices: Notices) -> None:
     """Negative prompts beside the prompts, of which ``options`` has one each; and what guidance costs."""
-    if not options:
-        return
-    given, prompts = options[0].given, len(options)  # the same for all prompts
-    ids, mask = given.negative_prompt_ids, given.negative_prompt_attention_mask
-    if ids is None and mask is not None:
-        raise OptionValueError("negative_prompt_attention_mask", "is given without `negative_prompt_ids`")
-    shape = _rows_and_width("negative_prompt_ids", ids)
-    if shape is not None and shape[0] != prompts:
-        why = f"has {shape[0]:,} rows and there are {prompts:,} prompts: it must have one for each"
+    ids = options[0].given.negative_prompt_ids if options else None  # the same for all prompts
+    if ids is not None and len(ids) != len(options):
+        why = f"has {len(ids):,} rows and there are {len(options):,} prompts: it must have one for each"
         raise OptionValueError("negative_prompt_ids", why)
-    if mask is not None and _rows_and_width("negative_prompt_attention_mask", mask) != shape:
-        raise OptionValueError("negative_prompt_attention_mask", "must have the shape of `negative_prompt_ids`")
     if any(each.config.guidance_scale not in (None, 1) for each in options):
         notices(
             "guidance",
             "`guidance_scale` has transformers run the model once more for each new token, a sequence at a time and "
             "each with a KV cache of its own: it is slow, and `kv_memory` does not count that memory",
         )
-    elif ids is not None:
-        notices("negative", "`negative_prompt_ids` has no effect without `guidance_scale`")
-
-
-def _rows_and_width(name: str, given: Any) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    try:
-        tensor = torch.as_tensor(given)
-    except (TypeError, ValueError):
-        tensor = torch.empty(0)
-    if tensor.ndim != 2 or not tensor.shape[1]:
-        raise OptionValueError(name, "must be a 2-D tensor, with a row for each prompt")
-    return tensor.shape[0], tensor.shape[1]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .errors import OptionValueError
-from .kinds import a_kind
 from .options import Options
 from .prompts import Prompt
 from .request import Request
@@ -45,17 +44,12 @@ def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padde
     streamer = options[0].given.streamer if options else None
     if streamer is None:
         return None
-    _check(streamer, sum(each.num_return_sequences for each in options))
+    sequences = sum(each.num_return_sequences for each in options)
+    if sequences != 1:
+        why = f"goes with one prompt, and here are {sequences:,} sequences: gen.stream() gives each as it finishes"
+        raise OptionValueError("streamer", why)
     if padded is not None:
         return Feed(streamer, padded.ids)
     (prompt,) = prompts
     return Feed(streamer, None if prompt is None else torch.tensor([prompt.ids.tolist()]))
 
-
-def _check(streamer: Any, sequences: int) -> None:
-    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        why = f"must have `put` and `end`, as TextStreamer of transformers has, and is {a_kind(streamer)}"
-        raise OptionValueError("streamer", why)
-    if sequences != 1:
-        why = f"goes with one prompt, and here are {sequences:,} sequences: gen.stream() gives each as it finishes"
-        raise OptionValueError("streamer", why)

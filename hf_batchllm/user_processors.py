@@ -1,8 +1,7 @@
-"""Logits processors of the user's own: known for what they are before any work, and watched while they work."""
+"""Logits processors of the user's own, watched while they work."""
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType
@@ -13,72 +12,12 @@ from torch import nn
 from transformers import LogitsProcessor
 
 from .errors import OptionValueError
+from .factories import PROCESSORS, name_of
 from .kinds import a_kind
 
-_OPTION = "logits_processor"
+_OPTION = PROCESSORS.option
 _WATCHED_CALLS = 32  # of each processor: what keeps state shows it soon
 _SMALL = 16  # containers up to this size are compared by what they hold
-
-
-def listed(given: Any) -> list[Any] | None:
-    """The processors of a list; None for a factory, which makes them for each sequence."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else None
-
-
-def check_processors(given: Any) -> None:
-    """``given`` is None, a list of processors or a factory of lists; OptionValueError for anything else."""
-    if isinstance(given, list | tuple):
-        _check_each(given, "holds")
-    elif isinstance(given, LogitsProcessor):
-        raise OptionValueError(_OPTION, f"is a single {type(given).__name__}: put it into a list")
-    elif isinstance(given, type):
-        raise OptionValueError(_OPTION, f"is the class {given.__name__}: pass a list of instances")
-    elif callable(given):
-        if _parameters(given)[:2] == ["input_ids", "scores"]:
-            raise OptionValueError(_OPTION, f"is a single processor ({name_of(given)}): put it into a list")
-    elif given is not None:
-        why = f"must be a list of processors, or a function that gives a list for each sequence, not {a_kind(given)}"
-        raise OptionValueError(_OPTION, why)
-
-
-def made_by(factory: Callable[[int, list[int]], Any], index: int, prompt_token_ids: list[int]) -> list[Any]:
-    """What a factory makes for one sequence."""
-    made = factory(index, prompt_token_ids)
-    if not isinstance(made, list | tuple):
-        why = (
-            f"is called as {name_of(factory)}(index, prompt_token_ids) and must give a list of processors, not "
-            f"{a_kind(made)}. If it is a processor itself, put it into a list"
-        )
-        raise OptionValueError(_OPTION, why)
-    _check_each(made, f"({name_of(factory)}) gave a list that holds")
-    return list(made)
-
-
-def name_of(function: Any) -> str:
-    """A function's name, or that of an object's class."""
-    function = getattr(function, "func", function)  # of a functools.partial
-    return getattr(function, "__name__", None) or type(function).__name__
-
-
-def _check_each(some: list[Any] | tuple[Any, ...], holds: str) -> None:
-    for each in some:
-        if isinstance(each, type):
-            raise OptionValueError(_OPTION, f"{holds} the class {each.__name__}: make an instance of it")
-        if not callable(each):
-            why = f"{holds} {a_kind(each)}, which is no processor: it must take (input_ids, scores)"
-            raise OptionValueError(_OPTION, why)
-        if len(needed := _parameters(each.__call__)) > 2:  # type: ignore[operator]
-            why = f"{holds} {name_of(each)}, which wants {', '.join(needed)}: it gets input_ids and scores alone"
-            raise OptionValueError(_OPTION, why)
-
-
-def _parameters(function: Any) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of some extension modules
-        return []
 
 
 class UserProcessor(LogitsProcessor):
