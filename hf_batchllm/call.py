@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,14 +16,13 @@ from .batch import BatchBuilder
 from .config import BatchConfig
 from .decode_graphs import graphs_for
 from .decode_rows import Seats
-from .device_sampling import penalised_by, picked_by_host
-from .endings import Endings, Rules
+from .device_sampling import picked_by_host
+from .endings import Endings
 from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
-from .options import Options
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
@@ -38,6 +35,7 @@ from .sampling import Sampler
 from .scheduler import Scheduler, make_scheduler
 from .sharing import SharingPlan, plan_sharing
 from .streaming import Feed
+from .work import Work
 
 # A CPU's matrix products are as efficient as they get from some hundred rows on, while larger activations leave its
 # caches; and its decode steps get cheaper by the row up to about a hundred rows.
@@ -49,43 +47,6 @@ _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
 # each run takes at least as long as reading the weights, at so many bytes a second.
 _BURST_SECONDS, _BYTES_PER_SECOND, _MOST_TIMES = 0.016, 3e12, 16
 _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a call is asked for, checked."""
-
-    prompts: list[Prompt]  # those that can be run
-    places: list[int]  # where each of them stands in the list that was passed in
-    problems: dict[int, str]  # why the others cannot
-    options: list[Options]  # of each prompt of that list, those that cannot be run included; many have the same
-    max_new_tokens: list[int]
-    seed: int | None
-    rules: list[Rules]  # what ends the sequences, as ``options``
-    feed: Feed | None = None  # where somebody is told of the tokens as they come
-    rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
-
-    @property
-    def samples(self) -> list[int]:
-        """How many sequences each of the prompts gets."""
-        return [self.options[place].num_return_sequences for place in self.places]
-
-    @property
-    def sequences(self) -> int:
-        return sum(self.samples)
-
-    @property
-    def penalised(self) -> int:
-        """How many of them have a repetition penalty."""
-        penalised = {options for options in self.kinds if penalised_by(options)}
-        return sum(
-            count for place, count in zip(self.places, self.samples, strict=True) if self.options[place] in penalised
-        )
-
-    @property
-    def kinds(self) -> list[Options]:
-        """The different options that there are."""
-        return list(dict.fromkeys(self.options[place] for place in self.places))
 
 
 class Call:
@@ -254,9 +215,9 @@ class Call:
                 f"{type(self.scheduler).__name__} cannot end requests that wait, so when the time is over each prompt "
                 "still gets a token: see `ends_waiting` in hf_batchllm.scheduler.Scheduler",
             )
-        return Endings(
-            self.lineup.requests, work.rules, self._clock, self.architecture.device, by_token, rows=work.rows
-        )
+        tensors, device = self.recording.tensors, self.architecture.device
+        scores = None if tensors is None else tensors.scores_of
+        return Endings(self.lineup.requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""

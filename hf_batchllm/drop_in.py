@@ -19,7 +19,6 @@ from transformers import GenerationMixin
 
 from .architecture import base_model
 from .attention import ATTENTION_NAME
-from .call import Work
 from .config import BatchConfig
 from .errors import (
     BatchLLMError,
@@ -36,6 +35,7 @@ from .option_table import names
 from .options import Given
 from .patches.attention_swap import AttentionSwap
 from .results import RunReport
+from .work import Checks, Work
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -71,12 +71,12 @@ def accelerated(
         stand_in.leave()
 
 
-class _AsGenerate(BatchGenerator):
+class _ChecksAsGenerate(Checks):
     """Refuses what comes out otherwise than in a batch of ``generate``, which runs all rows in step."""
 
-    def _check(self, *given: Any) -> Work:
-        work = super()._check(*given)
-        if work.options and sum(options.num_return_sequences for options in work.options) > 1:
+    def work(self, *given: Any) -> Work:
+        work = super().work(*given)
+        if sum(options.num_return_sequences for options in work.options) > 1:
             _refuse_what_sees_the_batch(work.options[0].given)
             rules = work.rules[0]
             if rules.looks and not rules.stop_tokens:
@@ -84,6 +84,10 @@ class _AsGenerate(BatchGenerator):
                 why = "ends rows one by one, and without an EOS token `generate` goes on with all rows until all end"
                 raise UnsupportedOptionError(ending, why)
         return work
+
+
+class _AsGenerate(BatchGenerator):
+    checks = _ChecksAsGenerate
 
 
 class _StandIn:

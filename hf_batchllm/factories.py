@@ -74,11 +74,13 @@ def name_of(function: Any) -> str:
 
 
 def _check_each(role: Role, some: Sequence[Any], holds: str) -> None:
-    for each in some:
+    for place, each in enumerate(some):
         if isinstance(each, type):
-            raise OptionValueError(role.option, f"{holds} the class {each.__name__}: make an object of it")
+            raise OptionValueError(
+                role.option, f"{holds} the class {each.__name__} in place {place}: make an object of it"
+            )
         if not callable(each):
-            why = f"{holds} {a_kind(each)}, which is no {role.one}: it must take (input_ids, scores)"
+            why = f"{holds} {a_kind(each)} in place {place}, which is no {role.one}: it must take (input_ids, scores)"
             raise OptionValueError(role.option, why)
         if not role.takes_more and len(needed := _parameters(each.__call__)) > 2:  # type: ignore[operator]
             why = f"{holds} {name_of(each)}, which wants {', '.join(needed)}: it gets input_ids and scores alone"

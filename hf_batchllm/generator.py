@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,24 +14,21 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
-from .call import Call, Work, make_plan
+from .call import Call, make_plan
 from .config import BatchConfig
-from .endings import rules_of_each
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
-from .kinds import a_kind, shown
+from .kinds import a_kind
 from .memory import CacheHome
 from .notices import Notices
-from .options import Options, inferred_mask, resolve_each
+from .options import Options
 from .patches.fused import Fusion
-from .processing import check_guidance
-from .prompts import Prompt, check_prompts
 from .recording import Recording
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
 from .sharing import SharingPlan
-from .streaming import feed_for
 from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
+from .work import Checks, Work
 
 _STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
 
@@ -58,12 +54,15 @@ class BatchGenerator:
     ``last_report`` says how the last call went (a RunReport); None before it, and if it was refused before any work.
     """
 
+    checks = Checks  # what says of a call whether it can be served
+
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
         self.config = BatchConfig.of(config, fields)
         self._notices = Notices()
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
+        self._checks = self.checks(model, self._tokenizer, self._notices)
         self.model = model
         self.architecture = inspect_model(model)
         check_backend(self.config, self.architecture.device, self._notices)
@@ -129,7 +128,7 @@ class BatchGenerator:
             with self._busy(turn) as call:
                 padded = take_padded(prompts, generate_kwargs)
                 given = prompts if padded is None else padded
-                work = self._check(given, generation_config, seed, on_error, generate_kwargs)
+                work = self._checks.work(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
                 sequences = work.sequences
                 call.begin(work, strict=on_error == "raise")
                 try:
@@ -171,7 +170,7 @@ class BatchGenerator:
             with self._busy(turn):
                 if take_padded(prompts, generate_kwargs) is not None:
                     raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-                work = self._check(prompts, generation_config, seed, on_error, generate_kwargs)
+                work = self._checks.work(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
         except KeyboardInterrupt:
             self._end(turn)
             raise
@@ -180,7 +179,7 @@ class BatchGenerator:
     def plan(self, prompts: Any) -> SharingPlan:
         """What sharing these prompts would save. Runs no model."""
         self._refuse_if_closed()
-        checked, problems = self._checked_prompts(prompts)
+        checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
             raise PromptError(problems)
         return make_plan([prompt for prompt in checked if prompt is not None], self.config, 1)
@@ -246,112 +245,6 @@ class BatchGenerator:
         finally:
             self._running = None
 
-    def _check(
-        self,
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: int | None,
-        on_error: str,
-        generate_kwargs: dict[str, Any],
-    ) -> Work:
-        """Everything that can be said before any work."""
-        if on_error not in ("raise", "record"):
-            raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
-        padded = prompts if isinstance(prompts, PaddedBatch) else None
-        if padded is not None and on_error == "record":
-            raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
-        if seed is not None:
-            seed = _checked_seed(seed)
-        resolved = resolve_each(self.model, generation_config, generate_kwargs, padded, self._notices)
-        self._warn_of_dropout()
-        if padded is None:
-            checked, problems = self._checked_prompts(prompts)
-        else:
-            inferred = inferred_mask(self.model, resolved[0], padded) if padded.mask is None else None
-            checked, problems = padded.unpadded(inferred, self.architecture.vocab_size)
-        if isinstance(generation_config, list | tuple):
-            if len(resolved) != len(checked):
-                raise OptionValueError(
-                    "generation_config",
-                    f"is a list of {len(resolved):,} and there are {len(checked):,} prompts: it must have one for each",
-                )
-        else:
-            resolved *= len(checked)
-        check_guidance(resolved, self._notices)
-        rules = rules_of_each(self.model, resolved, self._tokenizer.required, in_tensors=padded is not None)
-        feed = feed_for(resolved, checked, padded)
-        rows = None if padded is None else padded.ids.cpu().numpy()
-        good: list[Prompt] = []
-        places: list[int] = []
-        limits: list[int] = []
-        for index, (prompt, options) in enumerate(zip(checked, resolved, strict=True)):
-            if prompt is None:
-                continue
-            width = len(prompt.ids) if padded is None else padded.width
-            limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
-            limit = rules[index].limit(width, limit)
-            why = self._length_problem(len(prompt.ids), limit, options)
-            if why is not None:
-                problems[index] = why
-                continue
-            good.append(prompt)
-            places.append(index)
-            limits.append(limit)
-        if problems and on_error == "raise":
-            raise PromptError(problems)
-        if not any(options.do_sample for options in resolved):
-            seed = None
-        elif seed is None:
-            seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows)
-
-    def _warn_of_dropout(self) -> None:
-        if not self.model.training:
-            return
-        # Lists: what interrupts a generator while it closes is lost.
-        drops = [module.p for module in self.model.modules() if isinstance(module, nn.Dropout)]
-        config = base_model(self.model).config.get_text_config(decoder=True)
-        if any(drops) or getattr(config, "attention_dropout", 0):
-            self._notices(
-                "dropout",
-                "the model is in training mode and has dropout: results are random in a way that no seed governs "
-                "(and dropout inside attention is left out). Call model.eval() first",
-            )
-
-    def _checked_prompts(self, prompts: Any) -> tuple[list[Prompt | None], dict[int, str]]:
-        return check_prompts(
-            prompts,
-            tokenizer=self._tokenizer.required,
-            vocab_size=self.architecture.vocab_size,
-            notices=self._notices,
-        )
-
-    def _default_limit(self) -> int | None:
-        return getattr(base_model(self.model).config, "max_position_embeddings", None)
-
-    def _length_problem(self, tokens: int, new_tokens: int, options: Options) -> str | None:
-        if new_tokens <= 0 and options.has_default_length:
-            return f"has {tokens:,} tokens, and {self.architecture.name} has {self._default_limit():,} positions"
-        if new_tokens <= 0:
-            return (
-                f"has {tokens:,} tokens already and `max_length` is {options.config.max_length:,}: "
-                "increase `max_length` or, better, set `max_new_tokens`"
-            )
-        positions = tokens + new_tokens - 1  # the last token is never run
-        limit = self.architecture.max_positions
-        if limit is not None and positions > limit:
-            return (
-                f"has {tokens:,} tokens and may grow by {new_tokens:,}, but {self.architecture.name} has learned "
-                f"{limit:,} positions: shorten it, or lower `max_new_tokens`"
-            )
-        limit = self.architecture.rope_limit
-        if limit is not None and positions > limit:
-            return (
-                f"has {tokens:,} tokens and may grow by {new_tokens:,}: beyond {limit:,} {self.architecture.name} "
-                "scales its rotary embedding by the length, which is not supported yet"
-            )
-        return None
-
     # -- results -----------------------------------------------------------------------------------------------
 
     def _results(self, work: Work, strict: bool, progress: bool) -> Iterator[Generation]:
@@ -399,16 +292,6 @@ def _as_tensors(
     longest = sequences.shape[1] - padded.width
     beside = {} if recording.tensors is None else recording.tensors.outputs(longest, sequences.device)
     return GenerateDecoderOnlyOutput(sequences=sequences, **beside)
-
-
-def _checked_seed(seed: Any) -> int:
-    try:
-        number = operator.index(seed)  # NumPy's integers, too
-    except TypeError:
-        number = -1
-    if isinstance(seed, bool) or not 0 <= number < 2**64:
-        raise OptionValueError("seed", f"must be a whole number from 0 to 2**64 - 1, not {shown(seed)}")
-    return number
 
 
 def _check_progress(progress: Any) -> None:

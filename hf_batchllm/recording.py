@@ -108,6 +108,12 @@ class StepTensors:
             steps.append(torch.zeros(self._rows, like.shape[-1], device=like.device))
         return steps[step]
 
+    def scores_of(self, request: Request, made: int) -> tuple[torch.Tensor, ...] | None:
+        """Of its first new tokens, [1, vocabulary] each, as criteria are given them; None if they are not kept."""
+        row = request.index * self._samples + request.sample
+        steps = self._steps.get("scores")
+        return None if steps is None else tuple(step[row : row + 1] for step in steps[:made])
+
     def outputs(self, longest: int, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
         """By their names in a ModelOutput. ``longest``: new tokens of the longest row, each from a step."""
         return {name: tuple(step.to(device) for step in steps[:longest]) for name, steps in self._steps.items()}

@@ -52,4 +52,3 @@ def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padde
         return Feed(streamer, padded.ids)
     (prompt,) = prompts
     return Feed(streamer, None if prompt is None else torch.tensor([prompt.ids.tolist()]))
-

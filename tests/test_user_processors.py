@@ -200,14 +200,14 @@ def nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (Odd(), "is a single Odd: put it into a list"),
+    (Odd(), r"is a single processor \(Odd\): put it into a list"),
     (plain, r"is a single processor \(plain\): put it into a list"),
-    (Odd, "is the class Odd: pass a list of instances"),
-    ([Odd], "holds the class Odd: make an instance of it"),
-    ([5], "holds an int, which is no processor"),
+    (Odd, r"is the class Odd: make an object of it and put it into a list"),
+    ([Odd], "holds the class Odd in place 0: make an object of it"),
+    ([5], "holds an int in place 0, which is no processor"),
     (5, "must be a list of processors, or a function that gives a list for each sequence, not an int"),
     (lambda index, ids: Odd(), "must give a list of processors, not an Odd"),
-    (lambda index, ids: ["x"], "gave a list that holds a string, which is no processor"),
+    (lambda index, ids: ["x"], "gave a list that holds a string in place 0, which is no processor"),
     ([nothing], r"nothing gave None: it must return scores of shape \[1, 101\]"),
     (
         [lambda ids, scores: scores[:, :50]],
