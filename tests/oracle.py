@@ -63,14 +63,14 @@ def _check_sampled(model: PreTrainedModel, row: Generation, options: dict[str, A
         asked = SimpleNamespace(generated=row.token_ids[:step], sample=row.sample, index=row.index)
         noise = float(uniforms(seed, [asked])[0])  # type: ignore[list-item]
         token = row.token_ids[step]
-        reached = probabilities[0].double().cumsum(0)
+        reached = probabilities[0].double().cpu().cumsum(0)
         reached = reached / reached[-1]
         low = float(reached[token - 1]) if token else 0.0
         assert probabilities[0, token] > 0, f"prompt {row.index}, token {step}: {token} could not come"
         assert low - NEAR_EDGE <= noise <= float(reached[token]) + NEAR_EDGE, f"prompt {row.index}, token {step}"
         whole &= low + NEAR_EDGE < noise < float(reached[token]) - NEAR_EDGE
         step += 1
-        return torch.tensor([[token]])
+        return torch.tensor([[token]], device=probabilities.device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "multinomial", along_the_row)
