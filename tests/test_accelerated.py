@@ -162,7 +162,7 @@ def _eight(ids: torch.Tensor, scores: Any) -> bool:
         {"stop_strings": ["dd", "ab"], "eos_token_id": 99, "pad_token_id": 0},
         {"stop_strings": ["dd", "ab"]},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_ends_of_one_row(model: Any, options: dict[str, Any]) -> None:
     options = {"tokenizer": letter_tokenizer(), "max_new_tokens": 20, **options}
@@ -180,7 +180,7 @@ def test_ends_of_one_row(model: Any, options: dict[str, Any]) -> None:
         {"stopping_criteria": [MaxLengthCriteria(9)]},
         {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(list(range(30)))]), "max_time": 1000.0},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_ends_of_several_rows(model: Any, options: dict[str, Any]) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [30, 31, 32, 33]])
@@ -290,7 +290,7 @@ def test_each_reason_is_told_apart(model: Any) -> None:
         {"stopping_criteria": lambda *_: []},
         {"generation_config": {"max_new_tokens": 4}},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_errors_of_generate_are_its_own(model: Any, arguments: dict[str, Any]) -> None:
     arguments = {"inputs": torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]]), "max_new_tokens": 4, **arguments}

@@ -229,7 +229,7 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
         {"encoder_repetition_penalty": 1.5},
         {"no_repeat_ngram_size": 2},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_the_device_leaves_to_the_host_what_it_cannot_do(given: dict[str, Any]) -> None:
     model: Any = build(FAMILY)

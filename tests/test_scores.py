@@ -87,7 +87,7 @@ GREEDY: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3", "gpt_oss", "opt"]))
-@pytest.mark.parametrize("options", GREEDY, ids=str)
+@pytest.mark.parametrize("options", GREEDY, ids=" ".join)
 def test_greedy_on_left_padded_rows(family: str, options: dict[str, Any]) -> None:
     ids, mask = batch()
     given = {"attention_mask": mask, "max_new_tokens": 6, **BOTH, **options}
@@ -110,7 +110,7 @@ def test_padding_on_the_right_changes_nothing() -> None:
         {"temperature": 2.5, "top_k": 20, "top_p": 0.9},
         {"temperature": 2.5, "min_p": 0.1, **PENALTY},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_sampled_along_our_own_tokens(options: dict[str, Any], samples: int) -> None:
     ids, mask = batch()
