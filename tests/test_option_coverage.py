@@ -1,0 +1,47 @@
+"""No row of the table goes without a comparison with ``generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_option_combinations import ANY, DRAWN
+from test_real_options import GREEDY
+
+from hf_batchllm.option_rows import Fate, Kind
+from hf_batchllm.option_table import TABLE, names
+
+# What does not change which tokens come, or comes with every test of the others: where it is looked at by itself.
+ELSEWHERE = {
+    "attention_mask": "test_tensors.py",
+    "do_sample": "test_option_combinations.py",
+    "generation_config": "test_option_combinations.py",
+    "input_ids": "test_tensors.py",
+    "inputs": "test_accelerated.py",
+    "max_length": "test_option_combinations.py",
+    "max_new_tokens": "test_option_combinations.py",
+    "negative_prompt_attention_mask": "test_processing.py",
+    "negative_prompt_ids": "test_processing.py",
+    "num_return_sequences": "test_option_combinations.py",
+    "output_logits": "test_scores.py",
+    "output_scores": "test_scores.py",
+    "pad_token_id": "test_tensors.py",
+    "return_dict_in_generate": "test_scores.py",
+    "streamer": "test_streamers.py",
+    "tokenizer": "test_endings.py",
+}
+OF_THE_REAL_MODEL = {"negative_prompt_ids", "max_length"}  # beside those that tiny models are asked for
+
+
+def test_every_honoured_option_is_compared_with_generate() -> None:
+    honoured = {row.name for row in TABLE.values() if row.fate is Fate.HONOURED and row.kind is not Kind.OURS}
+    assert honoured == ANY.keys() | DRAWN.keys() | ELSEWHERE.keys()
+    for name, file in ELSEWHERE.items():
+        assert name in (Path(__file__).parent / file).read_text(encoding="utf-8"), f"{file} says nothing of {name}"
+
+
+def test_the_real_model_is_asked_for_each_of_them() -> None:
+    assert GREEDY.keys() - OF_THE_REAL_MODEL == ANY.keys()
+
+
+def test_what_is_ours_is_not_an_option_of_generate() -> None:
+    assert names(kind=Kind.OURS) == {"logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
