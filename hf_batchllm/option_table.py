@@ -128,7 +128,9 @@ TABLE: dict[str, Row] = {
             "stopping_criteria",
             Where.LATE,
             "A list (`StoppingCriteriaList`) for all prompts, or, for criteria that remember what they saw, a "
-            f"callable that makes one: {_FACTORY}. A criterion sees one sequence, without padding.",
+            f"callable that makes one: {_FACTORY}. A criterion sees one sequence: in a list without padding, of a tensor "
+            "its row as it was passed. Those of a list take the place of the options' own of the same kind, as in "
+            "`generate`; those of a factory come on top.",
         ),
         _honoured(
             "max_time",
@@ -234,7 +236,8 @@ TABLE: dict[str, Row] = {
         _honoured(
             "pad_token_id",
             None,
-            "It fills up the rows of a tensor; by default the first EOS. What a list gives is not padded.",
+            "It fills up the rows of a tensor; by default the first EOS. Where rows of a tensor may end at different "
+            "lengths there must be one. What a list gives is not padded.",
             takes=Takes.TOKEN,
         ),
         _honoured(

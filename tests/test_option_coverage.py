@@ -14,7 +14,7 @@ from hf_batchllm.option_table import TABLE, names
 ELSEWHERE = {
     "attention_mask": "test_tensors.py",
     "do_sample": "test_option_combinations.py",
-    "generation_config": "test_option_combinations.py",
+    "generation_config": "test_generate.py",
     "input_ids": "test_tensors.py",
     "inputs": "test_accelerated.py",
     "max_length": "test_option_combinations.py",

@@ -70,6 +70,7 @@ GREEDY: dict[str, Any] = {
     "encoder_no_repeat_ngram_size": lambda real: 1,
     "bad_words_ids": lambda real: [[real.plain[0][0]], real.plain[1][:2]],
     "sequence_bias": lambda real: {tuple(real.plain[0][:1]): -20.0, tuple(real.plain[1][:2]): -20.0},
+    "forced_bos_token_id": lambda real: 506,
     "forced_eos_token_id": lambda real: 107,
     "exponential_decay_length_penalty": lambda real: {
         "exponential_decay_length_penalty": (1, 3.0),
@@ -100,7 +101,8 @@ def _options(name: str, real: Real) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in GREEDY if name != "negative_prompt_ids"])
 def test_an_option(name: str, real: Real) -> None:
     options = _options(name, real)
-    result = real.generator.generate(real.prompts, progress=False, **options)
+    prompts = real.prompts if name != "forced_bos_token_id" else [[2], *real.prompts]  # it is for the second token
+    result = real.generator.generate(prompts, progress=False, **options)
     tokens = {"tokenizer": real.tokenizer} if name == "stop_strings" else {}
     assert all(check_row(real.model, row, options | tokens) for row in result)
     if name not in ("renormalize_logits", "remove_invalid_values", "max_time"):
