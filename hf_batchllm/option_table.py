@@ -129,8 +129,8 @@ TABLE: dict[str, Row] = {
             Where.LATE,
             "A list (`StoppingCriteriaList`) for all prompts, or, for criteria that remember what they saw, a "
             f"callable that makes one: {_FACTORY}. A criterion sees one sequence: in a list without padding, of a "
-            "tensor its row as it was passed. Those of a list take the place of the options' own of the same kind, as in "
-            "`generate`; those of a factory come on top.",
+            "tensor its row as it was passed. Those of a list take the place of the options' own of the same kind, as "
+            "in `generate`; those of a factory come on top.",
         ),
         _honoured(
             "max_time",
