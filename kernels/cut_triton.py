@@ -26,10 +26,11 @@ CUT_WARPS = 8
 
 _INFINITY = tl.constexpr(float("inf"))
 _BY_RANK, _BY_MASS = tl.constexpr(recipes.BY_RANK), tl.constexpr(recipes.BY_MASS)
+_ANYWHERE = ["which", "block_mass"]  # where these lie hangs on the number of rows: nothing to compile kernels for
 _FEW, _ALL = tl.constexpr(3), tl.constexpr(256)  # turns of a search; none takes as many as the latter
 
 
-@triton.jit(do_not_specialize=["cuts"])
+@triton.jit(do_not_specialize=["cuts"], do_not_specialize_on_alignment=_ANYWHERE)
 def _survey(
     logits, row_stride, which, factor, cuts, group_best, block_best, block_mass,
     BY_ROW: tl.constexpr,
@@ -242,7 +243,8 @@ def _edge(
     return low
 
 
-@triton.jit(do_not_specialize=["cuts", "top_k"])  # a top_k of 1 is a number like any other
+# A top_k of 1 is a number like any other.
+@triton.jit(do_not_specialize=["cuts", "top_k"], do_not_specialize_on_alignment=_ANYWHERE)
 def _cut(
     logits, row_stride, which, factor, cuts, top_k, top_p, log_tail, shift, shift_rest,
     group_best, listed, block_best, block_mass, out,

@@ -16,9 +16,11 @@ PENALISE_BLOCK = 2048  # tokens of the vocabulary
 MARK_BLOCK = 128  # tokens to mark
 
 _INFINITY = tl.constexpr(float("inf"))
+# A row's numbers may be a line of a table of any rows: where it lies in memory is nothing to compile kernels for.
+_OF_ROWS = ["line", "which", "made", "minimum"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _penalise(
     logits, row_stride, seen, seen_stride, line, penalty, which, eos, made, minimum, out, out_stride,
     BY_ROW: tl.constexpr,
@@ -87,7 +89,7 @@ def penalise(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["line"])
 def _mark_seen(
     seen, seen_stride, line, tokens, n_tokens, of_each_row, vocabulary, LINES: tl.constexpr, BLOCK: tl.constexpr
 ):

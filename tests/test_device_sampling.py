@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -402,3 +403,31 @@ def test_no_wait_for_the_host_and_a_graph_replays_native(options: list[dict[str,
         assert torch.equal(replayed, mine(logits, state))
         assert torch.equal(after, state.seen)
         assert (replayed >= 0).all() and (mine.needs_seen or torch.equal(before, after))
+
+
+@plain
+@pytest.mark.skipif(GPU, reason="the kernels are launched natively")
+def test_kernels_are_compiled_once_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's numbers are lines of a table, which lie at other addresses for each number of rows."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import jit
+
+    backend, asked = CUDABackend(GPUTarget("cuda", 90, 32)), defaultdict(set)
+
+    def noted(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        find = jit.create_function_from_signature(self.signature, self.params, backend)
+        bound, kinds, _ = find(*given, **options)
+        asked[self.fn.__name__].add(tuple(zip(bound, map(str, kinds), strict=True)))
+
+    monkeypatch.setattr(jit.JITFunction, "run", noted)
+    greedy = {"do_sample": False, "min_new_tokens": 4, "eos_token_id": 3, "repetition_penalty": 1.2}
+    cutting = {"top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    sampler = mixed_with(device_sampling.triton_sampling(), "cpu", 2048, greedy, cutting, {"top_k": 0, "top_p": 0.9})
+    for rows in (5, 6, 7, 8):
+        prompt, sample, kind, minimum, line = torch.zeros(5, rows, dtype=torch.int32)
+        made, seen = torch.zeros(rows, dtype=torch.int32), torch.zeros(9, 2048 // 32, dtype=torch.int32)
+        sampler(torch.zeros(rows, 2048), RowsState(prompt, sample, made, kind, minimum, line, seen))
+    assert {"_penalise", "_survey", "_cut", "_draw_from_best_block", "_mark_seen"} <= asked.keys()
+    differ = {name: set.union(*map(set, kinds)) - set.intersection(*map(set, kinds)) for name, kinds in asked.items()}
+    assert not any(differ.values()), differ
