@@ -96,6 +96,7 @@ class Call:
             pages_wanted=max(wanted, 1),
             pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
+            results=self.recording.results_bytes(max(limits, default=0), self.architecture.vocab_size),
         )
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
@@ -144,7 +145,7 @@ class Call:
         penalised = self.work.penalised
         copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
         picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
-        picking += self.recording.bytes(step.tokens, max(self.work.max_new_tokens, default=0), vocabulary)
+        picking += self.recording.step_bytes(step.tokens, vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)

@@ -33,6 +33,7 @@ class CacheHome:
         self.memory: DeviceMemory = device_memory(architecture.device)
         self.rehearsals = Rehearsals()
         self._beside: int | None = None  # bytes to leave to the call's steps, if that is known
+        self._results = 0  # and to what it hands out
         self.cache: PagedCache | None = None
         self.storage: KVStorage | None = None
 
@@ -46,14 +47,25 @@ class CacheHome:
         self.memory.start()
 
     def open(
-        self, pages_wanted: int, pages_needed: int, beside: Callable[[int], int | None]
+        self, pages_wanted: int, pages_needed: int, beside: Callable[[int], int | None], results: int = 0
     ) -> tuple[PagedCache, KVStorage]:
         """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes.
 
         pages_needed: what its longest sequence takes. beside: the bytes that the call takes beside a cache of so many
-        pages at most, if that can be found out; asked for only where memory may run short.
+        pages at most, if that can be found out; asked for only where memory may run short. results: bytes on the device
+        that are to be handed out, whatever the steps are.
         """
         self._beside = None
+        self._results = 0
+        free = self._free() + (self.storage.bytes if self.storage is not None else 0)
+        if results > free // 2:
+            self._notices(
+                "results",
+                f"the scores and logits of this call take {shown_size(results)} if all rows become as long as they "
+                f"may, more than half of what is free on {self.architecture.device}: if memory runs out, pass fewer "
+                "rows at a time, or a smaller `max_new_tokens`",
+            )
+        self._results = min(results, free // 2)
         if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
             self.cache.forget_kept()  # computed with other weights
             self.clear()
@@ -92,6 +104,10 @@ class CacheHome:
             self.storage.release()
         self.cache = self.storage = None
 
+    def _free(self) -> int:
+        """Bytes that there are, without those that results will take."""
+        return max(self.memory.free() - self._results, 0)
+
     def close(self) -> None:
         """Nothing more will be asked for: other processes may have the memory as well."""
         self.clear()
@@ -99,7 +115,7 @@ class CacheHome:
 
     def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
         """Pages that the memory allows, ``held`` bytes being ours already."""
-        free = held + self.memory.free()
+        free = held + self._free()
         size = self._config.kv_bytes(free)
         if size is None:
             size = int(free * self.memory.share)
@@ -129,7 +145,7 @@ class CacheHome:
             return share // 2  # fewer sequences at a time, whose steps may do
         finally:
             self.memory.trim()
-        room, enough = self._room(held + self.memory.free()), max(share // 2, needed * self.page_bytes)
+        room, enough = self._room(held + self._free()), max(share // 2, needed * self.page_bytes)
         if enough > share:  # a sequence that does not fit anyway
             enough = share // 2
         if room >= enough:
@@ -144,9 +160,9 @@ class CacheHome:
 
     def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
         """Bytes to leave to steps: a larger cache holds more sequences, which make larger steps."""
-        most = beside((held + self.memory.free()) // self.page_bytes)
+        most = beside((held + self._free()) // self.page_bytes)
         self.memory.trim()
-        free = held + self.memory.free()  # without what was made on first use, and stays
+        free = held + self._free()  # without what was made on first use, and stays
         if most is None or most < free // _MUCH:
             return most
         # Far too much where few sequences fit into the rest. What those take is too little, as then more would fit.
@@ -180,7 +196,7 @@ class CacheHome:
                         "or `max_new_tokens`"
                     ) from error
             self.memory.trim()
-            pages = max(least, min(int(pages * _SMALLER), self._room(self.memory.free()) // self.page_bytes))
+            pages = max(least, min(int(pages * _SMALLER), self._room(self._free()) // self.page_bytes))
         self.cache = PagedCache(pages, size, self._config.keep_prefixes)
         if pages < planned:
             self._notices(

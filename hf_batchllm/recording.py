@@ -54,11 +54,14 @@ class Recording:
         """How many tokens a step may have, of the ``budget`` that there is."""
         return budget if self.prompts is None else max(1, min(budget, _MOST_LOGITS // vocabulary))
 
-    def bytes(self, tokens: int, steps: int, vocabulary: int) -> int:
-        """Memory taken on the device, at most. ``tokens``: of a step; ``steps``: the new tokens of the longest row."""
-        kept = 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
+    def results_bytes(self, steps: int, vocabulary: int) -> int:
+        """What is kept on the device to be handed out, at most. ``steps``: the new tokens of the longest row."""
+        return 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
+
+    def step_bytes(self, tokens: int, vocabulary: int) -> int:
+        """What looking at a step of so many tokens takes on the device."""
         logits = 0 if self.prompts is None else tokens * vocabulary
-        return kept + 4 * (logits + 3 * min(logits, _AT_ONCE))
+        return 4 * (logits + 3 * min(logits, _AT_ONCE))
 
     def around(self, sample: Sample) -> Sample:
         """``sample``, with the log-probabilities of what it picks taken down."""

@@ -52,6 +52,26 @@ def test_a_smaller_cache_is_taken_and_that_is_said_once(failures: int, device: D
         assert generate(generator, prompts).token_ids == result.token_ids
 
 
+def test_scores_that_are_kept_have_room(device: Device) -> None:
+    """What is handed out is no part of what the KV cache may have."""
+    ids, given = torch.arange(1, 81).reshape(8, 10), {"max_new_tokens": NEW_TOKENS, "progress": False}
+    generator = BatchGenerator(build(FAMILY), page_size=PAGE)
+    kept = 8 * NEW_TOKENS * 101 * 4
+    pages = -(-(10 + NEW_TOKENS - 1) // PAGE)
+    device.size = generator._home.page_bytes * pages * 9 + 2 * kept
+    room = 0.9 * (device.size - kept)
+    plain = generator.generate(ids, **given)
+    caches = [generator.last_report.kv_memory]
+    scores = {"return_dict_in_generate": True, "output_scores": True}
+    assert torch.equal(generator.generate(ids, **given, **scores).sequences, plain)
+    caches.append(generator.last_report.kv_memory)
+    device.size = generator._home.page_bytes * pages * 4 + kept
+    with pytest.warns(UserWarning, match=r"the scores and logits of this call take .* more than half of what is free"):
+        generator.generate(ids, **given, **scores, output_logits=True)
+    caches.append(generator.last_report.kv_memory)
+    assert caches[2] < caches[1] <= min(caches[0], room)
+
+
 @pytest.mark.parametrize("rehearsed", [False, True])
 def test_memory_that_somebody_else_takes_meanwhile(
     rehearsed: bool, device: Device, steps: list[int], monkeypatch: pytest.MonkeyPatch
