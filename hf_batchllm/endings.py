@@ -106,10 +106,11 @@ def rules_of(
     for each in merged:  # of a kind of the user's own, whatever it is derived from, nothing is known
         kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
     of_a_kind = kinds.setdefault(StopStringCriteria, [])
+    own = {id(each) for each in mine}
     if known is not None:
         of_a_kind.append(known)
-    own = {id(each) for each in mine}
-    shared.update({of_strings: each for each in of_a_kind if id(each) not in own})
+    elif strings is not None and id(of_a_kind[0]) not in own:
+        shared[of_strings] = of_a_kind[0]
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
     return Rules(
         stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
@@ -119,6 +120,11 @@ def rules_of(
         others=tuple(kinds.get(object, ())),
         factory=factory_of(options.given.stopping_criteria),
     )
+
+
+def looks_at_each_row_alone(criterion: Any) -> bool:
+    """Whether it comes to the same for a row, in a batch or alone."""
+    return type(criterion) in _KNOWN
 
 
 _KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)
