@@ -245,6 +245,12 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> Kind:
     return Kind.ALIKE if kind in _KEEPING_NOTHING else Kind.ALONE
 
 
+def looks_at_each_row_alone(processor: Any) -> bool:
+    """Whether it comes to the same for a row, in a batch or alone."""
+    alone = (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING, processors.RepetitionPenaltyLogitsProcessor)
+    return type(processor) in alone
+
+
 # -- rows together ---------------------------------------------------------------------------------------------
 
 
