@@ -236,7 +236,6 @@ class Call:
             if watch is not None:
                 watch(step, new_tokens)
 
-        feed.begin()
         for request in self.engine.run(told):
             feed.end()
             yield request

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
+from . import endings, processing
 from .architecture import base_model
 from .attention import ATTENTION_NAME
 from .config import BatchConfig
@@ -76,6 +77,8 @@ class _ChecksAsGenerate(Checks):
 
     def work(self, *given: Any) -> Work:
         work = super().work(*given)
+        if work.options and _is_padded(work):
+            _refuse_what_counts_the_padding(work.options[0].given)
         if sum(options.num_return_sequences for options in work.options) > 1:
             _refuse_what_sees_the_batch(work.options[0].given)
             rules = work.rules[0]
@@ -221,15 +224,37 @@ def _beyond_us(named: dict[str, Any]) -> Exception | None:
     return None
 
 
+_ROW_BY_ROW: dict[str, Callable[[Any], bool]] = {
+    "stopping_criteria": endings.looks_at_each_row_alone,
+    "logits_processor": processing.looks_at_each_row_alone,
+}
+
+
 def _refuse_what_sees_the_batch(given: Given) -> None:
-    for name in ("stopping_criteria", "logits_processor"):
+    for name, is_harmless in _ROW_BY_ROW.items():
         for each in getattr(given, name) or ():
-            if type(each).__module__.partition(".")[0] != "transformers":  # theirs look at each row by itself
+            if not is_harmless(each):
                 raise UnsupportedOptionError(
                     name,
-                    f"has {a_kind(each)} of your own, which `generate` calls with all rows at once: pass one row at a "
-                    "time, or call BatchGenerator, which asks it for each row by itself",
+                    f"has {a_kind(each)}, which `generate` calls with all rows at once: pass one row at a time, or "
+                    "call BatchGenerator, which asks it for each row by itself",
                 )
+
+
+def _is_padded(work: Work) -> bool:
+    return work.rows is not None and any(len(prompt.ids) < work.rows.shape[1] for prompt in work.prompts)
+
+
+def _refuse_what_counts_the_padding(given: Given) -> None:
+    """What is called with ``input_ids`` that have it in ``generate``; criteria are given it here, too."""
+    others = [each for each in given.logits_processor or () if not processing.looks_at_each_row_alone(each)]
+    name = "prefix_allowed_tokens_fn" if given.prefix_allowed_tokens_fn is not None else "logits_processor"
+    if others or given.prefix_allowed_tokens_fn is not None:
+        raise UnsupportedOptionError(
+            name,
+            "is called by `generate` with rows as they are padded: pass rows without padding, or call BatchGenerator, "
+            "which leaves the padding out",
+        )
 
 
 def _refuse_a_generate_of_its_own(model: nn.Module) -> None:

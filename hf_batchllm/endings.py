@@ -7,7 +7,7 @@ tokens are looked at when they are collected, and whatever a row has run beyond 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,8 @@ def rules_of_each(
     model: nn.Module, options: Sequence[Options], tokenizer: Callable[[], Any], in_tensors: bool
 ) -> list[Rules]:
     """Of each prompt; those with the same options have the same rules."""
-    made = {each: rules_of(model, each, tokenizer) for each in dict.fromkeys(options)}
+    shared: dict[Hashable, StopStringCriteria] = {}
+    made = {each: rules_of(model, each, tokenizer, shared) for each in dict.fromkeys(options)}
     rules = [made[each] for each in options]
     several = in_tensors and sum(each.num_return_sequences for each in options) > 1
     # Each row is filled up from where it ends. ``generate``, without an EOS token, runs it on until all rows end.
@@ -75,8 +76,13 @@ def rules_of_each(
     return rules
 
 
-def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -> Rules:
-    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
+def rules_of(
+    model: nn.Module, options: Options, tokenizer: Callable[[], Any], shared: dict[Hashable, StopStringCriteria]
+) -> Rules:
+    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place.
+
+    ``shared``: of those strings for which another prompt of the call has them already.
+    """
     mine = listed(options.given.stopping_criteria)
     config = config_for_prompt(options, 1, 1)
     config.is_assistant = False  # it drafts for nobody here
@@ -84,6 +90,11 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -
     found = options.given.tokenizer
     if strings is not None and found is None:
         found = _tokenizer_for_strings(tokenizer)
+    # Theirs goes through the whole vocabulary each time: seconds, if it is large.
+    of_strings = None if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
+    known = None if any(type(each) is StopStringCriteria for each in mine) else shared.get(of_strings)
+    if known is not None:
+        config.stop_strings = None
     try:
         merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList(mine), found)
     except Exception as error:
@@ -94,16 +105,26 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -
     kinds: dict[type, list[Any]] = {}
     for each in merged:  # of a kind of the user's own, whatever it is derived from, nothing is known
         kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
+    of_a_kind = kinds.setdefault(StopStringCriteria, [])
     own = {id(each) for each in mine}
+    if known is not None:
+        of_a_kind.append(known)
+    elif strings is not None and id(of_a_kind[0]) not in own:
+        shared[of_strings] = of_a_kind[0]
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
     return Rules(
         stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
         max_lengths=tuple(each.max_length for each in lengths if id(each) in own),
         deadlines=tuple((each.initial_timestamp if id(each) in own else None, each.max_time) for each in times),
-        strings=tuple(kinds.get(StopStringCriteria, ())),
+        strings=tuple(of_a_kind),
         others=tuple(kinds.get(object, ())),
         factory=factory_of(options.given.stopping_criteria),
     )
+
+
+def looks_at_each_row_alone(criterion: Any) -> bool:
+    """Whether it comes to the same for a row, in a batch or alone."""
+    return type(criterion) in _KNOWN
 
 
 _KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)

@@ -219,11 +219,6 @@ def _check_stop_strings(name: str, value: Any) -> None:
         raise OptionValueError(name, f"is {shown(value)}, and nothing ends where nothing stands: leave it out")
 
 
-def _check_max_time(name: str, value: Any) -> None:
-    if value <= 0:
-        raise OptionValueError(name, f"must be more than 0 seconds, but is {value}")
-
-
 def _check_decay(name: str, value: Any) -> None:
     if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)):
         why = "must be a pair, (after how many new tokens it begins, by what factor it grows), such as (20, 1.1)"
@@ -238,7 +233,6 @@ def _check_watermark(name: str, value: Any) -> None:
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "stop_strings": _check_stop_strings,
-    "max_time": _check_max_time,
     "exponential_decay_length_penalty": _check_decay,
     "watermarking_config": _check_watermark,
 }

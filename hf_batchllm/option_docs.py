@@ -30,7 +30,8 @@ What is different, on purpose:
 - **Time is the call's.** `max_time` is for all prompts together.
 
 Under `accelerated(model)`, a call with something that is refused goes to the model's own `generate`; so does one with
-processors or criteria of your own for several rows, which `generate` would call with all of them at once.
+processors or criteria of your own for several rows, which `generate` would call with all of them at once, and one with
+`prefix_allowed_tokens_fn` or processors of your own for rows that are padded, which `generate` would show them.
 
 ## How to read the tables
 

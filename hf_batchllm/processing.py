@@ -148,14 +148,19 @@ class _Maker:
 
     def shared(self, request: Request) -> Chain:
         """The same for all requests with so many tokens in the prompt, and so many to come."""
-        key = (len(request.prompt_ids), request.max_new_tokens)
+        key = (len(request.prompt_ids), self._longest(request))
         if key not in self._shared:
             self._shared[key] = self._chain(*key, self._options.given)
         return self._shared[key]
 
     def make(self, request: Request) -> Chain:
         prompt = torch.tensor(request.prompt_ids[None], dtype=torch.long) if self._from_prompt else None
-        return self._chain(len(request.prompt_ids), request.max_new_tokens, self._given_to(request), prompt)
+        return self._chain(len(request.prompt_ids), self._longest(request), self._given_to(request), prompt)
+
+    def _longest(self, request: Request) -> int:
+        """New tokens by the options alone: a MaxLengthCriteria of the user's changes no processor of ``generate``."""
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        return self._options.max_new_tokens(len(request.prompt_ids), positions)
 
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: Given, prompt: torch.Tensor | None = None
@@ -238,6 +243,12 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> Kind:
     if kind in BLIND_TO_HISTORY:
         return Kind.BLIND
     return Kind.ALIKE if kind in _KEEPING_NOTHING else Kind.ALONE
+
+
+def looks_at_each_row_alone(processor: Any) -> bool:
+    """Whether it comes to the same for a row, in a batch or alone."""
+    alone = (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING, processors.RepetitionPenaltyLogitsProcessor)
+    return type(processor) in alone
 
 
 # -- rows together ---------------------------------------------------------------------------------------------

@@ -21,19 +21,25 @@ class Feed:
         self._streamer = streamer
         self._prompt = prompt
         self._told = 0  # new tokens
-        self._ended = False
+        self._begun = self._ended = False
 
     def begin(self) -> None:
+        """Once a step has run: a model whose first one fails may be left to ``generate``, which begins anew."""
+        if self._begun:
+            return
+        self._begun = True
         if self._prompt is not None:
             self._streamer.put(self._prompt.cpu())
 
     def tell(self, request: Request) -> None:
         """Whatever there is of it by now."""
+        self.begin()
         for token in request.generated[self._told :]:
             self._told += 1
             self._streamer.put(torch.tensor([token]))
 
     def end(self) -> None:
+        self.begin()
         if not self._ended:
             self._ended = True
             self._streamer.end()

@@ -30,7 +30,13 @@ from transformers import (
     pipeline,
     set_seed,
 )
-from transformers.generation import BaseStreamer, EosTokenCriteria, utils
+from transformers.generation import (
+    BaseStreamer,
+    ConfidenceCriteria,
+    EosTokenCriteria,
+    PrefixConstrainedLogitsProcessor,
+    utils,
+)
 
 from hf_batchllm import (
     GenerationInterrupted,
@@ -199,7 +205,32 @@ def _take_two(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 
 FALLBACKS: dict[str, dict[str, Any]] = {
     "`num_beams`": {"num_beams": 2},
-    "`stopping_criteria` has a function of your own": {"stopping_criteria": [_eight], "pad_token_id": 0},
+    "`stopping_criteria` has a function, which": {"stopping_criteria": [_eight], "pad_token_id": 0},
+    "`stopping_criteria` has a ConfidenceCriteria": {  # it looks at the first row, and ends all
+        "stopping_criteria": [ConfidenceCriteria(0.3)],
+        "eos_token_id": 99,
+        "pad_token_id": 0,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    },
+    "`stopping_criteria` has a StoppingCriteriaList": {
+        "stopping_criteria": [StoppingCriteriaList([_eight])],
+        "eos_token_id": 99,
+        "pad_token_id": 0,
+    },
+    "`logits_processor` has a PrefixConstrainedLogitsProcessor": {
+        "logits_processor": [PrefixConstrainedLogitsProcessor(lambda row, ids: [20 + row, 40 + row], 1)]
+    },
+    "`prefix_allowed_tokens_fn` is called by `generate` with rows as they are padded": {
+        "inputs": torch.tensor([[0, 0, 5, 6], [9, 5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+        "prefix_allowed_tokens_fn": lambda row, ids: [20 + len(ids) + row],
+    },
+    "`logits_processor` is called by `generate` with rows as they are padded": {
+        "inputs": torch.tensor([[0, 0, 5, 6]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1]]),
+        "logits_processor": [lambda ids, scores: scores.roll(ids.shape[1], dims=-1)],
+    },
     "`stop_strings` ends rows one by one": {
         "stop_strings": ["ab", "c"],
         "tokenizer": letter_tokenizer(),

@@ -173,6 +173,29 @@ def test_a_generation_config_of_the_model_may_hold_strings() -> None:
     assert_as_alone(result, PROMPTS, {"stop_strings": ["dd"]})
 
 
+def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers goes through the whole vocabulary to make it."""
+    made, embed = [], StopStringCriteria.clean_and_embed_tokens_with_cache
+
+    def counted(self: StopStringCriteria, *given: Any) -> Any:
+        made.append(self.stop_strings)
+        return embed(self, *given)
+
+    monkeypatch.setattr(StopStringCriteria, "clean_and_embed_tokens_with_cache", counted)
+    each: list[dict[str, Any]] = [
+        {"max_new_tokens": 3 + index, "stop_strings": [["dd", "ab"], "dd"][index % 3 == 0]}
+        for index in range(len(PROMPTS))
+    ]
+    configs = [GenerationConfig(**options) for options in each]
+    result = make().generate(PROMPTS, configs, progress=False)
+    assert sorted(made) == [("dd",), ("dd", "ab")]
+    assert_as_alone(result, PROMPTS, lambda index: each[index])
+    made.clear()
+    theirs = {"stopping_criteria": [StopStringCriteria(TOKENIZER, ["c"])]}
+    result = make().generate(PROMPTS, configs, progress=False, **theirs)
+    assert_as_alone(result, PROMPTS, lambda index: each[index] | theirs)
+
+
 # -- criteria of the user's own --------------------------------------------------------------------------------
 
 
@@ -242,6 +265,16 @@ def test_min_new_tokens_hold_back_the_options_eos_and_no_other() -> None:
 def test_a_longer_max_length_than_the_options_is_the_one_that_counts() -> None:
     result = make().generate([PROMPTS[0]], max_new_tokens=3, stopping_criteria=[MaxLengthCriteria(len(PROMPTS[0]) + 9)])
     assert len(result[0].token_ids) == 9 and result[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("further", [2, 9])
+def test_the_options_length_is_still_where_they_force_an_eos(further: int) -> None:
+    """A MaxLengthCriteria takes the place of a criterion, and no processor knows of it."""
+    prompt = PROMPTS[0]
+    options = {"forced_eos_token_id": 99, "max_new_tokens": 5, "pad_token_id": 0}
+    options |= {"stopping_criteria": [MaxLengthCriteria(len(prompt) + further)]}
+    result = make().generate([prompt], **options)
+    assert result.token_ids[0] == alone(prompt, **options) and (99 in result.token_ids[0]) == (further == 9)
 
 
 def test_with_tensors_a_max_length_counts_the_padding() -> None:

@@ -157,7 +157,7 @@ def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
         ({"dola_layers": "high"}, UnsupportedOptionError, "`dola_layers` .* call the model's own `generate`"),
         ({"no_repeat_ngram_size": 2.5}, ValueError, "`no_repeat_ngram_size` must be a whole number"),
         ({"stop_strings": ["x", ""]}, ValueError, "`stop_strings`"),
-        ({"max_time": -1.0}, ValueError, "`max_time` must be more than 0 seconds"),
+        ({"max_time": "1s"}, ValueError, "`max_time` must be a number"),
         ({"output_scores": True}, UnsupportedOptionError, "`output_scores` goes with tensors .* pass `logprobs=k`"),
         ({"output_attentions": True}, UnsupportedOptionError, "`output_attentions`"),
         ({"guidance_scale": "1.5"}, ValueError, "`guidance_scale` must be a number"),

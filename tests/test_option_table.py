@@ -310,7 +310,6 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"stop_strings": ["a", ""]}, "nothing ends where nothing stands"),
     ({"max_time": "1"}, "`max_time` must be a number, not '1'"),
     ({"max_time": True}, "`max_time` must be a number, not True"),
-    ({"max_time": 0}, "`max_time` must be more than 0 seconds, but is 0"),
     ({"logprobs": -1}, "`logprobs` must be a whole number of at least 0, how many of the likeliest tokens"),
     ({"logprobs": True}, "beside the token itself, not True"),
     ({"logprobs": 1.0}, "not 1.0"),

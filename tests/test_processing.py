@@ -131,9 +131,9 @@ def test_negative_prompts_must_fit_the_prompts() -> None:
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE[0])
     with pytest.raises(OptionValueError, match="they must be the same"):
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE, negative_prompt_attention_mask=MASK[:, 1:])
-    with pytest.raises(OptionValueError, match="is given without `negative_prompt_ids`"):
+    with pytest.raises(OptionValueError, match="goes with `negative_prompt_ids`"):
         generate(guidance_scale=2.0, negative_prompt_attention_mask=MASK)
-    with pytest.warns(UserWarning, match="`negative_prompt_ids` has no effect without `guidance_scale`"):
+    with pytest.raises(OptionValueError, match="`negative_prompt_ids` is for `guidance_scale`, which is not set"):
         generate(negative_prompt_ids=NEGATIVE)
 
 

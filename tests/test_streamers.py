@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ from interpreted import plain
 from letters import letter_tokenizer
 from transformers import TextIteratorStreamer, TextStreamer
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, accelerated
 from hf_batchllm.errors import OptionValueError
 
 pytestmark = [plain, pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")]
@@ -68,7 +69,7 @@ def test_a_streamer_is_told_what_generate_tells_it(options: dict[str, Any]) -> N
 def test_tokens_of_bursts_come_in_order(steps: int, device: str) -> None:
     recorder, model = Recorder(), build(FAMILY)
     if device != "cpu":
-        model = torch.nn.Module.to(__import__("copy").deepcopy(model), device)
+        model = torch.nn.Module.to(copy.deepcopy(model), device)
     generator = BatchGenerator(model, steps_per_sync=steps)
     result = generator.generate([PROMPT], max_new_tokens=30, streamer=recorder, stopping_criteria=[_fifteen])
     assert len(result[0].token_ids) == 15
@@ -112,6 +113,22 @@ def test_who_waits_for_a_streamer_is_told_of_an_end_when_the_time_is_over_and_wh
         assert recorder.told == [(torch.long, [PROMPT]), "end"]
 
 
+class NoAttention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+def test_a_model_that_its_first_step_shows_to_be_unsupported_tells_the_prompt_once() -> None:
+    model = copy.deepcopy(build(FAMILY))
+    model.model.layers[2].self_attn = NoAttention()
+    expected, got = Recorder(), Recorder()
+    ids = torch.tensor([PROMPT])
+    model.generate(ids, max_new_tokens=4, streamer=expected)
+    with accelerated(model), pytest.warns(UserWarning, match="not accelerated, .* attention layers"):
+        model.generate(ids, max_new_tokens=4, streamer=got)
+    assert got.told == expected.told
+
+
 def test_one_sequence_at_a_time() -> None:
     sampled = {"do_sample": True, "num_return_sequences": 2}
     with BatchGenerator(build(FAMILY)) as generator:
@@ -120,5 +137,5 @@ def test_one_sequence_at_a_time() -> None:
                 generator.generate(prompts, streamer=Recorder(), max_new_tokens=2, **options)
         with pytest.raises(OptionValueError, match=r"goes with one prompt.*gen.stream\(\) gives each"):
             generator.generate(input_ids=torch.tensor([PROMPT, PROMPT]), streamer=Recorder(), max_new_tokens=2)
-        with pytest.raises(OptionValueError, match=r"`streamer` must have `put` and `end`.*and is a list"):
+        with pytest.raises(OptionValueError, match=r"`streamer` must have put\(\) and end\(\), and is a list"):
             generator.generate([PROMPT], streamer=[], max_new_tokens=2)
