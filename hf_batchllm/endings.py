@@ -66,7 +66,8 @@ def rules_of_each(
     model: nn.Module, options: Sequence[Options], tokenizer: Callable[[], Any], in_tensors: bool
 ) -> list[Rules]:
     """Of each prompt; those with the same options have the same rules."""
-    made = {each: rules_of(model, each, tokenizer) for each in dict.fromkeys(options)}
+    strings: _KnownStrings = {}
+    made = {each: rules_of(model, each, tokenizer, strings) for each in dict.fromkeys(options)}
     rules = [made[each] for each in options]
     several = in_tensors and sum(each.num_return_sequences for each in options) > 1
     # Each row is filled up from where it ends. ``generate``, without an EOS token, runs it on until all rows end.
@@ -75,8 +76,14 @@ def rules_of_each(
     return rules
 
 
-def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -> Rules:
-    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
+def rules_of(
+    model: nn.Module, options: Options, tokenizer: Callable[[], Any], known: _KnownStrings | None = None
+) -> Rules:
+    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place.
+
+    ``known``: what other options of the call look for. To make it, transformers goes through the whole vocabulary.
+    """
+    known = {} if known is None else known
     mine = listed(options.given.stopping_criteria)
     config = config_for_prompt(options, 1, 1)
     config.is_assistant = False  # it drafts for nobody here
@@ -84,8 +91,12 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -
     found = options.given.tokenizer
     if strings is not None and found is None:
         found = _tokenizer_for_strings(tokenizer)
+    wanted = (strings,) if isinstance(strings, str) else tuple(strings or ())
+    made = known.get(wanted, [])
+    if made:
+        config.stop_strings = None
     try:
-        merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList(mine), found)
+        merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList([*mine, *made]), found)
     except Exception as error:
         if strings is None:
             raise
@@ -94,6 +105,8 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -
     kinds: dict[type, list[Any]] = {}
     for each in merged:  # of a kind of the user's own, whatever it is derived from, nothing is known
         kinds.setdefault(type(each) if type(each) in _KNOWN else object, []).append(each)
+    if wanted and not any(type(each) is StopStringCriteria for each in mine):
+        known[wanted] = kinds[StopStringCriteria]
     own = {id(each) for each in mine}
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
     return Rules(
@@ -106,6 +119,7 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any]) -
     )
 
 
+_KnownStrings = dict[tuple[str, ...], list[Any]]  # strings -> the criterion that looks for them
 _KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)
 
 
@@ -206,8 +220,11 @@ class Endings:
         rows = [row for row, each in enumerate(requests) if not each.done and self._rules[each.index].looks]
         real = {row: ends[row][0] if row in ends else counts[row] for row in rows}
         real = {row: has - int(tokens[row, has - 1] < 0) for row, has in real.items()}  # that one is no token
-        for strings in self._strings:
-            those = [row for row in rows if strings in self._rules[requests[row].index].strings]
+        looking: dict[StopStringCriteria, list[int]] = {}
+        for row in rows:
+            for strings in self._rules[requests[row].index].strings:
+                looking.setdefault(strings, []).append(row)
+        for strings, those in looking.items():
             for row, has in self._strings[strings].first(requests, those, real, tokens).items():
                 real[row], ends[row] = has, (has, FinishReason.STOP)
         with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
