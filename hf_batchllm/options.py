@@ -171,7 +171,7 @@ def _resolve(
         """For in this call. A checkpoint's own defaults are nobody's mistake."""
         value = getattr(generation_config, name, None)
         return asked.get(name) is not None or (
-            value is not None and value != getattr(model.generation_config, name, None)
+            value is not None and _frozen(value) != _frozen(getattr(model.generation_config, name, None))
         )
 
     _refuse_fields(config, was_asked, padded)
@@ -336,6 +336,8 @@ def _frozen(value: Any) -> Hashable:
         return dict, tuple((_frozen(key), _frozen(each)) for key, each in value.items())
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, _frozen(value.tolist())
+    if isinstance(value, np.ndarray):
+        return np.ndarray, value.dtype, _frozen(value.tolist())
     if hasattr(value, "to_dict"):  # a watermarking config, say
         return type(value), _frozen(value.to_dict())
     # By its type, too: 1, 1.0 and True are not all the same to an option.

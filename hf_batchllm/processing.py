@@ -101,7 +101,8 @@ class Chains:
         counts = [each.num_return_sequences for each in options]
         first_rows = list(accumulate(counts, initial=0))  # where each prompt's rows begin, in a result of all prompts
         warn = (lambda message: notices("stateful", message)) if first_rows[-1] > 1 else None
-        makers = {each: _Maker(inner, each, warn, first_rows) for each in dict.fromkeys(options)}
+        watermarks: dict[tuple[type, str], _Made] = {}
+        makers = {each: _Maker(inner, each, warn, first_rows, watermarks) for each in dict.fromkeys(options)}
         self._makers = [makers[each] for each in options]
         self._own: dict[Request, Chain] = {}  # of requests that share theirs with nobody
 
@@ -122,7 +123,12 @@ class _Maker:
     """Makes the chains of requests that have the same options."""
 
     def __init__(
-        self, model: Any, options: Options, warn: Callable[[str], None] | None, first_rows: Sequence[int]
+        self,
+        model: Any,
+        options: Options,
+        warn: Callable[[str], None] | None,
+        first_rows: Sequence[int],
+        watermarks: dict[tuple[type, str], _Made],
     ) -> None:
         config, given = options.config, options.given
         self._model = model
@@ -138,7 +144,8 @@ class _Maker:
         )
         if type(watermark) in (WatermarkingConfig, SynthIDTextWatermarkingConfig):
             config = copy.copy(config)
-            config.watermarking_config = _Made(watermark)
+            key = type(watermark), watermark.to_json_string()
+            config.watermarking_config = watermarks.setdefault(key, _Made(watermark))
             options = replace(options, config=config)
         self._options = options
         self._wrapped = {id(each): UserProcessor(each, warn) for each in listed(given.logits_processor)}

@@ -28,7 +28,8 @@ class Generation:
         that ``g.logprobs[t][g.token_ids[t]]`` is there. k = 0: of the chosen one alone. They are the log-softmax, in
         float32, of the model's own logits, whatever processors, temperature and the like make of them.
     prompt_logprobs: with ``prompt_logprobs=k``, the same for each of ``prompt_token_ids``, given those before it; None
-        for the first one. Prompts have the dicts of what they share in common: to change one, copy it.
+        for the first one, and for those that the model had not come to when ``max_time`` was over. Prompts have the
+        dicts of what they share in common: to change one, copy it.
     error: why there is no result, if ``finish_reason`` is "error".
 
     Log-probabilities are None if they were not asked for, and for errors. They take some 300 bytes a token and 75 more

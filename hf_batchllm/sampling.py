@@ -26,7 +26,10 @@ _CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors
 # To these it makes no difference whether tokens are left out that have been cut off, or have scores of -inf.
 _AFTER_A_CUT = (*_CUTTING, processors.TemperatureLogitsWarper, processors.LogitNormalization)
 
-NO_DISTRIBUTION = "the model gave logits that are not numbers (NaN or infinite): there is nothing to draw from"
+NO_DISTRIBUTION = (
+    "there is nothing to draw from: the model gave logits that are not numbers (NaN or infinite), or processors left "
+    "no token a chance"
+)
 _TIES = 64  # a shortlist for top-k has this many more than k: with bfloat16 logits there are many equals
 _SHORTLIST = 1024  # for cuts whose number is not known beforehand
 _WIDER = 16  # times, when a shortlist was too short

@@ -431,3 +431,22 @@ def test_rows_of_a_tensor_are_padded_once_they_have_ended() -> None:
         assert padded.tolist() == expected.tolist()
         one = generator.generate(input_ids=ids[:1], **options)
         assert one.tolist() == build(FAMILY).generate(ids[:1], **options).tolist()
+
+
+def test_configs_with_the_same_strings_look_at_the_vocabulary_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    init = StopStringCriteria.__init__
+
+    def noted(self: StopStringCriteria, tokenizer: Any, stop_strings: Any) -> None:
+        made.append(stop_strings)
+        init(self, tokenizer, stop_strings)
+
+    monkeypatch.setattr(StopStringCriteria, "__init__", noted)
+    strings = ["bc", ["bc"], ["fa", "dd"], ["fa", "dd"], None, "bc"]
+    every = [{"max_new_tokens": 9 + number, "stop_strings": each} for number, each in enumerate(strings)]
+    prompts = PROMPTS[: len(every)]
+    result = make().generate(prompts, [GenerationConfig(**each) for each in every])
+    assert len(made) == 2
+    assert_as_alone(
+        result, prompts, lambda index: {name: value for name, value in every[index].items() if value is not None}
+    )

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build
@@ -406,6 +407,16 @@ def test_right_values_are_taken(given: dict[str, Any]) -> None:
 
 
 # -- a config for each prompt ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "suppress_tokens", "begin_suppress_tokens"])
+@pytest.mark.parametrize("of", [np.array, torch.tensor])
+def test_a_config_may_hold_ids_in_an_array(name: str, of: Any, generator: BatchGenerator) -> None:
+    expected = generator.generate([IDS], GenerationConfig(max_new_tokens=4, **{name: [5, 17]}))
+    configs = [GenerationConfig(max_new_tokens=4, **{name: of([5, 17])}) for _ in range(2)]
+    assert generator.generate([IDS], configs[0]).token_ids == expected.token_ids
+    first, second = resolve_each(build(FAMILY), configs, {})
+    assert first is second
 
 
 def test_prompts_with_equal_configs_share_their_options() -> None:

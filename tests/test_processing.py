@@ -20,7 +20,7 @@ from transformers.generation import logits_process as processors
 from hf_batchllm import BatchGenerator
 from hf_batchllm.device_sampling import why_not
 from hf_batchllm.errors import OptionValueError
-from hf_batchllm.options import resolve_options
+from hf_batchllm.options import resolve_each, resolve_options
 from hf_batchllm.request import Request
 from hf_batchllm.sampling import Sampler
 
@@ -236,3 +236,25 @@ def test_the_device_leaves_to_the_host_what_it_cannot_do(given: dict[str, Any]) 
     reason = why_not(resolve_options(model, None, {"max_new_tokens": 3, **given}), model)
     assert reason is not None and f"`{next(iter(given))}`" in reason
     assert why_not(resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []}), model) is None
+
+
+def test_configs_with_the_same_watermark_share_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a million entries."""
+    kept: list[Any] = []
+    init = processors.WatermarkLogitsProcessor.__init__
+
+    def noted(self: processors.WatermarkLogitsProcessor, *args: Any, **given: Any) -> None:
+        init(self, *args, **given)
+        kept.append(self)
+
+    model = build(FAMILY)
+    configs = [
+        GenerationConfig(max_new_tokens=3 + place, watermarking_config=WatermarkingConfig(bias=bias))
+        for place, bias in enumerate([2.5, 2.5, 2.5, 4.0])
+    ]
+    resolved = resolve_each(model, configs, {})
+    monkeypatch.setattr(processors.WatermarkLogitsProcessor, "__init__", noted)
+    sampler = Sampler(model, resolved, None)
+    requests = [Request(index, np.array([5, 6], dtype=np.int32), 3 + index) for index in range(4)]
+    sampler(torch.zeros(4, 101), requests)
+    assert sorted(each.bias for each in kept) == [2.5, 4.0]

@@ -271,3 +271,11 @@ def test_what_keeps_no_state_is_not_warned_of() -> None:
     for given in ([Preparing(), Odd()], lambda *_: [Tallying()], [processors.SequenceBiasLogitsProcessor(BIAS)]):
         generator.generate(prompts(), max_new_tokens=4, logits_processor=given)
     generator.generate(prompts(1), max_new_tokens=4, logits_processor=[Tallying()])  # there is but one sequence
+
+
+def test_processors_that_leave_no_token_are_not_blamed_on_the_model_alone() -> None:
+    def nothing(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    with pytest.raises(RuntimeError, match="processors left no token a chance"):
+        BatchGenerator(build(FAMILY)).generate([[5]], logits_processor=[nothing], max_new_tokens=2, do_sample=True)
