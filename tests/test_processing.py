@@ -131,10 +131,23 @@ def test_negative_prompts_must_fit_the_prompts() -> None:
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE[0])
     with pytest.raises(OptionValueError, match="they must be the same"):
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE, negative_prompt_attention_mask=MASK[:, 1:])
-    with pytest.raises(OptionValueError, match="is given without `negative_prompt_ids`"):
+    with pytest.raises(OptionValueError, match="goes with `negative_prompt_ids`"):
         generate(guidance_scale=2.0, negative_prompt_attention_mask=MASK)
     with pytest.warns(UserWarning, match="`negative_prompt_ids` has no effect without `guidance_scale`"):
         generate(negative_prompt_ids=NEGATIVE)
+
+
+@pytest.mark.filterwarnings("ignore:.guidance_scale. has transformers run")
+def test_negative_prompts_are_for_those_that_are_guided(trace: Trace) -> None:
+    scales = [2.0, None, 1.0, 1.5, None]
+    each = [{"max_new_tokens": 5} | ({} if scale is None else {"guidance_scale": scale}) for scale in scales]
+    configs = [GenerationConfig(**options) for options in each]
+    result = BatchGenerator(build(FAMILY)).generate(prompts(), configs, negative_prompt_ids=NEGATIVE)
+
+    def options_of(_: int, index: int) -> dict[str, Any]:
+        return {**each[index], "negative_prompt_ids": NEGATIVE[index : index + 1]}
+
+    assert_each_as_alone(result, trace, options_of)
 
 
 # -- different settings ----------------------------------------------------------------------------------------
