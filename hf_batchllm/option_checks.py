@@ -238,14 +238,11 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 }
 
 
-def check_sampling(config: GenerationConfig, given: Given) -> None:
+def check_sampling(config: GenerationConfig) -> None:
     """What two options are to each other."""
     if config.do_sample and config.temperature == 0:
         why = "is 0, and sampling needs more than that: for greedy decoding set `do_sample=False`"
         raise OptionValueError("temperature", why)
-    if given.negative_prompt_ids is not None and config.guidance_scale in (None, 1):
-        why = "is for `guidance_scale`, which is not set: set it (to 1.5, say), or leave this out"
-        raise OptionValueError("negative_prompt_ids", why)
 
 
 def check_given(given: Given) -> None:

@@ -176,7 +176,7 @@ def _resolve(
 
     _refuse_fields(config, was_asked, padded)
     check_values(vars(config))
-    check_sampling(config, given)
+    check_sampling(config)
     warn_of_options(config, asked, was_asked, notices)
     if has_default_length and config.max_new_tokens is None:
         notices(

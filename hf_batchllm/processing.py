@@ -365,3 +365,6 @@ def check_guidance(options: Sequence[Options], notices: Notices) -> None:
             "`guidance_scale` has transformers run the model once more for each new token, a sequence at a time and "
             "each with a KV cache of its own: it is slow, and `kv_memory` does not count that memory",
         )
+    elif ids is not None:  # where some prompts are guided, the others' rows are there to be passed over
+        why = "`negative_prompt_ids` has no effect without `guidance_scale`: set it (to 1.5, say), or leave this out"
+        notices("negative_prompt_ids", why)

@@ -343,7 +343,6 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"streamer": TextStreamer}, "is the class TextStreamer: pass an object of it"),
     ({"negative_prompt_ids": [[5]], "guidance_scale": 2.0}, "must be a 2-D tensor, a row for each prompt, not a list"),
     ({"negative_prompt_ids": TENSOR[0], "guidance_scale": 2.0}, "not a tensor of shape [3]"),
-    ({"negative_prompt_ids": TENSOR}, "`negative_prompt_ids` is for `guidance_scale`, which is not set"),
     ({"negative_prompt_attention_mask": TENSOR}, "goes with `negative_prompt_ids`"),
     (
         {"negative_prompt_ids": TENSOR, "negative_prompt_attention_mask": TENSOR[:1], "guidance_scale": 2.0},

@@ -137,6 +137,19 @@ def test_negative_prompts_must_fit_the_prompts() -> None:
         generate(negative_prompt_ids=NEGATIVE)
 
 
+@pytest.mark.filterwarnings("ignore:.guidance_scale. has transformers run")
+def test_negative_prompts_are_for_those_that_are_guided(trace: Trace) -> None:
+    scales = [2.0, None, 1.0, 1.5, None]
+    each = [{"max_new_tokens": 5} | ({} if scale is None else {"guidance_scale": scale}) for scale in scales]
+    configs = [GenerationConfig(**options) for options in each]
+    result = BatchGenerator(build(FAMILY)).generate(prompts(), configs, negative_prompt_ids=NEGATIVE)
+
+    def options_of(_: int, index: int) -> dict[str, Any]:
+        return {**each[index], "negative_prompt_ids": NEGATIVE[index : index + 1]}
+
+    assert_each_as_alone(result, trace, options_of)
+
+
 # -- different settings ----------------------------------------------------------------------------------------
 
 
