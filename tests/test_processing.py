@@ -133,7 +133,7 @@ def test_negative_prompts_must_fit_the_prompts() -> None:
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE, negative_prompt_attention_mask=MASK[:, 1:])
     with pytest.raises(OptionValueError, match="goes with `negative_prompt_ids`"):
         generate(guidance_scale=2.0, negative_prompt_attention_mask=MASK)
-    with pytest.raises(OptionValueError, match="`negative_prompt_ids` is for `guidance_scale`, which is not set"):
+    with pytest.warns(UserWarning, match="`negative_prompt_ids` has no effect"):
         generate(negative_prompt_ids=NEGATIVE)
 
 
