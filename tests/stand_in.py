@@ -52,6 +52,11 @@ def inputs(tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
     return dict(tokenizer(TEXTS, return_tensors="pt", padding=True))
 
 
+def beyond_eight(ids: torch.Tensor, scores: Any) -> bool:
+    """A criterion."""
+    return ids.shape[1] > 8
+
+
 @contextmanager
 def accelerated_throughout(model: Any, **fields: Any) -> Iterator[Any]:
     """Nothing may go to the model's own ``generate``."""

@@ -357,7 +357,7 @@ EACH = [*([options] for options in COMBINED), MIXED, COMBINED[:3]]
 
 
 @kernel
-@pytest.mark.parametrize("options", EACH, ids=" ".join)
+@pytest.mark.parametrize("options", EACH, ids=str)
 def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -> None:
     vocabulary, rows = (2100, 7) if not GPU else (128_256, 64)
     scores = scores_of(rows, vocabulary)
@@ -374,7 +374,7 @@ def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", EACH, ids=" ".join)
+@pytest.mark.parametrize("options", EACH, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_wait_for_the_host_and_a_graph_replays_native(options: list[dict[str, Any]], dtype: torch.dtype) -> None:
     rows, vocabulary = 37, 50_257
