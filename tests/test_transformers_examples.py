@@ -1,7 +1,8 @@
 """transformers' own examples of generation, out of the docstrings of the one that is installed, run as they stand.
 
 What they load is a tiny model; every call that they make of ``generate`` is made twice, the second time under
-``accelerated(model)``. A greedy call must give what it gave; a sampled one, tokens that ``generate`` might have drawn.
+``accelerated(model)``. A greedy call must give what it gave; a sampled one, the tokens at which the distributions that
+``generate`` would draw from pass our noise.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, gaps
 from harness import NEAR_TIE
+from oracle import NEAR_EDGE
 from stand_in import reasons
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_batchllm import accelerated
+from hf_batchllm.sampling import uniforms
 
 _MODULES = ("logits_process", "stopping_criteria", "streamers", "utils", "watermarking", "configuration_utils")
 # What has to do with text and one model on a CPU; beyond it there are speech, images, diffusion and graphs.
@@ -102,12 +106,13 @@ class Twice:
             plain = self._model.generate(*args, **kwargs)
         with reasons() as said, accelerated(self._model), contextlib.redirect_stdout(io.StringIO()) as printed_again:
             fast = self._model.generate(*args, **kwargs)
-            self.served += self._model.generate.last_report is not None
+            report = self._model.generate.last_report
+            self.served += report is not None
         self.said += said
         assert type(fast) is type(plain)
         ours, theirs = (out if isinstance(out, torch.Tensor) else out.sequences for out in (fast, plain))
         if kwargs.get("do_sample"):
-            self._check_drawn(ours, args, kwargs)
+            self._check_drawn(ours, report.seed, args, kwargs)
         else:
             assert torch.equal(ours, theirs)
             assert printed_again.getvalue() == printed.getvalue()
@@ -119,17 +124,24 @@ class Twice:
                     torch.testing.assert_close(torch.stack(mine), torch.stack(others), atol=1e-4, rtol=1e-4)
         return fast
 
-    def _check_drawn(self, ours: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Every token was one that ``generate`` could have drawn there."""
+    def _check_drawn(self, ours: torch.Tensor, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         prompt = kwargs.get("input_ids", args[0] if args else None)
         assert prompt is not None
-        steps = iter(ours[:, prompt.shape[1] :].T)
+        samples, steps = kwargs.get("num_return_sequences", 1), enumerate(ours[:, prompt.shape[1] :].T)
+        ended = torch.zeros(len(ours), dtype=torch.bool)
 
         def as_ours(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
-            tokens = next(steps)[:, None]
-            running = probabilities.gather(1, tokens) > 0
-            assert bool((running | (tokens == 0)).all())  # the EOS, and what fills up rows after it
-            return tokens
+            step, tokens = next(steps)
+            reached = probabilities.double().cumsum(dim=1)
+            reached /= reached[:, -1:].clone()
+            for row in (~ended).nonzero()[:, 0].tolist():
+                asked: Any = SimpleNamespace(generated=range(step), sample=row % samples, index=row // samples)
+                noise, token = float(uniforms(seed, [asked])[0]), int(tokens[row])
+                low = float(reached[row, token - 1]) if token else 0.0
+                assert low - NEAR_EDGE <= noise <= float(reached[row, token]) + NEAR_EDGE
+                assert probabilities[row, token] > 0
+            ended.logical_or_(tokens == 0)  # the EOS, and what fills up rows after it
+            return tokens[:, None]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "multinomial", as_ours)
