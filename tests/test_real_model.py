@@ -66,22 +66,22 @@ BEGINNING = ABOUT_SHORT[-1][: -len("\nA mistake to avoid is")]  # of another pro
 PROMPTS = [ALONE[0], *ABOUT_LONG, ALONE[1], *ABOUT_SHORT, SAME, BEGINNING, ALONE[2]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # made once, though tests of other files may come between
 def loaded():
     return small_model.load()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # made once, though tests of other files may come between
 def model(loaded):
     return loaded[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # made once, though tests of other files may come between
 def tokenizer(loaded):
     return loaded[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # made once, though tests of other files may come between
 def reference(model, tokenizer):
     """What ``model.generate`` makes of each prompt on its own: prompt -> new tokens."""
     found = {}

@@ -42,7 +42,7 @@ class Real:
         self.said = sorted({token for tokens in self.plain for token in tokens})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def real() -> Real:
     return Real()
 
