@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from .sharing import SharingPlan
+from .timeline import Timeline
 
 _SHOWN = 3  # generations spelled out in a BatchResult's repr
 
@@ -69,6 +70,7 @@ class RunReport:
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     idle_tokens: tokens run for answers that turned out to have ended before.
+    timeline: what steps ran over in the course of time, and where the time went.
     """
 
     sequences: int
@@ -92,6 +94,7 @@ class RunReport:
     graphs: str = ""
     idle_tokens: int = 0
     device_memory: int = 0
+    timeline: Timeline | None = field(default=None, repr=False)
 
     @property
     def tokens_per_second(self) -> float:
