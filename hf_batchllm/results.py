@@ -119,6 +119,8 @@ class RunReport:
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
             f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
         ]
+        if self.timeline is not None and self.timeline.longest_phases:
+            lines.insert(3, f"time       {self.timeline.longest_phases}")
         if self.device_memory:
             lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
         if self.cached_tokens:
