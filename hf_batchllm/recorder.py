@@ -127,7 +127,7 @@ class Recorder:
     def timeline(self, seconds: float, page_bytes: int, capture: float = 0.0) -> Timeline:
         """Of the first so many seconds. ``capture``: those within launching that captures of graphs took."""
         phases = dict(self._spent)
-        phases["launching"] -= capture
+        phases[self.launching] -= capture
         phases["capture"] += capture
         phases[self._phase] = 0.0
         phases[self._phase] = max(0.0, seconds - sum(phases.values()))

@@ -70,7 +70,7 @@ class RunReport:
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     idle_tokens: tokens run for answers that turned out to have ended before.
-    timeline: what steps ran over in the course of time, and where the time went.
+    timeline: what steps ran over in the course of time, and where the time went (a Timeline).
     """
 
     sequences: int

@@ -8,14 +8,14 @@ import numpy as np
 
 # What the time of a call goes to, in the order in which a call comes to it.
 PHASES = {
-    "checks": "options and prompts are checked, and text becomes tokens",
+    "checks": "options and prompts are checked, text becomes tokens, stop strings are looked up in the vocabulary",
     "planning": "it is found out what the prompts share, and in which order they run",
     "setup": "the KV cache is made, and what else steps need (on a GPU: weights are merged, a step rehearsed)",
     "scheduling": "the next step is chosen and laid out for the model, and the books of requests and pages are kept",
     "launching": "on a GPU: the host hands steps over to the device, which is at work meanwhile",
     "capture": "on a GPU: decode steps are captured as CUDA graphs",
     "model": "the model runs; on a GPU: the host waits for the device, which runs it and picks tokens",
-    "tokens": "the host picks tokens and looks for ends of answers; on a GPU, where it picks them, it waits for the model in here",
+    "tokens": "the host picks tokens and looks for ends of answers (on a GPU, it waits for the model before it picks)",
     "results": "results are put together, and tokens become text",
     "outside": "others are at work: who takes results out of a stream, a streamer, the progress bar",
 }
