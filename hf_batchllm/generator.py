@@ -257,7 +257,10 @@ class BatchGenerator:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
                             bar.finish(request)
-                            yield self._generation(request, call.recording)
+                            generation = self._generation(request, call.recording)
+                            call.recorder.switch("outside")
+                            yield generation
+                            call.recorder.switch("results")
                 finally:
                     self.last_report = call.report()
         except KeyboardInterrupt:

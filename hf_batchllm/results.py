@@ -70,7 +70,7 @@ class RunReport:
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     idle_tokens: tokens run for answers that turned out to have ended before.
-    timeline: what steps ran over in the course of time, and where the time went.
+    timeline: what steps ran over in the course of time, and where the time went (a Timeline).
     """
 
     sequences: int
@@ -119,6 +119,8 @@ class RunReport:
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
             f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
         ]
+        if self.timeline is not None and self.timeline.longest_phases:
+            lines.insert(3, f"time       {self.timeline.longest_phases}")
         if self.device_memory:
             lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
         if self.cached_tokens:
