@@ -90,7 +90,8 @@ def _cells(generation: Generation, sampled: bool) -> str:
         answer = _ids(generation.token_ids)
     kind = "hfb-why hfb-error" if why == "error" or generation.error is not None else "hfb-why"
     tokens = f'<td class="hfb-num hfb-new">{len(generation.token_ids):,}</td>'
-    return f'{sample}<td class="hfb-answer">{answer}</td><td class="hfb-ended"><span class="{kind}">{text(why)}</span></td>{tokens}'
+    ended = f'<td class="hfb-ended"><span class="{kind}">{text(why)}</span></td>'
+    return f'{sample}<td class="hfb-answer">{answer}</td>{ended}{tokens}'
 
 
 def _prompt(generation: Generation, decode: Decode | None) -> str:

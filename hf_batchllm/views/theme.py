@@ -17,9 +17,9 @@ SERIES = 10  # colours for things that stand side by side
 _LIGHT_SHADES = (
     ("#b5e2c4", "#10362a"),
     ("#5fc3c0", "#06302f"),
-    ("#2a96bf", "#ffffff"),
-    ("#2b6bb3", "#ffffff"),
-    ("#1f3f8f", "#ffffff"),
+    ("#1d80ab", "#ffffff"),
+    ("#2860a8", "#ffffff"),
+    ("#1e3785", "#ffffff"),
 )
 _DARK_SHADES = (
     ("#214d7a", "#ffffff"),
@@ -61,7 +61,7 @@ _CODE = ("var(--vscode-editor-background,{})", "var(--vscode-foreground,{})")
 _CODE_LIGHT = _palette(_CODE[0].format("#fff"), _CODE[1].format("#333"), "#636a72", "#dde1e6", "#dfe2e6", False)
 _CODE_DARK = _palette(_CODE[0].format("#1f1f1f"), _CODE[1].format("#ccc"), "#a4abb3", "#3a4048", "#484d55", True)
 
-_SAYS_LIGHT = "[data-jp-theme-light=true],.vscode-light,.vscode-high-contrast-light,[theme=light]"
+_SAYS_LIGHT = "[data-jp-theme-light=true],.vscode-light,.vscode-high-contrast-light,[theme=light],[data-theme=light]"
 
 _RULES = """
 .hfb-plain{display:none!important}
@@ -158,6 +158,7 @@ _RULES = """
 .hfb .hfb-tile b{font-size:18px}
 .hfb .hfb-wide{display:none}
 .hfb .hfb-view th,.hfb .hfb-view td{padding-right:9px}
+.hfb .hfb-view th{white-space:normal;vertical-align:bottom}
 .hfb .hfb-view .hfb-rows thead{display:none}
 .hfb .hfb-view .hfb-rows tr{display:grid;grid-template:"at ask ask" "of say say" ". why new" / auto 1fr auto;
  gap:4px 10px;padding:6px 0}
@@ -180,7 +181,7 @@ def _style() -> str:
         f".hfb{{{_LIGHT}}}"
         f"@media (prefers-color-scheme:dark){{:where(:root:not(:is({_SAYS_LIGHT}))) "
         f":where(body:not(:is({_SAYS_LIGHT}))) .hfb{{{_DARK}}}}}"
-        f":is([data-jp-theme-light=false],[theme=dark]) .hfb{{{_DARK}}}"
+        f":is([data-jp-theme-light=false],[theme=dark],[data-theme=dark]) .hfb{{{_DARK}}}"
         f":is(.vscode-light,.vscode-high-contrast-light) .hfb{{{_CODE_LIGHT}}}"
         f":is(.vscode-dark,.vscode-high-contrast:not(.vscode-high-contrast-light)) .hfb{{{_CODE_DARK}}}"
     )
