@@ -26,7 +26,7 @@ _DARK_SHADES = (
     ("#1f7a99", "#ffffff"),
     ("#2fa8a0", "#04211f"),
     ("#7fd0a0", "#0a2a1a"),
-    ("#e3f2a6", "#26300a"),
+    ("#cde58d", "#26300a"),
 )
 # After Paul Tol's "bright" and "muted" (light) and "light" (dark): told apart by the colour-blind, too.
 _LIGHT_SERIES = "#3f74b5 #ee8866 #38a58c #aa4499 #ccb23c #62c0e0 #cc5a6e #117733 #8a8f98 #882255".split()

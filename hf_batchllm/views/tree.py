@@ -125,4 +125,4 @@ def _limit(bottom: np.ndarray, size: np.ndarray) -> float:
     others = longest_first[width > allowed]
     highest = float(bottom.max())
     rest = float(bottom[others].max()) if len(others) else highest
-    return 1.12 * rest if highest > _MUCH_LONGER * rest else highest
+    return 1.25 * rest if highest > _MUCH_LONGER * rest else highest
