@@ -18,6 +18,7 @@ from .call import Call, make_plan
 from .config import BatchConfig
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .kinds import a_kind
+from .labels import label_segments
 from .memory import CacheHome
 from .notices import Notices
 from .options import Options
@@ -138,15 +139,15 @@ class BatchGenerator:
                             done[request.index, request.sample] = generation
                             bar.finish(request)
                 finally:
-                    self.last_report = report = call.report()
+                    self.last_report = report = self._report(call)
             rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
-            result = BatchResult([rows[key] for key in sorted(rows)], report)
+            result = BatchResult([rows[key] for key in sorted(rows)], report, self._tokenizer.decode_if_loaded)
             return result if padded is None else _as_tensors(padded, result, work.options[0], call.recording)
         except KeyboardInterrupt:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
         call = turn = None
-        finished = BatchResult([done[key] for key in sorted(done)], report)
+        finished = BatchResult([done[key] for key in sorted(done)], report, self._tokenizer.decode_if_loaded)
         raise GenerationInterrupted(finished, len(done), sequences)
 
     def stream(
@@ -182,7 +183,10 @@ class BatchGenerator:
         checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
             raise PromptError(problems)
-        return make_plan([prompt for prompt in checked if prompt is not None], self.config, 1)
+        prepared = [prompt for prompt in checked if prompt is not None]
+        plan = make_plan(prepared, self.config, 1)
+        label_segments(plan, prepared, self._tokenizer.decode_if_loaded)
+        return plan
 
     def close(self) -> None:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
@@ -262,7 +266,7 @@ class BatchGenerator:
                             yield generation
                             call.recorder.switch("results")
                 finally:
-                    self.last_report = call.report()
+                    self.last_report = self._report(call)
         except KeyboardInterrupt:
             self._end(turn)
             raise
@@ -279,6 +283,12 @@ class BatchGenerator:
             logprobs=recording.logprobs(request),
             prompt_logprobs=recording.prompt_logprobs(request),
         )
+
+    def _report(self, call: Call) -> RunReport | None:
+        report = call.report()
+        if report is not None:
+            label_segments(report.plan, call.prompts, self._tokenizer.decode_if_loaded)
+        return report
 
     def _failures(self, work: Work) -> Iterator[Generation]:
         for index, why in sorted(work.problems.items()):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 from .sharing import SharingPlan
 from .timeline import Timeline
@@ -101,12 +100,9 @@ class RunReport:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     def _repr_html_(self) -> str:
-        rows = (line.split("  ", 1) if "  " in line else ("", line) for line in str(self).splitlines())
-        cells = (
-            f"<tr><th style='text-align:left'>{what}</th><td>{html.escape(text.strip())}</td></tr>"
-            for what, text in rows
-        )
-        return f"<table>{''.join(cells)}</table>"
+        from .views.report import report_html  # only who looks at it needs it
+
+        return report_html(self)
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
@@ -141,9 +137,21 @@ class RunReport:
 class BatchResult(Sequence[Generation]):
     """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``."""
 
-    def __init__(self, generations: Sequence[Generation], report: RunReport | None) -> None:
+    _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that are shown
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        report: RunReport | None,
+        decode: Callable[[list[int]], str | None] | None = None,
+    ) -> None:
         self._generations = list(generations)
         self.report = report
+        self._decode = decode
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, which is to store results and no tokenizer."""
+        return {name: value for name, value in self.__dict__.items() if name != "_decode"}
 
     @overload
     def __getitem__(self, index: int) -> Generation: ...
@@ -172,6 +180,11 @@ class BatchResult(Sequence[Generation]):
         if hidden:
             shown.append(f"  ... and {hidden:,} more")
         return "\n".join([f"BatchResult of {len(self):,} generations", *shown])
+
+    def _repr_html_(self) -> str:
+        from .views.result import result_html  # only who looks at it needs it
+
+        return result_html(self, self._decode)
 
 
 def _short(generation: Generation) -> str:
