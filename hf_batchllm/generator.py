@@ -52,6 +52,8 @@ class BatchGenerator:
     prompts that are text, and for ``text`` in the results.
 
     ``last_report`` says how the last call went (a RunReport); None before it, and if it was refused before any work.
+    ``interrupted`` has what had finished in it, if it was a ``generate`` that was interrupted (a BatchResult): it stays
+    until a call begins, whereas a notebook knows the exception, with its ``result``, only until there is another.
     """
 
     checks = Checks  # what says of a call whether it can be served
@@ -69,6 +71,7 @@ class BatchGenerator:
         self._home = CacheHome(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
+        self.interrupted: BatchResult | None = None
         self._running: _Turn | None = None
         self._closed = False
 
@@ -129,7 +132,7 @@ class BatchGenerator:
                 padded = take_padded(prompts, generate_kwargs)
                 given = prompts if padded is None else padded
                 work = self._checks.work(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
-                sequences = work.sequences
+                sequences, self.interrupted = work.sequences, None
                 call.begin(work, strict=on_error == "raise")
                 try:
                     with call.progress(progress) as bar:
@@ -146,8 +149,8 @@ class BatchGenerator:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
         call = turn = None
-        finished = BatchResult([done[key] for key in sorted(done)], report)
-        raise GenerationInterrupted(finished, len(done), sequences)
+        self.interrupted = BatchResult([done[key] for key in sorted(done)], report)
+        raise GenerationInterrupted(self.interrupted, len(done), sequences)
 
     def stream(
         self,
@@ -251,6 +254,7 @@ class BatchGenerator:
         turn = _Turn()
         try:
             with self._busy(turn) as call:
+                self.interrupted = None
                 call.begin(work, strict)
                 yield from self._failures(work)
                 try:
@@ -260,9 +264,12 @@ class BatchGenerator:
                             yield self._generation(request, call.recording)
                 finally:
                     self.last_report = call.report()
-        except KeyboardInterrupt:
+            return
+        except KeyboardInterrupt as interrupt:
             self._end(turn)
-            raise
+            kept = interrupt.with_traceback(None)
+        call = turn = None  # out here, for the same reason as in `generate`
+        raise kept
 
     def _generation(self, request: Request, recording: Recording, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
