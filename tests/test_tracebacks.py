@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pkgutil
 import traceback
 from collections.abc import Callable
@@ -11,13 +10,10 @@ from typing import Any
 import pytest
 from device_loop import run_over_twins
 from families import build
-from torch.multiprocessing.reductions import StorageWeakRef
+from storages import Storages
 from untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.cascade import Scratch
-from hf_batchllm.kernel_attention import KernelBackend
-from hf_batchllm.storage import KVStorage
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -25,26 +21,6 @@ OPTIONS = {"max_new_tokens": NEW_TOKENS}
 
 def make(**fields: Any) -> BatchGenerator:
     return BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8, min_shared_tokens=4, **fields)
-
-
-class Storages(list[StorageWeakRef]):
-    """Of every K and V of the cache, and of what attention keeps beside it from step to step."""
-
-    def watch(self, patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(*args: Any) -> Any:
-            made = original(*args)
-            self.extend(
-                StorageWeakRef(tensor.untyped_storage()) for tensor in (made if isinstance(made, tuple) else [made])
-            )
-            return made
-
-        patch.setattr(owner, name, noted)
-
-    def alive(self) -> int:
-        gc.collect()
-        return sum(not storage.expired() for storage in self)
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -57,9 +33,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
     found = Storages()
-    found.watch(monkeypatch, KVStorage, "of")
-    found.watch(monkeypatch, Scratch, "gather")
-    found.watch(monkeypatch, KernelBackend, "parts")
+    found.watch(monkeypatch.setattr)
     return found
 
 
@@ -101,7 +75,7 @@ def test_an_exception_that_is_kept_holds_no_memory(
     monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 12, error))
     with pytest.raises(error) as caught:
         list(getattr(generator, way)(GIVEN, **OPTIONS))
-    assert len(storages) > 20 and storages.alive() == 0
+    assert len(storages.seen) > 20 and storages.alive() == 0
     if error is KeyboardInterrupt:
         assert caught.value.__context__ is None
         frames = list(traceback.walk_tb(caught.value.__traceback__))
@@ -116,13 +90,11 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     before, generator = fingerprint(build(FAMILY)), make(keep_prefixes=keep_prefixes)
     if keep_prefixes:
         generator.generate(GIVEN, **OPTIONS)
-        kept = [tensor for pair in generator._home.storage._layers.values() for tensor in pair]
-        storages.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in kept)
-        del kept
+        storages.note_kept(generator._home.storage)
         assert storages.alive()
 
     def hook(module: Any, args: Any) -> None:
-        steps.append(len(storages))
+        steps.append(len(storages.seen))
         if len(steps) > 5:
             raise ZeroDivisionError
 
@@ -143,5 +115,5 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     ]
     assert len(layers) == 1 and layers[0].isfinite().all()
     generator.close()
-    assert len(storages) > 20 and storages.alive() == 0
+    assert len(storages.seen) > 20 and storages.alive() == 0
     assert fingerprint(build(FAMILY)) == before
