@@ -11,6 +11,7 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and not _os.path.isdi
     __path__.append(_root)  # a source checkout: /kernels and /patches are hf_batchllm.kernels and hf_batchllm.patches
 
 import importlib as _importlib
+import sys as _sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -84,6 +85,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "IPython" in _sys.modules:
+        _importlib.import_module(f"{__name__}.notebook")
     value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value  # found at once from now on
     return value

@@ -80,6 +80,9 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
         """Whatever can be worked out for a step once, before its layers run."""
 
+    def release(self) -> None:
+        """Let go of the memory that is kept from one step to the next."""
+
 
 class TorchBackend:
     short_chunk = 0
@@ -91,6 +94,9 @@ class TorchBackend:
 
     def prepare(self, batch: AttentionBatch) -> CascadeAttention:
         return CascadeAttention(CascadePlan(batch, self.device, self._scratch), self.storage)
+
+    def release(self) -> None:
+        self._scratch.release()
 
 
 def write_in_torch(

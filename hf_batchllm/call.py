@@ -36,6 +36,7 @@ from .sampling import Sampler
 from .scheduler import Scheduler, make_scheduler
 from .sharing import SharingPlan, plan_sharing
 from .streaming import Feed
+from .tracebacks import forget_tensors
 from .work import Work
 
 # A CPU's matrix products are as efficient as they get from some hundred rows on, while larger activations leave its
@@ -253,7 +254,7 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         try:
             if self._ahead is not None:
                 self._ahead.close()
@@ -267,6 +268,7 @@ class Call:
                 # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
                 refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
                 self._abandon(refused)
+                forget_tensors(error)
             self._left = True
 
     def make_sure(self) -> None:

@@ -70,6 +70,9 @@ class Scratch:
         torch.index_select(cache, 0, keys.flatten(), out=copied)
         return copied.view(*keys.shape, *cache.shape[1:])
 
+    def release(self) -> None:
+        self._flat.clear()
+
 
 class CascadePlan:
     def __init__(self, batch: AttentionBatch, device: torch.device, scratch: Scratch | None = None) -> None:

@@ -108,6 +108,15 @@ class GenerationInterrupted(KeyboardInterrupt):
             message = f"interrupted: {finished:,} of {total:,} sequences had finished; they are in .result"
         super().__init__(message)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the way down to the step that was interrupted tells nothing to whoever interrupted it."""
+        said, _, results = str(self).partition("; ")
+        where = (
+            "Their results are in `gen.interrupted` (`gen`: your BatchGenerator) until its next call, and in "
+            "`sys.last_value.result` until the next error."
+        )
+        return [f"{type(self).__name__}: {said}", where] if results else [f"{type(self).__name__}: {said}"]
+
     def __reduce__(self) -> Any:
         return _revived, (type(self), self.args), self.__dict__
 

@@ -53,6 +53,8 @@ class BatchGenerator:
     prompts that are text, and for ``text`` in the results.
 
     ``last_report`` says how the last call went (a RunReport); None before it, and if it was refused before any work.
+    ``interrupted`` has what had finished in it, if it was a ``generate`` that was interrupted (a BatchResult): it stays
+    until a call begins, whereas a notebook knows the exception, with its ``result``, only until there is another.
     """
 
     checks = Checks  # what says of a call whether it can be served
@@ -70,6 +72,7 @@ class BatchGenerator:
         self._home = CacheHome(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
+        self.interrupted: BatchResult | None = None
         self._running: _Turn | None = None
         self._closed = False
 
@@ -130,7 +133,7 @@ class BatchGenerator:
                 padded = take_padded(prompts, generate_kwargs)
                 given = prompts if padded is None else padded
                 work = self._checks.work(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
-                sequences = work.sequences
+                sequences, self.interrupted = work.sequences, None
                 call.begin(work, strict=on_error == "raise")
                 try:
                     with call.progress(progress) as bar:
@@ -147,8 +150,8 @@ class BatchGenerator:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
         call = turn = None
-        finished = BatchResult([done[key] for key in sorted(done)], report, self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(finished, len(done), sequences)
+        self.interrupted = BatchResult([done[key] for key in sorted(done)], report, self._tokenizer.decode_if_loaded)
+        raise GenerationInterrupted(self.interrupted, len(done), sequences)
 
     def stream(
         self,
@@ -255,6 +258,7 @@ class BatchGenerator:
         turn = _Turn()
         try:
             with self._busy(turn) as call:
+                self.interrupted = None
                 call.begin(work, strict)
                 yield from self._failures(work)
                 try:
@@ -267,9 +271,12 @@ class BatchGenerator:
                             call.recorder.switch("results")
                 finally:
                     self.last_report = self._report(call)
-        except KeyboardInterrupt:
+            return
+        except KeyboardInterrupt as interrupt:
             self._end(turn)
-            raise
+            kept = interrupt.with_traceback(None)
+        call = turn = None  # out here, for the same reason as in `generate`
+        raise kept
 
     def _generation(self, request: Request, recording: Recording, decode: bool = True) -> Generation:
         assert request.finish_reason is not None

@@ -85,6 +85,10 @@ class KernelBackend:
     def prepare(self, batch: AttentionBatch) -> KernelAttention:
         return KernelAttention(self.work_of(batch), self)
 
+    def release(self) -> None:
+        self.scratch.release()
+        self._parts = None
+
     def work_of(self, batch: AttentionBatch) -> StepWork:
         return StepWork(batch, self.device, self.multiprocessors, self.gates)
 

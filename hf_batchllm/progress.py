@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from .notebook import in_notebook
 from .request import Request, Step
 
 _LONG = 32  # sequences from which on a bar is shown unasked
@@ -39,6 +41,8 @@ class Progress:
         self._bar.total -= request.max_new_tokens - len(request.generated)  # it ended sooner than it might have
         if self._finished == self._sequences:
             self._bar.total = self._bar.n  # out of time, not all prompts have been computed
+        if (widget := getattr(self._bar, "container", None)) is not None:
+            widget.children[1].max = self._bar.total  # its own idea of it
         self._show()
 
     def _show(self) -> None:
@@ -58,7 +62,9 @@ def progress_bar(
     show = len(requests) >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
     kind = "samples" if any(request.sample for request in requests) else "prompts"
     total = prompt_tokens + sum(request.max_new_tokens for request in requests)
+    file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
+    desc = f"0/{len(requests):,} {kind}"
     # Steps differ so much in their tokens that each of them is a chance to draw the bar anew.
-    with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=f"0/{len(requests):,} {kind}") as bar:
+    with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=desc, file=file) as bar:
         yield Progress(bar, len(requests), kind, prompt_tokens, saving)
         bar.refresh()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from .sharing import SharingPlan
+from .table import as_table
 from .timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas
 
 _SHOWN = 3  # generations spelled out in a BatchResult's repr
 
@@ -173,6 +177,13 @@ class BatchResult(Sequence[Generation]):
     @property
     def token_ids(self) -> list[list[int]]:
         return [generation.token_ids for generation in self._generations]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A DataFrame of one row for each generation: the fields of Generation, and how many tokens there were.
+
+        Row ``k`` is ``self[k]``. The columns ``logprobs`` and ``prompt_logprobs`` are there if they were asked for.
+        """
+        return as_table(self._generations)
 
     def __repr__(self) -> str:
         shown = [f"  [{place}] {_short(generation)}" for place, generation in enumerate(self._generations[:_SHOWN])]

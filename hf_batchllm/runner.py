@@ -120,7 +120,7 @@ class ModelRunner:
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
-        """Once more, should an interrupt have come while a step put things back."""
+        """Once more, should an interrupt have come while a step put things back. The memory of steps goes, too."""
         self._head.restore()
         if self._fused is not None:
             self._fused.restore()
@@ -130,3 +130,5 @@ class ModelRunner:
             torch.set_grad_enabled(grad_mode)
             use_context(context)
             self._outside = None
+        self._logits = None
+        self.backend.release()

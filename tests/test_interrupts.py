@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -29,7 +28,6 @@ from hf_batchllm.call import Call
 from hf_batchllm.patches import attention_swap
 from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.runner import ModelRunner
-from hf_batchllm.storage import KVStorage
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -279,36 +277,6 @@ def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> No
         for thread in threads:
             thread.join()
     assert_as_before(generator, before, expected)
-
-
-# -- what an exception holds on to -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_exception_that_is_kept_holds_no_memory(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook keeps the last traceback, and with it the locals of every frame."""
-    generator, tensors, of, step = make(), [], KVStorage.of, ModelRunner.step
-
-    def noted(self: KVStorage, *args: Any) -> Any:
-        pair = of(self, *args)
-        tensors.extend(weakref.ref(tensor) for tensor in pair)
-        return pair
-
-    def failing(self: ModelRunner, batch: Any) -> Any:
-        logits = step(self, batch)
-        if len(tensors) > 20:
-            raise error
-        return logits
-
-    monkeypatch.setattr(KVStorage, "of", noted)
-    monkeypatch.setattr(ModelRunner, "step", failing)
-    with pytest.raises(error) as caught:
-        generator.generate(GIVEN, **OPTIONS)
-    gc.collect()
-    assert len(tensors) > 20 and not [tensor for tensor in tensors if tensor() is not None]
-    assert caught.value.__traceback__ is not None
-    if error is KeyboardInterrupt:
-        assert caught.value.__context__ is None
 
 
 # -- two at one generator --------------------------------------------------------------------------------------

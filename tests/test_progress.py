@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ LINE = re.compile(r" *(\d+)%\|.*\| ([\d,]+)/([\d,]+) (prompts|samples) \[(.*)\]"
 def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What the bar draws, every time that it may."""
     screen = io.StringIO()
-    tqdm = progress.tqdm
-    monkeypatch.setattr(progress, "tqdm", lambda **options: tqdm(file=screen, mininterval=0, ncols=120, **options))
+    tqdm, how = progress.tqdm, {"file": screen, "mininterval": 0, "ncols": 120}
+    monkeypatch.setattr(progress, "tqdm", lambda **options: tqdm(**options | how))
     return screen
 
 
@@ -103,3 +104,18 @@ def test_when_it_is_shown(drawn: io.StringIO, count: int, wanted: bool | None, s
     finally:
         (logging.enable_progress_bar if was_on else logging.disable_progress_bar)()
     assert bool(drawn.getvalue()) == shown
+
+
+def test_a_widget_is_told_that_answers_ended_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ipywidgets are installed, what a notebook shows has a length of its own."""
+    tqdm, widget = progress.tqdm, SimpleNamespace(max=None)
+
+    def with_widget(**options: Any) -> Any:
+        bar = tqdm(**options | {"file": io.StringIO()})
+        bar.container = SimpleNamespace(children=[None, widget, None])
+        return bar
+
+    monkeypatch.setattr(progress, "tqdm", with_widget)
+    options = {"do_sample": True, "eos_token_id": [5, 6, 7], "seed": 1}
+    report = BatchGenerator(build("llama")).generate(prompts(20), max_new_tokens=30, progress=True, **options).report
+    assert widget.max == report.computed_tokens + report.new_tokens < report.computed_tokens + 20 * 30
