@@ -23,6 +23,7 @@ from .architecture import base_model
 from .config import BatchConfig
 from .errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from .generator import BatchGenerator
+from .option_table import TABLE
 from .pipeline_inputs import Refused, why_not_encoded
 from .recording import Recording
 from .request import Request
@@ -104,7 +105,7 @@ class PipelineCall:
 
     def results(self, generator: TokenGenerator, prepared: Prepared) -> list[Any]:
         """What the pipeline gives for each input."""
-        self._refuse_what_would_be_lost(prepared)
+        self._settle_options(prepared)
         result: BatchResult | None = None
         try:
             with prepared.naming():
@@ -121,7 +122,7 @@ class PipelineCall:
 
     def stream(self, generator: TokenGenerator, prepared: Prepared) -> Iterator[Any]:
         """The same, each as soon as it and those before it are there. Inputs and options are checked at once."""
-        self._refuse_what_would_be_lost(prepared)
+        self._settle_options(prepared)
         with prepared.naming():
             generations = generator.stream(prepared.prompts, **self.asked)
         return self._in_order(prepared, generations)
@@ -199,7 +200,8 @@ class PipelineCall:
         found = (self.asked.get(name), getattr(config, name, None), own)
         return next((value for value in found if value is not None), None)
 
-    def _refuse_what_would_be_lost(self, prepared: Prepared) -> None:
+    def _settle_options(self, prepared: Prepared) -> None:
+        """Refuses what would be lost in silence, or come out otherwise."""
         for name in ("logprobs", "prompt_logprobs"):
             if self.asked.get(name) is not None:
                 why = "has no place in what a pipeline gives: call BatchGenerator(model, tokenizer).generate(prompts)"
@@ -208,6 +210,8 @@ class PipelineCall:
             if self._set(name):
                 why = "is not supported for a list: call the model's own `generate`, or gen.generate(input_ids=...)"
                 raise UnsupportedOptionError(name, why)
+        if self._set("return_dict_in_generate"):  # else it holds nothing that a pipeline gives
+            self.asked["return_dict_in_generate"] = False
         lengths = (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens"))
         for name, better in lengths if prepared.padded else ():
             if self._set(name) and self._set(better) is None:
@@ -319,8 +323,29 @@ def asked_of_generate(pipe: TextGenerationPipeline, forward: Parameters) -> dict
     try:
         asking._forward({"input_ids": torch.ones(1, 1, dtype=torch.long), "prompt_text": ""}, **forward)
     except _Asked as asked:
-        return asked.options
+        return _without_defaults(asked.options, pipe, forward)
     raise TypeError(f"{type(pipe).__name__}._forward does not call the model's `generate`")
+
+
+def _without_defaults(asked: Parameters, pipe: TextGenerationPipeline, forward: Parameters) -> Parameters:
+    """Without what nobody asked for: some versions of transformers pass a config in which every option is set.
+
+    It comes to the same, and what has no effect is not warned of.
+    """
+    config = asked.get("generation_config")
+    if config is None or config is not getattr(pipe, "generation_config", None):
+        return asked
+    own, config = base_model(pipe.model).generation_config, copy.copy(config)
+    defaults, sampled = config._get_default_generation_params(), pipe._default_generation_config
+    sampling = asked.get("do_sample", config.do_sample)
+    if config.max_new_tokens is not None and "max_length" not in forward:
+        asked.pop("max_length", None)
+    for name, value in vars(config).items():
+        default = defaults.get(name)
+        idle = not sampling and name in TABLE and TABLE[name].sampling and value == getattr(sampled, name)
+        if value is not None and getattr(own, name, None) is None and (value == default or idle):
+            setattr(config, name, None)
+    return {**asked, "generation_config": config}
 
 
 def _as_list(tokens: Any) -> list[int]:
