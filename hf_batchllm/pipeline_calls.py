@@ -24,7 +24,8 @@ from .config import BatchConfig
 from .errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from .generator import BatchGenerator
 from .option_table import TABLE
-from .pipeline_inputs import Refused, why_not_encoded
+from .pipeline_inputs import Refused, as_input, why_not_encoded
+from .prompts import read_all
 from .recording import Recording
 from .request import Request
 from .results import BatchResult, Generation
@@ -54,8 +55,8 @@ class Encoded:
     """An input as the pipeline's ``preprocess`` made it."""
 
     text: Any  # a string, or transformers' Chat
-    ids: torch.Tensor | None  # [1, width], padding included; None where the model begins from BOS alone
-    before: list[int]  # what stands before the new tokens in a ``generated_sequence``
+    ids: torch.Tensor | None  # [1, width], padding included; None where there are none, and the model begins from BOS
+    before: torch.Tensor  # [1, tokens] that stand before the new ones in a ``generated_sequence``
 
 
 @dataclass
@@ -143,7 +144,8 @@ class PipelineCall:
 
     def prepare(self, inputs: Iterable[Any]) -> Prepared:
         prepared = Prepared()
-        for given in inputs:
+        for each in inputs:
+            given = as_input(each) if self._lenient else each
             if isinstance(given, Refused):
                 prepared.refuse(given.why)
                 continue
@@ -167,7 +169,7 @@ class PipelineCall:
                     "begin from: set `bos_token_id`"
                 )
             else:
-                prepared.add(Encoded(encoded["prompt_text"], None, [bos]), [bos])
+                prepared.add(Encoded(encoded["prompt_text"], None, torch.tensor([[bos]])), [bos])
             return
         mask = self._mask(ids, encoded.get("attention_mask"))
         columns = mask[0].nonzero()[:, 0] if mask is not None and not mask.all() else None
@@ -182,7 +184,7 @@ class PipelineCall:
         else:
             prepared.padded = True
             prompt = ids[0, columns[0] : columns[-1] + 1]
-        prepared.add(Encoded(encoded["prompt_text"], ids, ids[0].tolist()), prompt)
+        prepared.add(Encoded(encoded["prompt_text"], ids, ids), prompt)
 
     def _mask(self, ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
         """Of a tokenizer that makes none ``generate`` takes pad tokens for padding, unless they are EOS, too."""
@@ -237,8 +239,9 @@ class PipelineCall:
         return self._records(encoded, [row.token_ids + [pad] * (longest - len(row.token_ids)) for row in rows])
 
     def _records(self, encoded: Encoded, new_tokens: list[list[int]]) -> list[Any]:
-        sequences = torch.tensor([[encoded.before + tokens for tokens in new_tokens]])  # [1, samples, tokens]
-        outputs = {"generated_sequence": sequences, "input_ids": encoded.ids, "prompt_text": encoded.text}
+        new = torch.tensor(new_tokens, dtype=torch.long)  # [samples, tokens]
+        sequences = torch.cat([encoded.before.expand(len(new), -1), new], dim=1)
+        outputs = {"generated_sequence": sequences[None], "input_ids": encoded.ids, "prompt_text": encoded.text}
         return self._pipe.postprocess(outputs, **self._postprocess)
 
 
@@ -295,7 +298,7 @@ def read(inputs: Any) -> list[Any]:
         return inputs
     if isinstance(inputs, Sized) and not isinstance(inputs, IterableDataset):
         return [inputs[place] for place in range(len(inputs))]  # type: ignore[index]
-    return list(inputs)
+    return read_all(inputs)
 
 
 class _Asked(BaseException):

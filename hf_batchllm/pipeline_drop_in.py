@@ -93,6 +93,9 @@ class _Door:
         self._name = name
         self._serve = serve
 
+    def __repr__(self) -> str:
+        return f"<accelerated {self._name} of {type(self.stand_in.pipe).__name__}>"
+
     @property
     def last_report(self) -> RunReport | None:
         return self.stand_in.last_report

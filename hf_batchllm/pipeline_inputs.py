@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import Chat, is_valid_message
 from .chats import chat_problem, is_bare_chat, is_chat
 from .errors import PromptsTypeError
 from .kinds import a_kind, first_line, is_array, is_number
-from .prompts import as_mapping, no_list, refused_by_tokenizer
+from .prompts import as_mapping, no_list, read_all, refused_by_tokenizer
 
 _A_PROMPT_IS = "a prompt is a string or a chat here"
 _TOKEN_IDS = f"{_A_PROMPT_IS} (BatchGenerator(model).generate takes token ids, too)"
@@ -34,10 +34,8 @@ def as_inputs(given: Any) -> Any:
     """
     if isinstance(given, str | Chat):
         return given
-    if isinstance(given, KeyDataset):  # of which transformers makes a list if it holds chats
-        if len(given) and is_chat(given[0]):
-            return [as_input(each) for each in given]
-        return given
+    if isinstance(given, KeyDataset) and (not len(given) or is_chat(given[0])):  # which transformers makes a list of
+        return [as_input(each) for each in given]
     if isinstance(given, Dataset):
         return given
     if is_array(given) and getattr(given.dtype, "kind", "") not in tuple("UTO"):
@@ -53,7 +51,7 @@ def as_inputs(given: Any) -> Any:
         if is_valid_message(first):
             return as_input(list(rest))
         return (as_input(each) for each in rest)
-    listed = list(given)
+    listed = read_all(given)
     if is_bare_chat(listed):
         return as_input(listed)
     if listed and all(is_number(each) for each in listed):

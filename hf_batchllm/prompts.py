@@ -154,7 +154,7 @@ def _as_list(prompts: Any) -> Sequence[Any]:
     why = no_list(prompts)
     if why is not None:
         raise PromptsTypeError(f"prompts is {why}")
-    listed = prompts if isinstance(prompts, (list, tuple)) else _read(prompts)
+    listed = prompts if isinstance(prompts, (list, tuple)) else read_all(prompts)
     return [listed] if _is_bare(listed) else listed
 
 
@@ -192,7 +192,7 @@ def as_mapping(given: Mapping[Any, Any], a_prompt_is: str = A_PROMPT_IS) -> str:
     return f"{a_kind(given)}; {a_prompt_is}, and several are a list"
 
 
-def _read(prompts: Iterable[Any]) -> list[Any]:
+def read_all(prompts: Iterable[Any]) -> list[Any]:
     listed: list[Any] = []
     try:
         listed.extend(prompts)

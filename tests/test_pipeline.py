@@ -33,6 +33,7 @@ from hf_batchllm import (
     PromptsTypeError,
     UnsupportedModelError,
     UnsupportedOptionError,
+    accelerated,
 )
 from hf_batchllm.pipeline import BatchTextGenerationPipeline
 from hf_batchllm.runner import ModelRunner
@@ -345,6 +346,24 @@ def test_bad_prompts_are_named_by_their_places(stock: Any, pipe: Any, bad: Any, 
     assert [record["generated_token_ids"] for record in records] == [None, None]
 
 
+def test_rows_of_a_dataset_are_looked_at_too(stock: Any, pipe: Any) -> None:
+    with pytest.raises(PromptError, match="prompt 1 is a dict; pass what it holds as 'text'"):
+        list(pipe(Texts(["w5", {"text": "w6"}])))
+    assert list(pipe(Texts(CHATS), **GREEDY)) == stock(CHATS, **GREEDY)
+    assert pipe(KeyDataset([], "text")) == []
+    assert pipe([3, None], on_error="record", **GREEDY)[1][0]["error"].startswith("is None")
+
+
+def test_an_iterator_that_fails_says_at_which_prompt(pipe: Any) -> None:
+    def failing() -> Iterator[str]:
+        yield from TEXTS
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        list(pipe(failing()))
+    assert "prompt 3" in caught.value.__notes__[0]
+
+
 def test_several_bad_prompts_come_together(pipe: Any) -> None:
     pipe.tokenizer = letter_tokenizer()
     with pytest.raises(PromptError) as caught:
@@ -521,6 +540,9 @@ def test_a_real_model() -> None:
     rows = KeyDataset(datasets.Dataset.from_dict({"text": texts}), "text")
     assert list(pipe(rows, **call)) == list(pipe((text for text in texts), **call)) == expected
     assert pipe(chats, **call) == stock(chats, batch_size=2, **call)
+    with accelerated(stock):
+        assert stock(texts, **call) == expected
+        assert stock.last_report.sequences == 2
     (samples,) = pipe(texts[:1], num_return_sequences=3, max_new_tokens=2, seed=5)
     assert len(samples) == 3
     assert all(record["generated_text"].startswith(texts[0]) for record in samples)
