@@ -144,7 +144,12 @@ class _StandIn(Fallback):
                 del attributes["generate"]
             else:
                 attributes["generate"] = before
-        self._close(self._model)
+        if self._generator is not None:
+            try:
+                self._generator.close()
+            except GeneratorBusyError:  # a call of another thread
+                with AttentionSwap(self._model).others_wait():
+                    self._generator.close()
 
     # -- calls -------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from .notices import warn_user
 from .option_rows import Kind
 from .option_table import names
 from .options import Given
-from .patches.attention_swap import AttentionSwap
 from .results import RunReport
 
 _OURS = sorted(names(kind=Kind.OURS))  # which model.generate does not know
@@ -84,15 +83,6 @@ class Fallback:
         if kind not in self._said:
             self._said.add(kind)
             warn_user(f"not accelerated, {self.instead}: {text}")
-
-    def _close(self, model: nn.Module) -> None:
-        if self._generator is None:
-            return
-        try:
-            self._generator.close()
-        except GeneratorBusyError:  # a call of another thread
-            with AttentionSwap(model).others_wait():
-                self._generator.close()
 
 
 def not_of_generate(given: dict[str, Any]) -> Exception | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from .work import Checks, Work
 _DOORS = ("get_iterator", "run_single")  # through which a pipeline's __call__ goes
 _BEHIND = ("forward", "_forward", "get_inference_context", *_DOORS)  # what runs, there
 _REPORT = "last_report"
+_TOO_LATE = "accelerated() ended before these results were read: read them in its block"
 _ABSENT = object()
 
 
@@ -134,10 +135,6 @@ class _PipelineStandIn(Fallback):
 
     def leave(self) -> None:
         self._ended = True
-        for results in list(self._open):
-            results.break_off(
-                GeneratorBusyError("accelerated() ended before these results were read: read them in its block")
-            )
         attributes = vars(self.pipe)
         if self._is_at(attributes.get(_DOORS[0])):  # else one further in is, which puts back what was before this one
             before = self._before
@@ -148,7 +145,16 @@ class _PipelineStandIn(Fallback):
                     attributes.pop(name, None)
                 else:
                     attributes[name] = value
-        self._close(self._model)
+        with AttentionSwap(self._model).others_wait():  # for lists that other threads are at
+            for results in list(self._open):
+                with suppress(ValueError):  # a thread that waits to read on finds out by itself
+                    results.break_off(GeneratorBusyError(_TOO_LATE))
+            self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        if self._generator is not None:
+            with suppress(GeneratorBusyError):  # then by the thread that ends its work
+                self._generator.close()
 
     def _is_at(self, door: Any) -> bool:
         return isinstance(door, _Door) and door.stand_in is self
@@ -195,6 +201,8 @@ class _PipelineStandIn(Fallback):
         try:
             while True:
                 with self._turn():  # for each by itself: who reads them may do something else in between
+                    if self._ended:
+                        raise GeneratorBusyError(_TOO_LATE)
                     try:
                         result = next(results)
                     except StopIteration:
@@ -203,6 +211,8 @@ class _PipelineStandIn(Fallback):
         finally:
             del results  # and with it, ends the engine's part if it has not come to its end
             self._note_report()
+            if self._ended:
+                self._close_when_idle()
 
     def _served(
         self, inputs: list[Any], parameters: Any, serve: Callable[..., Any], original: Callable[[], Any]

@@ -357,6 +357,25 @@ def test_threads_take_turns(pipe: Any) -> None:
     assert outcomes == [True] * 12
 
 
+def test_the_block_ends_while_another_thread_reads(pipe: Any) -> None:
+    results, errors, begun = None, [], threading.Event()
+
+    def work() -> None:
+        try:
+            for _ in results:
+                begun.set()
+        except GeneratorBusyError as error:
+            errors.append(str(error))
+
+    with accelerated(pipe):
+        results = pipe(iter_of(TEXTS * 300), **{**GREEDY, "max_new_tokens": 20})
+        thread = threading.Thread(target=work)
+        thread.start()
+        begun.wait(60)
+    thread.join()
+    assert len(errors) == 1 and "read them in its block" in errors[0]
+
+
 def test_a_forward_of_its_own_is_accelerated_batch_by_batch() -> None:
     class Own(TextGenerationPipeline):
         def _forward(self, model_inputs: Any, **options: Any) -> Any:
