@@ -94,3 +94,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_importlib.import_module(f"{__name__}.pipeline_import").register_task()  # pipeline("batch-text-generation", ...)

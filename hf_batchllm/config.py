@@ -103,11 +103,11 @@ class BatchConfig:
         _choice(self, "backend", ("auto", "torch", "triton"))
 
     @classmethod
-    def of(cls, config: BatchConfig | None, fields: dict[str, Any]) -> BatchConfig:
+    def of(cls, config: BatchConfig | None, fields: dict[str, Any], called: str = "config") -> BatchConfig:
         """The config given, with ``fields`` (keyword arguments of a caller) on top."""
         if config is not None and not isinstance(config, cls):
-            hint = ": pass BatchConfig(**config), or the fields by name" if isinstance(config, dict) else ""
-            raise ConfigError(f"`config` must be a BatchConfig, not {a_kind(config)}{hint}")
+            hint = f": pass BatchConfig(**{called}), or the fields by name" if isinstance(config, dict) else ""
+            raise ConfigError(f"`{called}` must be a BatchConfig, not {a_kind(config)}{hint}")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:

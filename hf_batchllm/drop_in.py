@@ -1,4 +1,4 @@
-"""``accelerated(model)``: code that calls ``model.generate`` (a pipeline, a harness) gains without a change.
+"""``accelerated(model)``: code that calls ``model.generate`` (a harness, a trainer) gains without a change.
 
 The module is not called ``accelerated``: a submodule of that name would hide the function in the package.
 """
@@ -7,41 +7,36 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-import warnings
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from transformers import GenerationMixin
 
-from . import endings, processing
-from .architecture import base_model
+from . import processing
 from .attention import ATTENTION_NAME
 from .config import BatchConfig
-from .errors import (
-    BatchLLMError,
-    GeneratorBusyError,
-    OptionValueError,
-    PromptError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
+from .errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
+from .fallbacks import (
+    Fallback,
+    not_of_generate,
+    refuse_a_generate_of_its_own,
+    refuse_what_sees_the_batch,
 )
 from .generator import BatchGenerator
-from .kinds import a_kind
-from .option_rows import Kind
-from .option_table import names
 from .options import Given
 from .patches.attention_swap import AttentionSwap
-from .results import RunReport
 from .work import Checks, Work
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model")  # a model, or a pipeline
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OURS = sorted(names(kind=Kind.OURS))  # which model.generate does not know
+_WITH_ALL_ROWS = (
+    "`generate` calls with all rows at once: pass one row at a time, or call BatchGenerator, which asks it for each "
+    "row by itself"
+)
 _ABSENT = object()
 
 
@@ -54,11 +49,24 @@ def accelerated(
         with accelerated(model):
             model.generate(**inputs, max_new_tokens=50)
 
+        with accelerated(pipe):
+            pipe(prompts, max_new_tokens=50)
+
     A call that cannot be served goes to the model's own ``generate``, with one warning that says why. Sampling draws
     other tokens than ``generate`` would, from the same distribution; after ``set_seed`` it repeats. Each call is looked
     at by itself: what several have in common is computed once only with ``keep_prefixes``. How a call went is in
     ``model.generate.last_report``. ``tokenizer``, ``config`` and ``fields`` are those of BatchGenerator.
+
+    A text-generation pipeline computes all inputs of a call at once (Datasets and generators are read to their end
+    first), whatever its ``batch_size``; what cannot be served goes its usual way. The report is ``pipe.last_report``.
     """
+    pipelines = sys.modules.get("transformers.pipelines")  # no pipeline without them, and they take long to import
+    if pipelines is not None and isinstance(model, pipelines.Pipeline):
+        from .pipeline_drop_in import accelerated_pipeline
+
+        with accelerated_pipeline(model, tokenizer, BatchConfig.of(config, fields), _StandIn):
+            yield model
+        return
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         inside = ": does it hold one, as .model?" if hasattr(model, "model") else ""
         raise UnsupportedModelError(
@@ -66,7 +74,7 @@ def accelerated(
         )
     stand_in = _StandIn(model, tokenizer, BatchConfig.of(config, fields))
     try:
-        vars(model)["generate"] = stand_in
+        stand_in.enter()
         yield model
     finally:
         stand_in.leave()
@@ -80,7 +88,7 @@ class _ChecksAsGenerate(Checks):
         if work.options and _is_padded(work):
             _refuse_what_counts_the_padding(work.options[0].given)
         if sum(options.num_return_sequences for options in work.options) > 1:
-            _refuse_what_sees_the_batch(work.options[0].given)
+            refuse_what_sees_the_batch(work.options[0].given, _WITH_ALL_ROWS)
             rules = work.rules[0]
             if rules.looks and not rules.stop_tokens:
                 ending = "stop_strings" if rules.strings else "stopping_criteria"
@@ -93,21 +101,22 @@ class _AsGenerate(BatchGenerator):
     checks = _ChecksAsGenerate
 
 
-class _StandIn:
+class _StandIn(Fallback):
     """What ``model.generate`` is meanwhile."""
 
+    instead = "the model's own generate runs instead"
+    item = "row"
+
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
+        super().__init__()
         self._model = model
         self._before = vars(model).get("generate", _ABSENT)
         # A stand-in further out would only find out again what this one knows.
         self._original = self._before._original if isinstance(self._before, _StandIn) else model.generate
         self._ended = False
-        self._said: set[str] = set()
-        self._generator: _AsGenerate | None = None
-        self._refusal: UnsupportedModelError | None = None
         try:
             self._generator = _AsGenerate(model, tokenizer, config)
-            _refuse_a_generate_of_its_own(model)
+            refuse_a_generate_of_its_own(model)
         except UnsupportedModelError as refusal:
             self._refusal = refusal
         functools.update_wrapper(self, self._original, updated=())
@@ -121,9 +130,8 @@ class _StandIn:
             return getattr, (self._model, "generate")
         return _itself, (self._original,)
 
-    @property
-    def last_report(self) -> RunReport | None:
-        return None if self._generator is None else self._generator.last_report
+    def enter(self) -> None:
+        vars(self._model)["generate"] = self
 
     def leave(self) -> None:
         self._ended = True
@@ -148,8 +156,12 @@ class _StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ended:
             return self._original(*args, **kwargs)
+
+        def original() -> Any:
+            return self._original(*args, **kwargs)
+
         if self._generator is None:
-            return self._run_original(self._refusal, args, kwargs)
+            return self._run_original(self._refusal, original)
         # One call at a time: while another thread is in a step, the model's attention is not its own.
         with AttentionSwap(self._model).others_wait() as attention:
             if attention == ATTENTION_NAME:
@@ -159,44 +171,10 @@ class _StandIn:
                 )
             named = _named(self._model, args, kwargs)
             reason = self._refusal or _beyond_us(named)
-            if reason is None:
-                random_state = torch.get_rng_state()
-                try:
-                    return self._generator.generate(progress=False, **named)
-                except (GeneratorBusyError, ValueError, TypeError, NotImplementedError) as error:
-                    if self._had_begun(error):
-                        raise
-                    reason = error
-                torch.set_rng_state(random_state)  # as if the attempt had not been made
-            return self._run_original(reason, args, kwargs)
-
-    def _had_begun(self, error: Exception) -> bool:
-        """Whether an error came out of the call's work, and not out of the checks before it."""
-        report = self.last_report
-        if report is not None and not report.steps and isinstance(error, UnsupportedModelError):
-            self._refusal = error  # its first step has shown it, and so would that of every other call
-            return False
-        return report is not None
-
-    def _run_original(self, reason: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(reason, BatchLLMError) and not isinstance(reason, OptionValueError):
-            self._say(reason)
-            return self._original(*args, **kwargs)
-        # Most likely generate refuses the call, too, and then its own error says everything.
-        result = self._original(*args, **kwargs)
-        self._say(reason)
-        return result
-
-    def _say(self, reason: Exception | None) -> None:
-        text = str(reason)
-        if isinstance(reason, PromptError):
-            (row, why), *others = reason.problems.items()
-            text = f"row {row}: {why}" + (f" (and so for {len(others)} more)" if others else "")
-        kind = reason.option if isinstance(reason, UnsupportedOptionError) else re.sub(r"\d+", "", text)
-        if kind in self._said:
-            return
-        self._said.add(kind)
-        warnings.warn(f"not accelerated, the model's own generate runs instead: {text}", UserWarning, stacklevel=4)
+            if reason is not None:
+                return self._run_original(reason, original)
+            generate = self._generator.generate
+            return self._attempt(lambda: generate(progress=False, **named), original)
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -210,35 +188,9 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def _beyond_us(named: dict[str, Any]) -> Exception | None:
-    """What a BatchGenerator would take for something else."""
-    for name in _OURS:
-        if name in named:
-            return ValueError(f"`{name}` is not an option of model.generate")
     if all(named.get(name) is None for name in ("inputs", "input_ids", "inputs_embeds")):
         return ValueError("there are no `input_ids`")
-    for name in ("stopping_criteria", "logits_processor"):
-        if callable(named.get(name)) and not isinstance(named[name], list | tuple):  # to a generator, a factory
-            return ValueError(f"`{name}` is not a list")
-    if named.get("cache_implementation") == "paged":
-        return UnsupportedOptionError("cache_implementation", 'is "paged": transformers\' own continuous batching')
-    return None
-
-
-_ROW_BY_ROW: dict[str, Callable[[Any], bool]] = {
-    "stopping_criteria": endings.looks_at_each_row_alone,
-    "logits_processor": processing.looks_at_each_row_alone,
-}
-
-
-def _refuse_what_sees_the_batch(given: Given) -> None:
-    for name, is_harmless in _ROW_BY_ROW.items():
-        for each in getattr(given, name) or ():
-            if not is_harmless(each):
-                raise UnsupportedOptionError(
-                    name,
-                    f"has {a_kind(each)}, which `generate` calls with all rows at once: pass one row at a time, or "
-                    "call BatchGenerator, which asks it for each row by itself",
-                )
+    return not_of_generate(named)
 
 
 def _is_padded(work: Work) -> bool:
@@ -255,12 +207,6 @@ def _refuse_what_counts_the_padding(given: Given) -> None:
             "is called by `generate` with rows as they are padded: pass rows without padding, or call BatchGenerator, "
             "which leaves the padding out",
         )
-
-
-def _refuse_a_generate_of_its_own(model: nn.Module) -> None:
-    inner = type(base_model(model))
-    if inner.generate is not GenerationMixin.generate:
-        raise UnsupportedModelError(f"{inner.__name__} has a `generate` of its own, not that of transformers")
 
 
 def _itself(value: Any) -> Any:

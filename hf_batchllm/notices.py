@@ -49,8 +49,9 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _stands_between(frame: FrameType) -> bool:
-    """contextlib does, between a ``with`` and its body."""
-    return _module(frame) == "contextlib"
+    """contextlib does, between a ``with`` and its body, and a pipeline, which calls what was put into it."""
+    module = _module(frame)
+    return module == "contextlib" or f"{module}.".startswith("transformers.pipelines.")
 
 
 def _module(frame: FrameType) -> str:

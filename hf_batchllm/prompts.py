@@ -113,7 +113,7 @@ def check_prompts(
                 continue
             for index, ids in zip(indices, _encoded([given[i] for i in indices], loaded, encode), strict=True):
                 if isinstance(ids, Exception):
-                    problems[index] = _refused_by_tokenizer(given[index], loaded, ids)
+                    problems[index] = refused_by_tokenizer(given[index], loaded, ids)
                 else:
                     settle(index, ids)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
@@ -151,17 +151,17 @@ def _as_list(prompts: Any) -> Sequence[Any]:
         if prompts.ndim != 1:
             raise PromptsTypeError(f"prompts is a {prompts.ndim}-D {kind(prompts)}; {_PADDED_TENSOR}")
         return [prompts]
-    why = _no_list(prompts)
+    why = no_list(prompts)
     if why is not None:
         raise PromptsTypeError(f"prompts is {why}")
-    listed = prompts if isinstance(prompts, (list, tuple)) else _read(prompts)
+    listed = prompts if isinstance(prompts, (list, tuple)) else read_all(prompts)
     return [listed] if _is_bare(listed) else listed
 
 
-def _no_list(prompts: Any) -> str | None:
+def no_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
     """What ``prompts`` is, if there is no walking through it prompt by prompt."""
     if isinstance(prompts, Mapping):
-        return _as_mapping(prompts)
+        return as_mapping(prompts, a_prompt_is)
     columns = getattr(prompts, "columns", None)
     if columns is None:
         columns = getattr(prompts, "column_names", None)
@@ -176,11 +176,12 @@ def _no_list(prompts: Any) -> str | None:
     if isinstance(prompts, bad) or not isinstance(prompts, Iterable):
         hint = " (decode them first)" if isinstance(prompts, (bytes, bytearray)) else ""
         hint = " (a set has no order)" if isinstance(prompts, (set, frozenset)) else hint
-        return f"{a_kind(prompts)}{hint}; pass a list of prompts, where {A_PROMPT_IS}"
+        return f"{a_kind(prompts)}{hint}; pass a list of prompts, where {a_prompt_is}"
     return None
 
 
-def _as_mapping(given: Mapping[Any, Any]) -> str:
+def as_mapping(given: Mapping[Any, Any], a_prompt_is: str = A_PROMPT_IS) -> str:
+    """What a mapping is that stands where a prompt should."""
     if "input_ids" in given:
         return f"{a_kind(given)}; pass the texts themselves, or the token ids in its 'input_ids'"
     if is_message(given):
@@ -188,10 +189,10 @@ def _as_mapping(given: Mapping[Any, Any]) -> str:
     column = next((name for name in _COLUMNS if name in given), None)
     if column is not None:
         return f"{a_kind(given)}; pass what it holds as {column!r}"
-    return f"{a_kind(given)}; {A_PROMPT_IS}, and several are a list"
+    return f"{a_kind(given)}; {a_prompt_is}, and several are a list"
 
 
-def _read(prompts: Iterable[Any]) -> list[Any]:
+def read_all(prompts: Iterable[Any]) -> list[Any]:
     listed: list[Any] = []
     try:
         listed.extend(prompts)
@@ -236,7 +237,7 @@ def _seen_from(prompt: Any, refusal: _Refused) -> str:
     return str(refusal)
 
 
-def _refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
+def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
     if isinstance(prompt, str):
         try:
             prompt.encode()
@@ -291,7 +292,7 @@ def _packed_ids(prompt: Any, id_limit: int) -> bytes:
     if isinstance(prompt, (list, tuple)):
         return _packed_list(prompt, id_limit)
     if isinstance(prompt, Mapping):
-        raise _Refused(f"is {_as_mapping(prompt)}")
+        raise _Refused(f"is {as_mapping(prompt)}")
     if isinstance(prompt, (float, np.floating)) and np.isnan(prompt):
         raise _Refused(f"is NaN, as missing values are; {A_PROMPT_IS}")
     if not is_array(prompt):

@@ -1,0 +1,154 @@
+"""``pipeline("batch-text-generation", ...)``: transformers' text-generation pipeline, over the whole list at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from transformers import TextGenerationPipeline
+from transformers.utils.chat_template_utils import Chat
+
+from .architecture import base_model
+from .config import BatchConfig
+from .errors import ConfigError, GeneratorBusyError
+from .option_checks import unknown_option
+from .option_table import TABLE
+from .pipeline_calls import Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read
+from .pipeline_import import LIKE, TASK
+from .pipeline_inputs import Refused, as_inputs
+from .results import RunReport
+from .sharing import SharingPlan
+
+_FIELDS = [field.name for field in dataclasses.fields(BatchConfig)]
+
+
+class BatchTextGenerationPipeline(TextGenerationPipeline):
+    """What ``pipeline("text-generation", ...)`` is and gives, with all prompts of a call computed at once.
+
+        import hf_batchllm
+        from transformers import pipeline
+
+        pipe = pipeline("batch-text-generation", model=model, tokenizer=tokenizer)
+        pipe(prompts, max_new_tokens=50)
+
+    It takes what that pipeline takes. ``batch_size`` and ``num_workers`` have no effect: the batch is as large as
+    memory allows. Beside it:
+
+    when it is made, the fields of a BatchConfig (``kv_memory="20GiB"``), or one as ``batch_config``;
+    in a call, ``seed``, ``progress`` and ``on_error`` as for ``BatchGenerator.generate``. With ``on_error="record"`` a
+    prompt that cannot be run gives ``[{"generated_text": None, "error": why}]``.
+
+    Anything that can be walked through is taken for a list. Datasets, generators and other iterators give an iterator,
+    and are read to their end before the first prompt runs: results come in the order of the prompts, as soon as they
+    are there. ``close()`` on it, or letting go of it, ends the work early.
+
+    ``last_report`` says how the last call went, ``plan(prompts)`` what sharing would save. ``close()``, or ``with
+    pipe:``, gives back what is kept between calls.
+    """
+
+    def __init__(self, *args: Any, task: str = TASK, batch_config: BatchConfig | None = None, **kwargs: Any) -> None:
+        fields = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
+        self._batch_config = BatchConfig.of(batch_config, fields, "batch_config")
+        super().__init__(*args, task=LIKE, **kwargs)  # defaults, checks and names of adapters go by it
+        self.task = task or TASK
+        self._refuse_unknown_options()
+        self._closed = False
+        self._generator: TokenGenerator | None = self._new_generator()
+
+    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
+        """Complete the prompt or prompts: as ``pipeline("text-generation", ...)`` does, see there."""
+        inputs = as_inputs(text_inputs)
+        if isinstance(inputs, list) and not inputs:
+            self._sanitize_parameters(**kwargs)
+            return []
+        return super().__call__(inputs, **kwargs)
+
+    def plan(self, text_inputs: Any, **kwargs: Any) -> SharingPlan:
+        """What sharing these prompts would save. Runs no model."""
+        inputs = as_inputs(text_inputs)
+        preprocess, forward, _ = self._sanitize_parameters(**kwargs)
+        call = PipelineCall(self, {**self._preprocess_params, **preprocess}, {**self._forward_params, **forward}, {})
+        prepared = call.prepare([inputs] if isinstance(inputs, str | Chat | Refused) else read(inputs))
+        with prepared.naming():
+            return self._ready().plan(prepared.prompts)
+
+    @property
+    def last_report(self) -> RunReport | None:
+        return None if self._generator is None else self._generator.last_report
+
+    def close(self) -> None:
+        """Give back what is kept between calls. The pipeline cannot be used afterwards; its model can."""
+        if self._generator is not None:
+            self._generator.close()
+        self._closed = True
+
+    def __enter__(self) -> BatchTextGenerationPipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close()
+        except GeneratorBusyError:
+            if kind is None:  # else an error is on its way that says more
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a generator of its own, on its own model."""
+        return {**vars(self), "_generator": None}
+
+    # -- what transformers calls -------------------------------------------------------------------------------
+
+    def _sanitize_parameters(self, *args: Any, **kwargs: Any) -> tuple[Parameters, Parameters, Parameters]:
+        for name in _FIELDS:
+            if name in kwargs:
+                raise ConfigError(f"`{name}` is set when the pipeline is made: pipeline({TASK!r}, ..., {name}=...)")
+        return super()._sanitize_parameters(*args, **kwargs)
+
+    def get_iterator(
+        self,
+        inputs: Any,
+        num_workers: int,
+        batch_size: int,
+        preprocess_params: Parameters,
+        forward_params: Parameters,
+        postprocess_params: Parameters,
+    ) -> Any:
+        call = PipelineCall(self, preprocess_params, forward_params, postprocess_params)
+        if isinstance(inputs, list):
+            return call.results(self._ready(), call.prepare(inputs))
+        return Results(lambda: call.stream(self._ready(), call.prepare(read(inputs))), inputs)
+
+    def run_single(
+        self, inputs: Any, preprocess_params: Parameters, forward_params: Parameters, postprocess_params: Parameters
+    ) -> Any:
+        call = PipelineCall(self, preprocess_params, forward_params, postprocess_params)
+        (result,) = call.results(self._ready(), call.prepare([inputs]))
+        return result
+
+    # -- the generator -----------------------------------------------------------------------------------------
+
+    def _new_generator(self) -> TokenGenerator:
+        return TokenGenerator(self.model, self.tokenizer, self._batch_config)
+
+    def _ready(self) -> TokenGenerator:
+        """A generator for the model and the tokenizer as they are: both are attributes that anybody may set."""
+        if self._closed:
+            raise GeneratorBusyError("this pipeline is closed: make a new one for the model")
+        kept = self._generator
+        if kept is not None and kept.model is self.model and kept.tokenizer is self.tokenizer:
+            return kept
+        if kept is not None:
+            kept.close()
+        self._generator = new = self._new_generator()
+        return new
+
+    def _refuse_unknown_options(self) -> None:
+        """What ``pipeline()`` was given for nobody: else the first call would say so."""
+        for name in asked_of_generate(self, dict(self._forward_params)):
+            if name in TABLE or name == "generation_config":
+                continue
+            near = difflib.get_close_matches(name, [*_FIELDS, *TABLE], n=1)
+            if near and near[0] in _FIELDS:
+                raise ConfigError(f"`{name}` is not a field of BatchConfig; did you mean `{near[0]}`?")
+            raise unknown_option(name, base_model(self.model))

@@ -1,0 +1,71 @@
+"""The task "batch-text-generation" for ``transformers.pipeline``, known as soon as transformers' pipelines are loaded.
+
+This package does not import transformers by itself, so it waits for that: nothing else here may import it either.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+TASK = "batch-text-generation"
+LIKE = "text-generation"  # the task whose models, defaults and names are ours, too
+_PIPELINES = "transformers.pipelines"
+
+
+def register_task() -> None:
+    """Now if transformers' pipelines are loaded, else once they are. To be called again does no harm."""
+    for finder in [each for each in sys.meta_path if type(each).__qualname__ == _AfterPipelines.__qualname__]:
+        sys.meta_path.remove(finder)  # of a package that is being reloaded
+    pipelines = sys.modules.get(_PIPELINES)
+    if pipelines is None:
+        sys.meta_path.insert(0, _AfterPipelines())
+    else:
+        _add_to(pipelines)
+
+
+def _add_to(pipelines: Any) -> None:
+    # Not by register_pipeline(): it marks the class as somebody's own code, which save_pretrained() would then copy
+    # next to the model and enter in its config.
+    tasks = pipelines.PIPELINE_REGISTRY.supported_tasks
+    name = f"{__package__}.pipeline.BatchTextGenerationPipeline"
+    if isinstance(tasks[LIKE]["impl"], str):  # resolved when it is used
+        tasks[TASK] = {**tasks[LIKE], "impl": name}
+    else:
+        from .pipeline import BatchTextGenerationPipeline
+
+        tasks[TASK] = {**tasks[LIKE], "impl": BatchTextGenerationPipeline}
+
+
+class _AfterPipelines(MetaPathFinder):
+    """Finds transformers' pipelines as the other finders do, and has the task added after they were run."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _PIPELINES:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _AndThen(spec.loader, self)
+                return spec
+        return None
+
+
+class _AndThen(Loader):
+    def __init__(self, loader: Any, finder: _AfterPipelines) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader  # as if we had not been there
+        self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        _add_to(module)
