@@ -29,6 +29,7 @@ class PagedCache:
         self._free = list(range(num_pages))
         self._holders: dict[Unit, None] = {}  # every unit that has pages
         self._kept: OrderedDict[Prefix, None] = OrderedDict()  # least recently used first
+        self.requests = 0  # that have pages
         self.peak_pages = 0
         self.lost_tokens = 0  # computed, then given up for want of memory: they have to be computed again
 
@@ -91,12 +92,14 @@ class PagedCache:
             return
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
+        self.requests += not unit.pages and isinstance(unit, Request)
         unit.pages.extend(heapq.heappop(self._free) for _ in range(count))
         self._holders[unit] = None
         self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
 
     def release(self, unit: Unit) -> None:
         """Take a unit's pages back. What it held would have to be computed again."""
+        self.requests -= bool(unit.pages) and isinstance(unit, Request)
         for page in unit.pages:
             heapq.heappush(self._free, page)
         unit.pages.clear()
@@ -239,6 +242,7 @@ class PagedCache:
         """
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
+        assert self.requests == sum(isinstance(unit, Request) for unit in self._holders), "requests are miscounted"
         units = units_below([*self._holders, *self._kept, *(alive or ())])
         standing = dict.fromkeys(units, 0)
         for unit in units:

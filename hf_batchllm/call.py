@@ -26,6 +26,7 @@ from .notices import Notices
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
+from .recorder import Recorder
 from .recording import Recording
 from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
 from .request import Request, Step
@@ -68,7 +69,7 @@ class Call:
         self.home = home
         self.notices = notices
         self.fusion = fusion
-        self.began = time.perf_counter()
+        self.recorder = Recorder(ahead=architecture.device.type == "cuda")
         self._clock = time.time()  # the same moment, as ``generate`` measures ``max_time``
         self._opened = self._lined_up = self._started = self._complete = self._left = False
         self._runner: ModelRunner | None = None
@@ -77,6 +78,7 @@ class Call:
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
+        self.recorder.switch("planning")
         self.work = work
         self.recording = Recording(work.options)
         self.home.start()
@@ -86,8 +88,9 @@ class Call:
         self.prompts = [prompt for prompt, count in zip(work.prompts, samples, strict=True) for _ in range(count)]
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = make_plan(self.prompts, self.config, limits)
-        self.planning_seconds = time.perf_counter() - self.began
+        self.planning_seconds = self.recorder.seconds
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
+        self.recorder.switch("setup")
         kernels = fused_kernels(self.config, self.architecture.device)
         if kernels is not None:  # before the KV cache takes the memory that is free
             self._fused = self.fusion.merge(kernels)
@@ -99,6 +102,7 @@ class Call:
             beside=lambda most: self._beside_the_cache(wanted, most),
             results=self.recording.results_bytes(max(limits, default=0), self.architecture.vocab_size),
         )
+        self.recorder.switch("planning")
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
         prompts_watched = self.recording.prompts  # of kept prefixes there are K and V, and no logits
@@ -117,13 +121,14 @@ class Call:
                 f"{self.lineup.apart:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
                 "tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
             )
+        self.recorder.switch("setup")
         self.scheduler: Scheduler = scheduler_for(self.config.scheduler, self.architecture.device)
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
         if prompts_watched is not None:
             prompts_watched.start(self.lineup.requests)
-            self._runner.record = prompts_watched.record
+            self._runner.record = self.recorder.around("tokens", prompts_watched.record)
         launcher, depth = self._launcher(work)
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
@@ -133,7 +138,8 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth)
+        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
+        self.recorder.switch("outside")  # results that are known already, a progress bar
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
@@ -180,7 +186,7 @@ class Call:
             tensors = self.recording.tensors
             record = None if tensors is None else tensors.record
             sampler = Sampler(self.model, work.options, work.seed, record=record, notices=self.notices)
-            return AtOnce(self._runner, self.recording.around(sampler)), 1
+            return AtOnce(self._runner, self.recording.around(sampler), self.recorder), 1
         kernels = sampling_kernels(device)
         requests = self.lineup.requests
         pick = SeatedSampler(requests, work.options, work.seed, device, kernels)
@@ -224,10 +230,12 @@ class Call:
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         self._started = True
+        self.recorder.start(self.cache)
         self.scheduler.start(self.lineup.requests, self.cache, self._budget)
         yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
         if any(not request.done for request in self.lineup.requests):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
+        self.recorder.switch("outside")
         self._complete = True
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
@@ -238,7 +246,8 @@ class Call:
                 watch(step, new_tokens)
 
         for request in self.engine.run(told):
-            feed.end()
+            with self.recorder.during("outside"):
+                feed.end()
             yield request
         feed.end()
 
@@ -307,7 +316,8 @@ class Call:
         engine, cache, requests = self.engine, self.cache, self.lineup.requests
         lengths = sum(len(prompt.ids) for prompt in self.prompts)
         new_tokens = sum(len(request.generated) for request in requests)
-        seconds = time.perf_counter() - self.began
+        seconds = self.recorder.seconds
+        capture = 0.0 if self._ahead is None or self._ahead.graphs is None else self._ahead.graphs.seconds
         decoded = sum(max(request.made - 1, 0) for request in requests)
         computed = engine.model_tokens - engine.idle_tokens - cache.lost_tokens - decoded
         # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
@@ -334,6 +344,7 @@ class Call:
             graphs=self._ahead.summary if self._ahead is not None else "",
             idle_tokens=engine.idle_tokens,
             device_memory=self.home.memory.highest(),
+            timeline=self.recorder.timeline(seconds, self.home.page_bytes, capture),
         )
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:

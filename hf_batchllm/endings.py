@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from .architecture import base_model
 from .errors import OptionValueError, TokenizerError
 from .factories import CRITERIA, Factory, factory_of, listed, made_by
+from .notices import Notices
 from .options import Options, config_for_prompt
 from .request import FinishReason, Request
 from .runner import current_device
@@ -29,6 +30,7 @@ Scores = Callable[[Request, int], Any]  # a request, a number of its new tokens 
 Ends = dict[int, tuple[int, FinishReason | None]]  # row -> how many of its new tokens are real, and why no more are
 
 _WINDOWS = 1024  # looked at for strings at a time: memory
+_LONG_PREPARATION = 500_000  # tokens gone through for stop strings: 60,000 take about a second
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +65,11 @@ class Rules:
 
 
 def rules_of_each(
-    model: nn.Module, options: Sequence[Options], tokenizer: Callable[[], Any], in_tensors: bool
+    model: nn.Module, options: Sequence[Options], tokenizer: Callable[[], Any], in_tensors: bool, notices: Notices
 ) -> list[Rules]:
     """Of each prompt; those with the same options have the same rules."""
     shared: dict[Hashable, StopStringCriteria] = {}
+    _tell_of_long_preparation(model, options, notices)
     made = {each: rules_of(model, each, tokenizer, shared) for each in dict.fromkeys(options)}
     rules = [made[each] for each in options]
     several = in_tensors and sum(each.num_return_sequences for each in options) > 1
@@ -74,6 +77,22 @@ def rules_of_each(
     if several and options[0].pad_token_id is None and (rules[0].can_stop or rules[0].deadlines):
         raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
     return rules
+
+
+def _tell_of_long_preparation(model: nn.Module, options: Sequence[Options], notices: Notices) -> None:
+    sets = {_strings_of(each) for each in dict.fromkeys(options)} - {None}
+    vocabulary = base_model(model).config.get_text_config(decoder=True).vocab_size
+    if len(sets) > 1 and len(sets) * vocabulary > _LONG_PREPARATION:
+        notices(
+            "stop_strings",
+            f"prompts have {len(sets):,} different `stop_strings`, and for each of them all {vocabulary:,} tokens of "
+            "the vocabulary are gone through first, which takes seconds: the same for all prompts need one pass",
+        )
+
+
+def _strings_of(options: Options) -> tuple[str, ...] | None:
+    strings = options.config.stop_strings
+    return None if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
 
 
 def rules_of(
@@ -91,7 +110,7 @@ def rules_of(
     if strings is not None and found is None:
         found = _tokenizer_for_strings(tokenizer)
     # Theirs goes through the whole vocabulary each time: seconds, if it is large.
-    of_strings = None if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
+    of_strings = _strings_of(options)
     known = None if any(type(each) is StopStringCriteria for each in mine) else shared.get(of_strings)
     if known is not None:
         config.stop_strings = None

@@ -13,6 +13,7 @@ import torch
 
 from .batch import BatchBuilder, ModelBatch
 from .endings import Endings
+from .recorder import Recorder, Stretch
 from .request import FinishReason, Request, Step
 from .runner import ModelRunner, current_device
 from .scheduler import Scheduler
@@ -40,13 +41,20 @@ class AtOnce:
 
     most_times = 1
 
-    def __init__(self, runner: ModelRunner, sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
+        recorder: Recorder,
+    ) -> None:
         self.runner = runner
         self.sampler = sampler
+        self.recorder = recorder
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with current_device(self.runner.architecture.device):
             logits = self.runner.step(batch)
+            self.recorder.switch("tokens")
             tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
@@ -66,6 +74,7 @@ class Flight:
     sampling: list[Request]
     counts: list[int]  # how many tokens each of them may get
     wait: Callable[[], np.ndarray]
+    record: Stretch
 
 
 class Engine:
@@ -77,12 +86,14 @@ class Engine:
         builder: BatchBuilder,
         launcher: Launcher,
         endings: Endings,
-        depth: int = 1,
+        depth: int,
+        recorder: Recorder,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
         self.endings = endings
+        self.recorder = recorder
         self.depth = depth if runs_ahead(scheduler) else 1
         # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
         self.flights = 2 if launcher.most_times > 1 else depth
@@ -96,8 +107,10 @@ class Engine:
         ``watch`` is told of every step that has been run, and how many tokens of answers it brought.
         """
         flights: deque[Flight] = deque()
+        switch = self.recorder.switch
         try:
             while True:
+                switch("scheduling")
                 late = self.endings.late()  # nothing is launched before they have been let go
                 step = None if late else self._next(must_wait=bool(flights))
                 finished: list[Request] = []
@@ -110,15 +123,20 @@ class Engine:
                 if flights and (step is None or self._enough(flights)):
                     flight = flights[0]  # where an interrupt, or an error of a criterion, finds it still on its way
                     idle = self.idle_tokens
+                    switch("model")
                     finished = self.collect(flight, flight.wait())
                     flights.popleft()
+                    self.recorder.collected(flight.record)
                     if watch is not None:
+                        switch("outside")
                         watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle))
                 if finished:
+                    switch("results")
                     yield from finished
                     self.launcher.back()
         finally:  # left half-way, it may have run more for those that had ended
             for flight in flights:
+                self.recorder.collected(flight.record)
                 pairs = zip(flight.sampling, flight.counts, strict=True)
                 self.idle_tokens += sum(count for request, count in pairs if request.done)
 
@@ -138,13 +156,17 @@ class Engine:
         batch = self.builder.build(step)
         sampling = step.sampling()
         counts = [step.times_of(request) for request in sampling]
+        self.recorder.switch(self.recorder.launching)
         wait = self.launcher.launch(batch, sampling)
+        self.recorder.switch("scheduling")
         for request, count in zip(sampling, counts, strict=True):
             request.expect(count)
         self.steps += step.times
         # With chunks, rows run once.
-        self.model_tokens += step.tokens if step.chunks else sum(counts)
-        return Flight(step, sampling, counts, wait)
+        decode_tokens = len(step.rows) if step.chunks else sum(counts)
+        prompt_tokens = step.tokens - len(step.rows)
+        self.model_tokens += prompt_tokens + decode_tokens
+        return Flight(step, sampling, counts, wait, self.recorder.launched(step.times, prompt_tokens, decode_tokens))
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """What ``repeat`` gave: with another number, rows would run over pages that are not theirs."""
@@ -163,7 +185,9 @@ class Engine:
     def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
         """Give each request its tokens; those that end with them leave the cache."""
         assert tokens.shape == (len(flight.sampling), flight.step.times)
+        self.recorder.switch("tokens")
         ends = self.endings.find(flight.sampling, flight.counts, tokens)
+        self.recorder.switch("scheduling")
         finished = []
         for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
             if request.done:  # it had ended before this step, which nobody knew when it was launched

@@ -18,6 +18,7 @@ from .call import Call, make_plan
 from .config import BatchConfig
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .kinds import a_kind
+from .labels import label_segments
 from .memory import CacheHome
 from .notices import Notices
 from .options import Options
@@ -141,16 +142,17 @@ class BatchGenerator:
                             done[request.index, request.sample] = generation
                             bar.finish(request)
                 finally:
-                    self.last_report = report = call.report()
+                    self.last_report = report = self._report(call)
             rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
-            result = BatchResult([rows[key] for key in sorted(rows)], report)
+            result = BatchResult([rows[key] for key in sorted(rows)], report, self._tokenizer.decode_if_loaded)
             return result if padded is None else _as_tensors(padded, result, work.options[0], call.recording)
         except KeyboardInterrupt:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
         call = turn = None
-        self.interrupted = BatchResult([done[key] for key in sorted(done)], report)
-        raise GenerationInterrupted(self.interrupted, len(done), sequences)
+        finished = BatchResult([done[key] for key in sorted(done)], report, self._tokenizer.decode_if_loaded)
+        self.interrupted = finished
+        raise GenerationInterrupted(finished, len(done), sequences)
 
     def stream(
         self,
@@ -185,7 +187,10 @@ class BatchGenerator:
         checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
             raise PromptError(problems)
-        return make_plan([prompt for prompt in checked if prompt is not None], self.config, 1)
+        prepared = [prompt for prompt in checked if prompt is not None]
+        plan = make_plan(prepared, self.config, 1)
+        label_segments(plan, prepared, self._tokenizer.decode_if_loaded)
+        return plan
 
     def close(self) -> None:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
@@ -261,9 +266,12 @@ class BatchGenerator:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
                             bar.finish(request)
-                            yield self._generation(request, call.recording)
+                            generation = self._generation(request, call.recording)
+                            call.recorder.switch("outside")
+                            yield generation
+                            call.recorder.switch("results")
                 finally:
-                    self.last_report = call.report()
+                    self.last_report = self._report(call)
             return
         except KeyboardInterrupt as interrupt:
             self._end(turn)
@@ -283,6 +291,12 @@ class BatchGenerator:
             logprobs=recording.logprobs(request),
             prompt_logprobs=recording.prompt_logprobs(request),
         )
+
+    def _report(self, call: Call) -> RunReport | None:
+        report = call.report()
+        if report is not None:
+            label_segments(report.plan, call.prompts, self._tokenizer.decode_if_loaded)
+        return report
 
     def _failures(self, work: Work) -> Iterator[Generation]:
         for index, why in sorted(work.problems.items()):

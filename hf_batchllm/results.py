@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from .sharing import SharingPlan
 from .table import as_table
@@ -74,7 +73,7 @@ class RunReport:
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     idle_tokens: tokens run for answers that turned out to have ended before.
-    timeline: what steps ran over in the course of time, and where the time went.
+    timeline: what steps ran over in the course of time, and where the time went (a Timeline).
     """
 
     sequences: int
@@ -105,12 +104,9 @@ class RunReport:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     def _repr_html_(self) -> str:
-        rows = (line.split("  ", 1) if "  " in line else ("", line) for line in str(self).splitlines())
-        cells = (
-            f"<tr><th style='text-align:left'>{what}</th><td>{html.escape(text.strip())}</td></tr>"
-            for what, text in rows
-        )
-        return f"<table>{''.join(cells)}</table>"
+        from .views.report import report_html  # only who looks at it needs it
+
+        return report_html(self)
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
@@ -123,6 +119,8 @@ class RunReport:
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
             f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
         ]
+        if self.timeline is not None and self.timeline.longest_phases:
+            lines.insert(3, f"time       {self.timeline.longest_phases}")
         if self.device_memory:
             lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
         if self.cached_tokens:
@@ -143,9 +141,21 @@ class RunReport:
 class BatchResult(Sequence[Generation]):
     """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``."""
 
-    def __init__(self, generations: Sequence[Generation], report: RunReport | None) -> None:
+    _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that are shown
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        report: RunReport | None,
+        decode: Callable[[list[int]], str | None] | None = None,
+    ) -> None:
         self._generations = list(generations)
         self.report = report
+        self._decode = decode
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, which is to store results and no tokenizer."""
+        return {name: value for name, value in self.__dict__.items() if name != "_decode"}
 
     @overload
     def __getitem__(self, index: int) -> Generation: ...
@@ -181,6 +191,11 @@ class BatchResult(Sequence[Generation]):
         if hidden:
             shown.append(f"  ... and {hidden:,} more")
         return "\n".join([f"BatchResult of {len(self):,} generations", *shown])
+
+    def _repr_html_(self) -> str:
+        from .views.result import result_html  # only who looks at it needs it
+
+        return result_html(self, self._decode)
 
 
 def _short(generation: Generation) -> str:

@@ -7,15 +7,15 @@ tree that pays becomes a ``Segment``; the others dissolve into what is below the
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from .config import BatchConfig
 from .errors import ConfigError
+from .labels import label_segments
 from .prompts import Prompt, garbage_collection_paused, prepare_prompts
 from .radix import build_tree, nearest_kept, shared_lengths
 
@@ -52,13 +52,15 @@ class Group:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharingPlan:
-    """What a list of prompts shares. ``print(plan)`` sums it up."""
+    """What a list of prompts shares. ``print(plan)`` sums it up; in a notebook it is a picture."""
 
     segments: tuple[Segment, ...]  # depth-first, in run order
     parents: np.ndarray  # [prompts] index of the segment that a prompt goes on from, -1 for none
     order: np.ndarray  # [prompts] indices of the prompts in the order to run them: sharers are neighbours
     total_tokens: int  # in all prompts
     computed_tokens: int  # that the model must run over
+    lengths: np.ndarray  # [prompts] tokens of each
+    labels: dict[int, str] = field(default_factory=dict)  # of the segments that save most: how their text begins
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,7 +115,7 @@ class SharingPlan:
             ("levels of sharing", f"{self.depth:,}", ""),
         ]
 
-    def _histogram(self) -> list[tuple[str, str, str, str]]:
+    def histogram(self) -> list[tuple[str, str, str, str]]:
         """Rows of (group size, groups, prompts, tokens shared in each), by level and then by powers of two."""
         buckets: dict[tuple[int, int], list[Segment]] = {}
         for segment, level in zip(self.segments, self._levels, strict=True):
@@ -144,19 +146,18 @@ class SharingPlan:
         lines = ["What the prompts share"]
         lines += [f"  {what:<18}{amount:>18}{share:>9}".rstrip() for what, amount, share in self._totals()]
         if self.segments:
-            lines += ["", f"  {_HISTOGRAM[0]:<18}{_HISTOGRAM[1]:>12}{_HISTOGRAM[2]:>14}{_HISTOGRAM[3]:>24}"]
-            for size, groups, count, shared in self._histogram():
+            lines += ["", f"  {HISTOGRAM[0]:<18}{HISTOGRAM[1]:>12}{HISTOGRAM[2]:>14}{HISTOGRAM[3]:>24}"]
+            for size, groups, count, shared in self.histogram():
                 lines.append(f"  {size:<18}{groups:>12}{count:>14}{shared:>24}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        tables = [_html_table(("What the prompts share", "", ""), self._totals())]
-        if self.segments:
-            tables.append(_html_table(_HISTOGRAM, self._histogram()))
-        return "".join(tables)
+        from .views.plan import plan_html  # only who looks at it needs it
+
+        return plan_html(self)
 
 
-_HISTOGRAM = ("group size", "groups", "prompts", "shared tokens (each)")
+HISTOGRAM = ("group size", "groups", "prompts", "shared tokens (each)")
 
 
 def plan_prompts(prompts: Any, tokenizer: Any = None, *, min_shared_tokens: int = MIN_SHARED_TOKENS) -> SharingPlan:
@@ -165,7 +166,11 @@ def plan_prompts(prompts: Any, tokenizer: Any = None, *, min_shared_tokens: int 
     ``prompts`` is what ``BatchGenerator.generate`` takes; ``tokenizer`` is needed for strings and chats only.
     """
     loader = None if tokenizer is None else lambda: tokenizer
-    return plan_sharing(prepare_prompts(prompts, tokenizer=loader), min_shared_tokens=min_shared_tokens)
+    prepared = prepare_prompts(prompts, tokenizer=loader)
+    plan = plan_sharing(prepared, min_shared_tokens=min_shared_tokens)
+    if tokenizer is not None:
+        label_segments(plan, prepared, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    return plan
 
 
 def plan_sharing(
@@ -190,7 +195,7 @@ def plan_sharing(
     decode = np.broadcast_to(np.asarray(new_tokens, np.int64), (count,))
     if count == 0:
         nothing = np.zeros(0, np.int64)
-        return SharingPlan((), nothing, nothing, 0, 0)
+        return SharingPlan((), nothing, nothing, 0, 0, nothing)
     if lengths.min() == 0:
         raise ValueError(f"prompt {int(lengths.argmin())} is empty")
 
@@ -235,9 +240,9 @@ def _plan(prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, sh
         members,
     )
     segments = tuple(map(Segment, range(len(kept)), *(column[listed].tolist() for column in columns)))
-    for result in (parents, order):
+    for result in (parents, order, lengths):
         result.flags.writeable = False
-    return SharingPlan(segments, parents, order, int(lengths.sum()), int(cost.sum()))
+    return SharingPlan(segments, parents, order, int(lengths.sum()), int(cost.sum()), lengths)
 
 
 def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]:
@@ -287,10 +292,3 @@ def _run_order(
 
 def _span(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,} - {high:,}"
-
-
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>" + line(head, "th") + "".join(line(row, "td") for row in rows) + "</table>"

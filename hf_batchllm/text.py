@@ -46,6 +46,10 @@ class TokenizerLoader:
                 # What is not on this machine is not fetched merely to decode: then results are token ids without text.
                 with contextlib.suppress(Exception):
                     self._tokenizer = AutoTokenizer.from_pretrained(self._beside, local_files_only=True)
+        return self.decode_if_loaded(token_ids)
+
+    def decode_if_loaded(self, token_ids: list[int]) -> str | None:
+        """For what is merely nice to have: no tokenizer is looked for."""
         if self._tokenizer is None:
             return None
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

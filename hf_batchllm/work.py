@@ -102,7 +102,7 @@ class Checks:
         else:
             resolved *= len(checked)
         check_guidance(resolved, self._notices)
-        rules = rules_of_each(self._model, resolved, self._tokenizer.required, in_tensors=padded is not None)
+        rules = rules_of_each(self._model, resolved, self._tokenizer.required, padded is not None, self._notices)
         feed = feed_for(resolved, checked, padded)
         rows = None if padded is None else padded.ids.cpu().numpy()
         good: list[Prompt] = []

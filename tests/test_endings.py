@@ -4,6 +4,7 @@ the oracle; on the device's loop rows run on after the host has seen an end, and
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from test_parity import mixed_prompts
 from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteria, StopStringCriteria
 from transformers.generation import EosTokenCriteria
 
-from hf_batchllm import BatchGenerator, GenerationInterrupted
+from hf_batchllm import BatchGenerator, GenerationInterrupted, endings
 from hf_batchllm.endings import _Strings
 from hf_batchllm.errors import OptionValueError, TokenizerError
 from hf_batchllm.request import Request
@@ -183,7 +184,7 @@ def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: 
 
     monkeypatch.setattr(StopStringCriteria, "clean_and_embed_tokens_with_cache", counted)
     each: list[dict[str, Any]] = [
-        {"max_new_tokens": 3 + index, "stop_strings": [["dd", "ab"], "dd"][index % 3 == 0]}
+        {"max_new_tokens": 3 + index, "stop_strings": (["dd", "ab"], "dd", ["dd"])[index % 3]}
         for index in range(len(PROMPTS))
     ]
     configs = [GenerationConfig(**options) for options in each]
@@ -194,6 +195,17 @@ def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: 
     theirs = {"stopping_criteria": [StopStringCriteria(TOKENIZER, ["c"])]}
     result = make().generate(PROMPTS, configs, progress=False, **theirs)
     assert_as_alone(result, PROMPTS, lambda index: each[index] | theirs)
+
+
+def test_many_different_strings_take_long_to_prepare_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "_LONG_PREPARATION", 2 * 101)
+    generator = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generator.generate(PROMPTS[:2], [GenerationConfig(max_new_tokens=2, stop_strings=each) for each in "ab"])
+    configs = [GenerationConfig(max_new_tokens=2, stop_strings=each) for each in "abc"]
+    with pytest.warns(UserWarning, match="prompts have 3 different `stop_strings`.* all 101 tokens"):
+        generator.generate(PROMPTS[:3], configs)
 
 
 # -- criteria of the user's own --------------------------------------------------------------------------------
@@ -431,22 +443,3 @@ def test_rows_of_a_tensor_are_padded_once_they_have_ended() -> None:
         assert padded.tolist() == expected.tolist()
         one = generator.generate(input_ids=ids[:1], **options)
         assert one.tolist() == build(FAMILY).generate(ids[:1], **options).tolist()
-
-
-def test_configs_with_the_same_strings_look_at_the_vocabulary_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    init = StopStringCriteria.__init__
-
-    def noted(self: StopStringCriteria, tokenizer: Any, stop_strings: Any) -> None:
-        made.append(stop_strings)
-        init(self, tokenizer, stop_strings)
-
-    monkeypatch.setattr(StopStringCriteria, "__init__", noted)
-    strings = ["bc", ["bc"], ["fa", "dd"], ["fa", "dd"], None, "bc"]
-    every = [{"max_new_tokens": 9 + number, "stop_strings": each} for number, each in enumerate(strings)]
-    prompts = PROMPTS[: len(every)]
-    result = make().generate(prompts, [GenerationConfig(**each) for each in every])
-    assert len(made) == 2
-    assert_as_alone(
-        result, prompts, lambda index: {name: value for name, value in every[index].items() if value is not None}
-    )

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from html import escape
 
 import numpy as np
 import pytest
@@ -360,7 +361,9 @@ def test_summary_fits_a_terminal(rows):
     for word in ("prompts", "tokens asked for", "tokens to compute", "tokens saved", "levels of sharing"):
         assert word in text
     assert ("group size" in text) == bool(plan.segments)
-    assert plan._repr_html_().startswith("<table>")
+    html = plan._repr_html_()
+    assert escape(text) in html, "where styles are taken away"
+    assert ("<th>group size</th>" in html) == bool(plan.segments)
     assert len(repr(plan)) < 140 and repr(plan).startswith("SharingPlan(prompts=")
 
 

@@ -1,0 +1,112 @@
+"""Pieces of HTML. Whatever comes from users goes through ``text`` on its way into a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from .theme import STYLE
+
+# What has no place in HTML or XML: C0 and C1 controls but tab and newline, halves of characters, and noncharacters.
+_ILLEGAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+_CONTROL_PICTURES = 0x2400
+
+
+def clean(value: Any) -> str:
+    """As text that a page may hold: control characters become visible ones."""
+    return _ILLEGAL.sub(_visible, str(value).replace("\r\n", "\n"))
+
+
+def _visible(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    if code < 0x20:
+        return chr(_CONTROL_PICTURES + code)
+    return "\u2421" if code == 0x7F else "\ufffd"
+
+
+def text(value: Any, most: int | None = None) -> str:
+    """For content and for attributes alike. ``most`` characters: the rest becomes an ellipsis."""
+    shown = clean(value if most is None else shorter(str(value), most))
+    return escape(shown, quote=True)
+
+
+def shorter(value: str, most: int) -> str:
+    return value if len(value) <= most else value[: most - 1].rstrip() + "…"
+
+
+def one_line(value: Any, most: int) -> str:
+    """Text in which line breaks are marks."""
+    flat = re.sub(r"\s*\n\s*", " ↵ ", clean(value).strip())
+    return escape(shorter(flat, most), quote=True)
+
+
+def count(number: float) -> str:
+    """A number of things, whole or on average."""
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"
+
+
+def several(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """One decimal, and never 100 or 0 % of what is not all or nothing."""
+    shown = f"{share:.1%}"
+    if (shown == "100.0%" and share < 1) or (shown == "0.0%" and share > 0):
+        return "> 99.9%" if share > 0.5 else "< 0.1%"
+    return shown.replace("100.0", "100") if share else "0%"
+
+
+def seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f} s"
+    if value >= 0.995:
+        return f"{value:.2f} s"
+    return f"{1000 * value:.0f} ms" if value >= 0.01 or value <= 0 else f"{1000 * value:.2g} ms"
+
+
+def view(body: str, plain: str) -> str:
+    """A view by itself. ``plain`` is shown where the style sheet is not."""
+    return (
+        f'<div class="hfb">{STYLE}<pre class="hfb-plain">{text(plain)}</pre>'
+        f'<div class="hfb-view" style="display:none" hidden>{body}</div></div>'
+    )
+
+
+def tiles(figures: Iterable[tuple[str, str]]) -> str:
+    """Headline figures: (figure, what it is). What was saved is what people look for."""
+    cells = (
+        f'<div class="hfb-tile{" hfb-gain" if "saved" in what and figure != "0%" else ""}"><b>{text(figure)}</b>'
+        f"<span>{text(what)}</span></div>"
+        for figure, what in figures
+    )
+    return f'<div class="hfb-tiles">{"".join(cells)}</div>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int, narrow: bool = False) -> str:
+    """Rows of HTML cells. The last ``numbers`` columns are aligned to the right."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        first = len(cells) - numbers
+        parts = (
+            f'<{tag} class="hfb-num">{cell}</{tag}>' if at >= first else f"<{tag}>{cell}</{tag}>"
+            for at, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(parts)}</tr>"
+
+    top = f"<thead>{line([text(title) for title in head], 'th')}</thead>" if head else ""
+    kind = ' class="hfb-narrow"' if narrow else ""
+    return f"<table{kind}>{top}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+
+
+def key(entries: Iterable[tuple[str, str]], before: str = "") -> str:
+    """A legend: (class of the swatch, what it stands for)."""
+    swatches = "".join(f'<span><i class="{kind}"></i>{text(what)}</span>' for kind, what in entries)
+    word = f"<span>{text(before)}</span>" if before else ""
+    return f'<div class="hfb-key">{word}{swatches}</div>'
+
+
+def folded(title: str, body: str) -> str:
+    return f"<details><summary>{text(title)}</summary>{body}</details>"

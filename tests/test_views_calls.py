@@ -1,0 +1,82 @@
+"""What a call leaves in its results for the views: how shared text begins, and prompts as text."""
+
+import pickle
+
+import pytest
+from families import build
+from pages import view_of
+from words import word_tokenizer
+
+import hf_batchllm.text
+from hf_batchllm import BatchGenerator, plan_prompts
+
+SHARED = " ".join(f"w{30 + at}" for at in range(60))
+PROMPTS = [f"{SHARED} w{at} w7" for at in range(30, 36)] + ["w5 w6 w8"]
+BEGINNING = " ".join(f"w{30 + at}" for at in range(20))
+
+
+@pytest.fixture
+def generator():
+    with BatchGenerator(build("llama"), word_tokenizer(97), page_size=8) as made:
+        yield made
+
+
+@pytest.fixture
+def no_tokenizer_is_loaded(monkeypatch):
+    """Beside a model that says where one is."""
+    model = build("llama")
+    monkeypatch.setattr(model.config, "_name_or_path", "somewhere/else")
+
+    def load(*args, **kwargs):
+        pytest.fail("a tokenizer was looked for")
+
+    monkeypatch.setattr(hf_batchllm.text.AutoTokenizer, "from_pretrained", load)
+    return model
+
+
+def test_plans_say_how_shared_text_begins(generator):
+    for plan in (plan_prompts(PROMPTS, word_tokenizer(97)), generator.plan(PROMPTS)):
+        assert plan.labels[0].startswith(BEGINNING) and len(plan.labels) == len(plan.segments)
+        assert len(plan.labels[0]) < 200 < len(SHARED) + 60
+        assert view_of(plan).text.count(BEGINNING) == 2, "in its block and in the table"
+        assert pickle.loads(pickle.dumps(plan)).labels == plan.labels
+
+
+def test_only_the_segments_that_save_most_have_labels():
+    many = [f"{' '.join([f'w{group}'] * 30)} w{at}" for group in range(30, 60) for at in (8, 9)]
+    plan = plan_prompts(many, word_tokenizer(97), min_shared_tokens=1)
+    assert len(plan.segments) == 30 and len(plan.labels) == 12
+
+
+def test_ids_alone_have_no_labels_and_no_tokenizer_is_loaded_for_them(no_tokenizer_is_loaded):
+    rows = [[*range(3, 60), at] for at in range(5)]
+    assert plan_prompts(rows).labels == {}
+    with BatchGenerator(no_tokenizer_is_loaded) as generator:
+        assert generator.plan(rows).labels == {}
+
+
+def test_a_tokenizer_that_cannot_decode_costs_the_labels_alone():
+    tokenizer = word_tokenizer(97)
+    for decode in (lambda *args, **kwargs: 1 / 0, lambda *args, **kwargs: ["odd"], lambda *args, **kwargs: "\ufffd"):
+        tokenizer.decode = decode
+        plan = plan_prompts(PROMPTS, tokenizer)
+        assert plan.labels == {} and plan.segments
+        assert "of prompt 0" in view_of(plan).text
+
+
+def test_a_call_shows_what_was_asked_and_what_it_had_in_common(generator):
+    result = generator.generate(PROMPTS, max_new_tokens=3, num_return_sequences=2, do_sample=True, seed=1)
+    assert any(label.startswith(BEGINNING) for label in result.report.plan.labels.values())
+    page = view_of(result)
+    assert "w5 w6 w8" in page.text and BEGINNING in page.text
+    assert "14 generations" in page.text and "sample" in page.text
+    page = view_of(result.report)
+    assert BEGINNING in page.text and "14sequences" in page.text
+    again = pickle.loads(pickle.dumps(result))
+    assert "w5 w6 w8" not in view_of(again).text and "5 6 8" in view_of(again).text
+
+
+def test_a_prompt_that_was_refused_is_in_the_table(generator):
+    result = generator.generate([*PROMPTS, [10**6]], max_new_tokens=2, on_error="record")
+    page = view_of(result)
+    assert "has token id 1000000" in page.text and "8 generations" in page.text
