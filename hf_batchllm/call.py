@@ -279,14 +279,18 @@ class Call:
             if self._ahead is not None:
                 self._ahead.close()
         finally:
-            if self._runner is not None:
-                self._runner.restore()
+            self._let_go_of_the_model()
             self.home.clear()
             self._left = True
 
-    def _abandon(self, refused: bool) -> None:
+    def _let_go_of_the_model(self) -> None:
         if self._runner is not None:
             self._runner.restore()
+        if self._fused is not None:  # a traceback may keep this call, and it the weights that close() takes apart
+            self._fused.release()
+
+    def _abandon(self, refused: bool) -> None:
+        self._let_go_of_the_model()
         try:
             if self._lined_up:
                 for request in self.lineup.requests:

@@ -1,4 +1,5 @@
-"""A notebook keeps the last traceback, and with it the locals of every frame: those must not keep the KV cache alive.
+"""A notebook keeps the last traceback, and with it the locals of every frame: those must not keep the KV cache alive,
+nor weights that were merged for a call.
 
 Releasing the storage under the tensors instead would be shorter, and end the process of whoever looks at one of them
 in a debugger: PyTorch reads such a tensor without asking whether there is anything.
@@ -11,7 +12,7 @@ import traceback
 
 _PACKAGE = __name__.rpartition(".")[0]
 _ATTENTION = tuple(f"{_PACKAGE}.{name}" for name in ("attention", "cascade", "kernel_attention", "storage", "kernels"))
-_AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in ("runner", "decode_graphs", "decode_rows"))
+_AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in ("runner", "decode_graphs", "decode_rows", "patches"))
 
 
 def forget_tensors(error: BaseException | None) -> None:

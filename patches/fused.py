@@ -92,7 +92,7 @@ class Fusion:
             if whole is None:
                 whole, self._moved = merge(group), True
             wholes.append(whole)
-        return wholes[0], wholes[1] if len(wholes) > 1 else None
+        return [wholes[0], wholes[1] if len(wholes) > 1 else None]
 
     def unmerge(self) -> None:
         """Give each parameter memory of its own again. May be called again and again."""
@@ -170,6 +170,12 @@ class FusedLayers:
         self._applied = []
         self._residual.forget()
 
+    def release(self) -> None:
+        """After the last step. Whoever still knows of this, or of a forward of it, holds no merged weights by it."""
+        self.restore()
+        for weights in self._weights:
+            weights.clear()
+
     def _pause(self) -> str | None:
         if nn.modules.module._has_any_global_hook():
             return "there are hooks on all modules"
@@ -182,6 +188,7 @@ class FusedLayers:
     def _make(self) -> None:
         """Merge what is not merged, and prepare what is put in place for each step."""
         self._forwards: list[tuple[dict[str, Any], Forward]] = []
+        self._weights: list[Merged] = []
         self._devices = {parameter.device for parameter in self._fusion.model.parameters()}
         # What must stay as it is for that to be right: who is where, whom nobody watches, where the weights lie.
         self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
@@ -197,6 +204,7 @@ class FusedLayers:
     def _make_stack(self, stack: Stack, weights: dict[tuple[int, str], Merged]) -> None:
         adds = [NORMS not in layer.why_not for layer in stack.layers] + [stack.norm_why_not is None]
         leaves = [stack.chain_why_not is None and this and after for this, after in pairwise(adds)]
+        self._weights += weights.values()
         for index, layer in enumerate(stack.layers):
             module = layer.module
             self._places.append((stack.owner.layers._modules, str(index), module))

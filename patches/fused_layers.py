@@ -18,7 +18,8 @@ from torch.nn import functional
 from ..attention import AttentionCall, Rotation, context_in_use
 
 Forward = Callable[..., Any]
-Merged = tuple[torch.Tensor, torch.Tensor | None]  # weight, bias
+# Weight and bias, if there is one. A list: emptied, it holds no memory in whatever forward is still known somewhere.
+Merged = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from storages import Storages
 from untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.patches import merged_weights
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -117,3 +118,27 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     generator.close()
     assert len(storages.seen) > 20 and storages.alive() == 0
     assert fingerprint(build(FAMILY)) == before
+
+
+@pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_over_twins(monkeypatch)
+    model = build("llama")
+    generator = BatchGenerator(model, max_batch_tokens=24, page_size=8)
+    generator.generate(GIVEN, **OPTIONS)
+    wholes = [whole for each in model.parameters() if (whole := merged_weights._whole(each)) is not None]
+    assert wholes
+    handle = model.model.layers[-1].mlp.register_forward_hook(fail_after(lambda *given: None, 3, error))
+    try:
+        with pytest.raises(error) as caught:
+            generator.generate(GIVEN, **OPTIONS)
+    finally:
+        handle.remove()
+    generator.generate(GIVEN[:2], **OPTIONS)
+    wholes += [merged_weights._whole(each) or wholes[0] for each in model.parameters()]
+    generator.close()
+    assert caught.value.__traceback__ is not None
+    assert all(whole.expired() for whole in wholes)
