@@ -55,9 +55,9 @@ class AttentionSwap:
                 config.__dict__[_FIELD] = value
         if not self._locked:
             return
-        self._before, self._locked = None, False
-        try:  # noqa: SIM105 -- an interrupt might come in the code of `suppress`, but none before the lock is free
-            self._lock.release()
+        # In one line, and without `suppress`, in whose code an interrupt might come: none comes between the two.
+        try:
+            self._before, self._locked = None, False; self._lock.release()  # noqa: E702 # fmt: skip
         except RuntimeError:
             pass  # it never was ours: an interrupt came while it waited
 
