@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from .errors import PromptError
 from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
+from .pace import times_in_a_row, tokens_in_a_step
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
@@ -39,15 +41,9 @@ from .streaming import Feed
 from .tracebacks import forget_tensors
 from .work import Work
 
-# A CPU's matrix products are as efficient as they get from some hundred rows on, while larger activations leave its
-# caches; and its decode steps get cheaper by the row up to about a hundred rows.
-_DEFAULT_BATCH_TOKENS = {"cpu": 512}
-_OTHER_BATCH_TOKENS = 8192
+# A CPU's decode steps get cheaper by the row up to about a hundred rows.
 _GATHER_ROWS = {"cpu": 128}
 _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
-# Decode rows run so often in a row that the host, which takes a millisecond or two to prepare a burst, keeps ahead:
-# each run takes at least as long as reading the weights, at so many bytes a second.
-_BURST_SECONDS, _BYTES_PER_SECOND, _MOST_TIMES = 0.016, 3e12, 16
 _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 
 
@@ -165,11 +161,12 @@ class Call:
                 self._runner.restore()  # it goes, with what it holds
                 self._runner = None
 
-    @property
+    @cached_property
     def _budget(self) -> int:
+        """The most tokens of a step."""
         budget = self.config.max_batch_tokens
         if budget is None:
-            budget = _DEFAULT_BATCH_TOKENS.get(self.architecture.device.type, _OTHER_BATCH_TOKENS)
+            budget = tokens_in_a_step(self.model, self.architecture.device, self.home.within_reach())
         return self.recording.most_tokens(budget, self.architecture.vocab_size)
 
     def _launcher(self, work: Work) -> tuple[Launcher, int]:
@@ -369,12 +366,6 @@ class Call:
 
 def scheduler_for(choice: str | Scheduler, device: torch.device) -> Scheduler:
     return make_scheduler(choice, _GATHER_ROWS.get(device.type, 0))
-
-
-def times_in_a_row(model: nn.Module) -> int:
-    """The same for each call, so that sums come in the same order."""
-    least = sum(weight.nbytes for weight in model.parameters()) / _BYTES_PER_SECOND
-    return min(_MOST_TIMES, max(2, round(_BURST_SECONDS / least))) if least else _MOST_TIMES
 
 
 def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:

@@ -45,7 +45,7 @@ class BatchConfig:
     page_size: tokens in a page of the KV cache. Smaller wastes less memory on ragged ends, larger means
         fewer pages to handle. Leave it at 64, the tile of the GPU kernels, unless memory is very tight.
     max_batch_tokens: most tokens in one step of the model. Lower it when a step's activations do not fit.
-        None chooses for the device.
+        None: 512 on a CPU; on a GPU 8,192, and up to 32,768 for small models where there is plenty of memory.
     kv_memory: memory for the KV cache: bytes, a string such as "20GiB", or a fraction (0 to 1) of the memory
         that is free. Lower it to leave room for others. None: half of the free memory on a CPU; on a GPU, what the
         model and its largest step leave (nine tenths of what is free, where a step cannot be tried beforehand: models

@@ -104,6 +104,10 @@ class CacheHome:
             self.storage.release()
         self.cache = self.storage = None
 
+    def within_reach(self) -> int:
+        """Bytes that there are for the cache and for steps, what it holds already included."""
+        return self.memory.free() + (0 if self.storage is None else self.storage.bytes)
+
     def _free(self) -> int:
         """Bytes that there are, without those that results will take."""
         return max(self.memory.free() - self._results, 0)

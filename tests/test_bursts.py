@@ -22,7 +22,6 @@ from test_parity import mixed_prompts
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.ahead import Ahead
 from hf_batchllm.cache import PagedCache
-from hf_batchllm.call import times_in_a_row
 from hf_batchllm.decode_graphs import DecodeGraphs
 from hf_batchllm.decode_rows import DecodeRows
 from hf_batchllm.engine import Engine
@@ -328,16 +327,3 @@ def test_rows_that_wait_for_their_turn_get_it_after_one_step() -> None:
     scheduler.max_batch_tokens = 2
     step = scheduler.next()
     assert len(step.rows) == 2 and scheduler.repeat(step, 16) == 1
-
-
-def test_small_models_run_oftener() -> None:
-    class Heavy:
-        def __init__(self, size: float) -> None:
-            self.nbytes = size
-
-        def parameters(self) -> list[Any]:
-            return [self]
-
-    times = [times_in_a_row(Heavy(size)) for size in (0, 1e8, 1.2e9, 16e9, 140e9)]  # type: ignore[arg-type]
-    assert times == sorted(times, reverse=True)
-    assert times[0] == times[2] == 16 and times[3] in (3, 4) and times[4] == 2
