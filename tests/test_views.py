@@ -1,6 +1,7 @@
 """What notebooks show: figures that are right, every size of list, and nothing of the user's that is taken for HTML."""
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,22 @@ def test_one_prompt_much_longer_than_the_rest_does_not_make_them_flat():
     assert "cut off here: the longest prompt has 8,991 tokens" in page.text
     assert tree.icicle(plan_of(LISTS["one much longer"])).limit < 80
     assert "cut off" not in view_of(plan_of(LISTS["nested"])).text
+
+
+def test_nothing_is_drawn_below_the_cut():
+    """Few prompts are much longer than all others, and share what lies below the end of the picture."""
+    long = [
+        [5, *range(100, 5000), *range(5000 + 1000 * pair, 5900 + 1000 * pair), row]
+        for pair in (0, 1)
+        for row in range(5)
+    ]
+    apart = [[5, *range(100, 5000), 7 * row, row] for row in range(30)]
+    for rows in ([[at, 1, 2] for at in range(10, 1000)] + long, [[at % 7, at] for at in range(20_000)] + long + apart):
+        page = view_of(plan_of(rows))
+        assert "cut off here" in page.text
+        drawn = re.findall(r'<rect class="[^"]*" x="([^"]*)" y="([^"]*)" width="([^"]*)" height="([^"]*)"', page.html)
+        for left, top, width, height in (map(float, sizes) for sizes in drawn):
+            assert width >= 0 and height >= 0 and left + width < 1001 and top + height < 281
 
 
 def test_what_a_block_says():

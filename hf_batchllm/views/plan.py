@@ -92,6 +92,8 @@ def _blocks(plan: SharingPlan, tree: Icicle, scale: float, thing: str, shades: s
     across = WIDTH / tree.prompts
     for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
         segment = plan.segments[index]
+        if segment.start >= tree.limit:  # below the cut
+            continue
         shade = _shade(segment.members)
         shades.add(shade)
         width, height = segment.members * across, (min(segment.end, tree.limit) - segment.start) * scale
@@ -117,9 +119,9 @@ def _columns(plan: SharingPlan, tree: Icicle, scale: float, thing: str, shades: 
     rows = zip(tree.first, tree.size, tree.top, tree.shared, tree.saving, tree.own, strict=True)
     for first, size, top, shared, saving, own in (map(float, row) for row in rows):
         left, width = first * across, size * across
-        middle, bottom = min(top + shared, tree.limit), min(top + shared + own, tree.limit)
+        top, middle, bottom = (min(level, tree.limit) for level in (top, top + shared, top + shared + own))
         drawn = ""
-        if shared:
+        if middle > top:
             shade = _shade(1 / max(1 - saving, 1e-9))
             shades.add(shade)
             drawn = _box(f"hfb-s{shade}", left, top * scale, width, (middle - top) * scale)
