@@ -330,6 +330,12 @@ def test_odd_texts(what, text):
     view_of(dict(every_view_of(text))[what])
 
 
+@pytest.mark.parametrize("what", ["plan", "report", "result", "interrupted"])
+def test_dollars_are_no_formulas(what):
+    page = view_of(dict(every_view_of("from $5 to $10"))[what])
+    assert page.attributes[0] == ("class", "hfb mathjax_ignore tex2jax_ignore"), "of the element around everything"
+
+
 def test_control_characters_can_be_seen():
     assert clean("a\x00b\x1bc\x7fd\x9be\ud800f\ufffe") == "a␀b␛c␡d\ufffde\ufffdf\ufffd"
     assert clean("a\r\nb\tc\rd") == "a\nb\tc␍d"
