@@ -1,6 +1,7 @@
 """What a call leaves in its results for the views: how shared text begins, and prompts as text."""
 
 import pickle
+import re
 
 import pytest
 from families import build
@@ -80,3 +81,21 @@ def test_a_prompt_that_was_refused_is_in_the_table(generator):
     result = generator.generate([*PROMPTS, [10**6]], max_new_tokens=2, on_error="record")
     page = view_of(result)
     assert "has token id 1000000" in page.text and "8 generations" in page.text
+
+
+def test_the_plan_of_a_run_does_not_number_its_sequences_as_prompts(generator):
+    rows = [[], [7, 8], *PROMPTS]
+    result = generator.generate(rows, max_new_tokens=2, num_return_sequences=2, do_sample=True, on_error="record")
+    page = view_of(result.report.plan)
+    assert not [title for title in page.titles if re.search(r"prompt \d", title)]
+    assert "16sequences" in page.text and "16 sequences" not in view_of(generator.plan(PROMPTS)).text
+    assert [title for title in view_of(generator.plan(PROMPTS)).titles if "prompt 6: 3 tokens of its own" in title]
+
+
+def test_what_does_not_fit_is_not_in_the_report():
+    long = [*range(3, 90)] * 3
+    with BatchGenerator(build("llama"), page_size=8, kv_memory=20_000) as small:
+        report = small.generate([[5] * 3, long, long], max_new_tokens=4, on_error="record").report
+        assert small.generate([long], max_new_tokens=4, on_error="record").report.prompt_tokens == 0
+    assert (report.sequences, report.prompt_tokens, report.computed_tokens, report.saving) == (1, 3, 3, 0.0)
+    assert (len(report.plan.order), report.plan.total_tokens) == (1, 3)

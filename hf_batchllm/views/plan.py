@@ -24,7 +24,8 @@ _TOOLTIP_CHARACTERS = 80
 
 
 def plan_html(plan: SharingPlan) -> str:
-    return view(f'<div class="hfb-title">What the prompts share</div>{plan_body(plan)}', str(plan))
+    body = plan_body(plan, "sequence" if plan.of_sequences else "prompt")
+    return view(f'<div class="hfb-title">What the prompts share</div>{body}', str(plan))
 
 
 def plan_body(plan: SharingPlan, thing: str = "prompt") -> str:
