@@ -6,10 +6,10 @@ import re
 import pytest
 from families import build
 from pages import view_of
-from words import word_tokenizer
+from words import byte_tokenizer, word_tokenizer
 
 import hf_batchllm.text
-from hf_batchllm import BatchGenerator, plan_prompts
+from hf_batchllm import BatchGenerator, BatchResult, Generation, plan_prompts
 
 SHARED = " ".join(f"w{30 + at}" for at in range(60))
 PROMPTS = [f"{SHARED} w{at} w7" for at in range(30, 36)] + ["w5 w6 w8"]
@@ -63,6 +63,18 @@ def test_a_tokenizer_that_cannot_decode_costs_the_labels_alone():
         plan = plan_prompts(PROMPTS, tokenizer)
         assert plan.labels == {} and plan.segments
         assert "of prompt 0" in view_of(plan).text
+
+
+def test_no_half_characters_where_tokens_are_cut():
+    tokenizer = byte_tokenizer()
+    prompts = [
+        f"{face} shared by these" + str(row) for face in "😀😁" for row in range(3)
+    ]  # all but a byte is the same
+    plan = plan_prompts(prompts, tokenizer, min_shared_tokens=0)
+    assert len(plan.segments) == 3 and list(plan.labels.values()) == [" shared by these"] * 2
+    ids = tokenizer("a" + "🦊" * 500 + "ab").input_ids
+    page = view_of(BatchResult([Generation(0, 0, "yes", [1], ids, "stop")], None, tokenizer.decode))
+    assert "a" + "🦊" * 62 + "…" in page.text and "🦊" * 62 + "ab" in page.text and "\ufffd" not in page.text
 
 
 def test_a_call_shows_what_was_asked_and_what_it_had_in_common(generator):
