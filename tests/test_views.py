@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from pages import IMAGE, NASTY, SCRIPT, Page, plan_of, report_of, result_of, timeline_of, view_of
 
 from hf_batchllm.labels import largest_savers
+from hf_batchllm.prompts import Prompt
 from hf_batchllm.results import BatchResult, Generation
+from hf_batchllm.sharing import plan_sharing
 from hf_batchllm.timeline import Timeline
 from hf_batchllm.views import tree
 from hf_batchllm.views.axes import ticks
@@ -149,6 +151,12 @@ def test_what_a_block_says():
     # A run's sequences may be several samples of a prompt, so they have no number that a user knows.
     titles = view_of(report_of(plan)).titles
     assert "5 sequences share 20 tokens: 80 saved\n“You are a helpful”" in titles
+
+
+def test_what_is_not_shared_is_not_said_to_have_nothing_in_common():
+    rows = [Prompt(np.arange(50, dtype=np.int32))] * 3
+    page = view_of(plan_sharing(rows, share=False))
+    assert "Nothing is computed once for several of them" in page.text and "in common" not in page.text
 
 
 def test_the_table_names_what_saves_most():

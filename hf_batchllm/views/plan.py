@@ -78,7 +78,7 @@ def _caption(tree: Icicle, thing: str) -> str:
             "for all of them. "
         )
     elif tree.prompts > 1:
-        said += "They have no beginning in common that would be worth computing apart. "
+        said += "Nothing is computed once for several of them. "
     if len(tree.size) < tree.prompts:
         said += "Neighbours too narrow to be told apart are one column, with what they have on average."
     return said.strip()
