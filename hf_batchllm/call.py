@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -83,7 +84,7 @@ class Call:
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
         self.prompts = [prompt for prompt, count in zip(work.prompts, samples, strict=True) for _ in range(count)]
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
-        self.plan = make_plan(self.prompts, self.config, limits)
+        self.plan = self._planned(limits)
         self.planning_seconds = self.recorder.seconds
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
         self.recorder.switch("setup")
@@ -361,7 +362,17 @@ class Call:
             raise PromptError({**self.work.problems, **problems})
         self.work.problems.update(problems)
         if problems:
-            lineup.requests = [request for request in lineup.requests if request.index not in problems]
+            fitting = [
+                (prompt, request)
+                for prompt, request in zip(self.prompts, lineup.requests, strict=True)
+                if request.index not in problems
+            ]
+            self.prompts, lineup.requests = [prompt for prompt, _ in fitting], [request for _, request in fitting]
+            # For the report and the bar: what cannot run shares nothing.
+            self.plan = self._planned([request.max_new_tokens for request in lineup.requests])
+
+    def _planned(self, limits: list[int]) -> SharingPlan:
+        return replace(make_plan(self.prompts, self.config, limits), of_sequences=True)
 
 
 def scheduler_for(choice: str | Scheduler, device: torch.device) -> Scheduler:

@@ -38,6 +38,6 @@ def label_segments(plan: SharingPlan, prompts: Sequence[Prompt], decode: Callabl
             continue
         if not isinstance(text, str):
             continue
-        text = text.rstrip("\ufffd")[:_CHARACTERS]  # a character may go on in the tokens that were cut off
+        text = text.strip("\ufffd")[:_CHARACTERS]  # a character may go on in the tokens that were cut off
         if text.strip():
             plan.labels[segment.index] = text

@@ -61,6 +61,7 @@ class SharingPlan:
     computed_tokens: int  # that the model must run over
     lengths: np.ndarray  # [prompts] tokens of each
     labels: dict[int, str] = field(default_factory=dict)  # of the segments that save most: how their text begins
+    of_sequences: bool = False  # of a run: a prompt is there once for each sample, and not if it could not be run
 
     @property
     def prompt_tokens(self) -> int:

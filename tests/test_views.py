@@ -1,6 +1,7 @@
 """What notebooks show: figures that are right, every size of list, and nothing of the user's that is taken for HTML."""
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from pages import IMAGE, NASTY, SCRIPT, Page, plan_of, report_of, result_of, timeline_of, view_of
 
 from hf_batchllm.labels import largest_savers
+from hf_batchllm.prompts import Prompt
 from hf_batchllm.results import BatchResult, Generation
+from hf_batchllm.sharing import plan_sharing
 from hf_batchllm.timeline import Timeline
 from hf_batchllm.views import tree
 from hf_batchllm.views.axes import ticks
@@ -123,6 +126,22 @@ def test_one_prompt_much_longer_than_the_rest_does_not_make_them_flat():
     assert "cut off" not in view_of(plan_of(LISTS["nested"])).text
 
 
+def test_nothing_is_drawn_below_the_cut():
+    """Few prompts are much longer than all others, and share what lies below the end of the picture."""
+    long = [
+        [5, *range(100, 5000), *range(5000 + 1000 * pair, 5900 + 1000 * pair), row]
+        for pair in (0, 1)
+        for row in range(5)
+    ]
+    apart = [[5, *range(100, 5000), 7 * row, row] for row in range(30)]
+    for rows in ([[at, 1, 2] for at in range(10, 1000)] + long, [[at % 7, at] for at in range(20_000)] + long + apart):
+        page = view_of(plan_of(rows))
+        assert "cut off here" in page.text
+        drawn = re.findall(r'<rect class="[^"]*" x="([^"]*)" y="([^"]*)" width="([^"]*)" height="([^"]*)"', page.html)
+        for left, top, width, height in (map(float, sizes) for sizes in drawn):
+            assert width >= 0 and height >= 0 and left + width < 1001 and top + height < 281
+
+
 def test_what_a_block_says():
     plan = plan_of([[*range(20), at] for at in range(5)] + [[99, 98]])
     plan.labels[0] = "You are a helpful"
@@ -132,6 +151,12 @@ def test_what_a_block_says():
     # A run's sequences may be several samples of a prompt, so they have no number that a user knows.
     titles = view_of(report_of(plan)).titles
     assert "5 sequences share 20 tokens: 80 saved\n“You are a helpful”" in titles
+
+
+def test_what_is_not_shared_is_not_said_to_have_nothing_in_common():
+    rows = [Prompt(np.arange(50, dtype=np.int32))] * 3
+    page = view_of(plan_sharing(rows, share=False))
+    assert "Nothing is computed once for several of them" in page.text and "in common" not in page.text
 
 
 def test_the_table_names_what_saves_most():
@@ -311,6 +336,12 @@ def test_text_of_users_is_text(what):
 @pytest.mark.parametrize("text", ["", " ", "\n\n", "\ud83d", "\x00", "…" * 5000, IMAGE, "𝕏\u0301" * 300, "\u202e" * 9])
 def test_odd_texts(what, text):
     view_of(dict(every_view_of(text))[what])
+
+
+@pytest.mark.parametrize("what", ["plan", "report", "result", "interrupted"])
+def test_dollars_are_no_formulas(what):
+    page = view_of(dict(every_view_of("from $5 to $10"))[what])
+    assert page.attributes[0] == ("class", "hfb mathjax_ignore tex2jax_ignore"), "of the element around everything"
 
 
 def test_control_characters_can_be_seen():

@@ -86,6 +86,15 @@ def test_without_its_style_a_view_is_plain_text():
     assert told(host_page(re.sub('<style>.*?</style>| style="[^"]*"', "", output)), script) == [1, 0]
 
 
+def test_a_style_sheet_of_another_output_does_not_show_what_is_left_of_a_view():
+    """In a notebook that is not trusted, outputs of cells that were run again have their styles and others have not."""
+    output = views("text")[0]._repr_html_()
+    left = re.sub("<style>.*?</style>|</?(svg|g|title|rect|line|path)[^>]*>", "", output)
+    script = "return [...document.querySelectorAll('.hfb-plain, .hfb-view')].map(part => part.getClientRects().length)"
+    assert told(host_page(output + left), script) == [0, 1, 1, 0]
+    assert told(host_page(left + output), script) == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize("width", [1000, 400, 320])
 def test_nothing_sticks_out_or_lies_over_another(width):
     output = "".join(view._repr_html_() for view in views("A document that begins, and goes on for a while. " * 4))

@@ -1,14 +1,15 @@
 """What a call leaves in its results for the views: how shared text begins, and prompts as text."""
 
 import pickle
+import re
 
 import pytest
 from families import build
 from pages import view_of
-from words import word_tokenizer
+from words import byte_tokenizer, word_tokenizer
 
 import hf_batchllm.text
-from hf_batchllm import BatchGenerator, plan_prompts
+from hf_batchllm import BatchGenerator, BatchResult, Generation, plan_prompts
 
 SHARED = " ".join(f"w{30 + at}" for at in range(60))
 PROMPTS = [f"{SHARED} w{at} w7" for at in range(30, 36)] + ["w5 w6 w8"]
@@ -64,6 +65,18 @@ def test_a_tokenizer_that_cannot_decode_costs_the_labels_alone():
         assert "of prompt 0" in view_of(plan).text
 
 
+def test_no_half_characters_where_tokens_are_cut():
+    tokenizer = byte_tokenizer()
+    prompts = [
+        f"{face} shared by these" + str(row) for face in "😀😁" for row in range(3)
+    ]  # all but a byte is the same
+    plan = plan_prompts(prompts, tokenizer, min_shared_tokens=0)
+    assert len(plan.segments) == 3 and list(plan.labels.values()) == [" shared by these"] * 2
+    ids = tokenizer("a" + "🦊" * 500 + "ab").input_ids
+    page = view_of(BatchResult([Generation(0, 0, "yes", [1], ids, "stop")], None, tokenizer.decode))
+    assert "a" + "🦊" * 62 + "…" in page.text and "🦊" * 62 + "ab" in page.text and "\ufffd" not in page.text
+
+
 def test_a_call_shows_what_was_asked_and_what_it_had_in_common(generator):
     result = generator.generate(PROMPTS, max_new_tokens=3, num_return_sequences=2, do_sample=True, seed=1)
     assert any(label.startswith(BEGINNING) for label in result.report.plan.labels.values())
@@ -80,3 +93,21 @@ def test_a_prompt_that_was_refused_is_in_the_table(generator):
     result = generator.generate([*PROMPTS, [10**6]], max_new_tokens=2, on_error="record")
     page = view_of(result)
     assert "has token id 1000000" in page.text and "8 generations" in page.text
+
+
+def test_the_plan_of_a_run_does_not_number_its_sequences_as_prompts(generator):
+    rows = [[], [7, 8], *PROMPTS]
+    result = generator.generate(rows, max_new_tokens=2, num_return_sequences=2, do_sample=True, on_error="record")
+    page = view_of(result.report.plan)
+    assert not [title for title in page.titles if re.search(r"prompt \d", title)]
+    assert "16sequences" in page.text and "16 sequences" not in view_of(generator.plan(PROMPTS)).text
+    assert [title for title in view_of(generator.plan(PROMPTS)).titles if "prompt 6: 3 tokens of its own" in title]
+
+
+def test_what_does_not_fit_is_not_in_the_report():
+    long = [*range(3, 90)] * 3
+    with BatchGenerator(build("llama"), page_size=8, kv_memory=20_000) as small:
+        report = small.generate([[5] * 3, long, long], max_new_tokens=4, on_error="record").report
+        assert small.generate([long], max_new_tokens=4, on_error="record").report.prompt_tokens == 0
+    assert (report.sequences, report.prompt_tokens, report.computed_tokens, report.saving) == (1, 3, 3, 0.0)
+    assert (len(report.plan.order), report.plan.total_tokens) == (1, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 _TEMPLATE = """
@@ -10,6 +10,15 @@ _TEMPLATE = """
 {%- if message.role == 'alien' -%}{{ raise_exception('no aliens') }}{%- endif -%}
 w1 {{ message.content or '' }} {% endfor -%}
 """
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Each byte is a token, so a character outside of ASCII is several."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 def word_tokenizer(words: int = 101, bos: bool = False, template: bool = False) -> PreTrainedTokenizerFast:

@@ -67,10 +67,14 @@ def seconds(value: float) -> str:
     return f"{1000 * value:.0f} ms" if value >= 0.01 or value <= 0 else f"{1000 * value:.2g} ms"
 
 
+# Notebooks run MathJax over outputs, and "from $5 to $10" is no formula. MathJax 3 and 2 pass over these classes.
+_NO_FORMULAS = "mathjax_ignore tex2jax_ignore"
+
+
 def view(body: str, plain: str) -> str:
     """A view by itself. ``plain`` is shown where the style sheet is not."""
     return (
-        f'<div class="hfb">{STYLE}<pre class="hfb-plain">{text(plain)}</pre>'
+        f'<div class="hfb {_NO_FORMULAS}">{STYLE}<pre class="hfb-plain">{text(plain)}</pre>'
         f'<div class="hfb-view" style="display:none" hidden>{body}</div></div>'
     )
 

@@ -24,7 +24,8 @@ _TOOLTIP_CHARACTERS = 80
 
 
 def plan_html(plan: SharingPlan) -> str:
-    return view(f'<div class="hfb-title">What the prompts share</div>{plan_body(plan)}', str(plan))
+    body = plan_body(plan, "sequence" if plan.of_sequences else "prompt")
+    return view(f'<div class="hfb-title">What the prompts share</div>{body}', str(plan))
 
 
 def plan_body(plan: SharingPlan, thing: str = "prompt") -> str:
@@ -77,7 +78,7 @@ def _caption(tree: Icicle, thing: str) -> str:
             "for all of them. "
         )
     elif tree.prompts > 1:
-        said += "They have no beginning in common that would be worth computing apart. "
+        said += "Nothing is computed once for several of them. "
     if len(tree.size) < tree.prompts:
         said += "Neighbours too narrow to be told apart are one column, with what they have on average."
     return said.strip()
@@ -92,6 +93,8 @@ def _blocks(plan: SharingPlan, tree: Icicle, scale: float, thing: str, shades: s
     across = WIDTH / tree.prompts
     for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
         segment = plan.segments[index]
+        if segment.start >= tree.limit:  # below the cut
+            continue
         shade = _shade(segment.members)
         shades.add(shade)
         width, height = segment.members * across, (min(segment.end, tree.limit) - segment.start) * scale
@@ -117,9 +120,9 @@ def _columns(plan: SharingPlan, tree: Icicle, scale: float, thing: str, shades: 
     rows = zip(tree.first, tree.size, tree.top, tree.shared, tree.saving, tree.own, strict=True)
     for first, size, top, shared, saving, own in (map(float, row) for row in rows):
         left, width = first * across, size * across
-        middle, bottom = min(top + shared, tree.limit), min(top + shared + own, tree.limit)
+        top, middle, bottom = (min(level, tree.limit) for level in (top, top + shared, top + shared + own))
         drawn = ""
-        if shared:
+        if middle > top:
             shade = _shade(1 / max(1 - saving, 1e-9))
             shades.add(shade)
             drawn = _box(f"hfb-s{shade}", left, top * scale, width, (middle - top) * scale)

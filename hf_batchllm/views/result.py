@@ -103,7 +103,9 @@ def _prompt(generation: Generation, decode: Decode | None) -> str:
     start = _decoded(decode, ids[:_PROMPT_TOKENS] if long else ids)
     if start is None:
         return _ids(ids)
-    end = (_decoded(decode, ids[-_PROMPT_TOKENS:]) or "") if long else start
+    end = start
+    if long:  # a character may go on in the tokens that were left out
+        start, end = start.rstrip("\ufffd"), (_decoded(decode, ids[-_PROMPT_TOKENS:]) or "").lstrip("\ufffd")
     if not long and len(start) <= _PROMPT_START + _PROMPT_END:
         return _block(start, len(start) + 1)
     title = start if not long and len(start) <= _TOOLTIP else f"{start[: _TOOLTIP // 2]}\n…\n{end[-_TOOLTIP // 2 :]}"

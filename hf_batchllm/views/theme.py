@@ -64,8 +64,9 @@ _CODE_DARK = _palette(_CODE[0].format("#1f1f1f"), _CODE[1].format("#ccc"), "#a4a
 _SAYS_LIGHT = "[data-jp-theme-light=true],.vscode-light,.vscode-high-contrast-light,[theme=light],[data-theme=light]"
 
 _RULES = """
-.hfb-plain{display:none!important}
-.hfb .hfb-view{display:block!important;container-type:inline-size;min-width:300px;max-width:1080px;
+.hfb style~.hfb-plain{display:none!important}
+.hfb style~.hfb-view{display:block!important}
+.hfb .hfb-view{container-type:inline-size;min-width:300px;max-width:1080px;
  box-sizing:border-box;padding:12px 14px;border-radius:6px;background:var(--hfb-bg);color:var(--hfb-fg);
  font:13px/1.45 var(--jp-ui-font-family,var(--vscode-font-family,system-ui,-apple-system,"Segoe UI",sans-serif));
  font-variant-numeric:tabular-nums;text-align:left}
