@@ -11,10 +11,10 @@ from transformers.utils.chat_template_utils import Chat
 
 from .architecture import base_model
 from .config import BatchConfig
-from .errors import ConfigError, GeneratorBusyError
+from .errors import ConfigError, GeneratorBusyError, UnsupportedModelError
 from .option_checks import unknown_option
 from .option_table import TABLE
-from .pipeline_calls import Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read
+from .pipeline_calls import AROUND_THE_MODEL, Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read
 from .pipeline_import import LIKE, TASK
 from .pipeline_inputs import Refused, as_inputs
 from .results import RunReport
@@ -50,6 +50,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
     def __init__(self, *args: Any, task: str = TASK, batch_config: BatchConfig | None = None, **kwargs: Any) -> None:
         fields = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
         self._batch_config = BatchConfig.of(batch_config, fields, "batch_config")
+        self._refuse_what_would_not_run()
         super().__init__(*args, task=LIKE, **kwargs)  # defaults, checks and names of adapters go by it
         self.task = task or TASK
         self._refuse_unknown_options()
@@ -58,6 +59,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
 
     def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
         """Complete the prompt or prompts: as ``pipeline("text-generation", ...)`` does, see there."""
+        self._refuse_what_would_not_run()
         inputs = as_inputs(text_inputs)
         if isinstance(inputs, list) and not inputs:
             self._sanitize_parameters(**kwargs)
@@ -142,6 +144,15 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
             kept.close()
         self._generator = new = self._new_generator()
         return new
+
+    def _refuse_what_would_not_run(self) -> None:
+        """Methods by which stock pipelines are changed, and which one run of all prompts goes around."""
+        for name in AROUND_THE_MODEL:
+            if name in vars(self) or getattr(type(self), name) is not getattr(TextGenerationPipeline, name):
+                raise UnsupportedModelError(
+                    f"{type(self).__name__} has a `{name}` of its own, which would not run for each prompt: change "
+                    "`_sanitize_parameters`, `preprocess` or `postprocess`, or leave it to a text-generation pipeline"
+                )
 
     def _refuse_unknown_options(self) -> None:
         """What ``pipeline()`` was given for nobody: else the first call would say so."""

@@ -33,6 +33,7 @@ from .results import BatchResult, Generation
 
 Parameters = dict[str, Any]
 
+AROUND_THE_MODEL = ("forward", "_forward", "get_inference_context")  # of a pipeline's methods
 _IN_RECORDS = ("output_scores", "output_logits")  # with ``return_dict_in_generate``, and a list has no place for them
 
 

@@ -281,6 +281,18 @@ def test_a_model_that_was_put_in_meanwhile(pipe: Any) -> None:
     assert said == ["the pipeline was given another model since accelerated(pipe) began"]
 
 
+def test_a_method_that_was_put_in_meanwhile(pipe: Any) -> None:
+    def forward(model_inputs: Any, **options: Any) -> Any:
+        return TextGenerationPipeline._forward(pipe, model_inputs, **{**options, "max_new_tokens": 2})
+
+    with reasons() as said, accelerated(pipe):
+        pipe._forward = forward
+        assert pipe(TEXTS, **GREEDY) == pipe(TEXTS, max_new_tokens=2, do_sample=False)
+        del pipe._forward
+        assert pipe(TEXTS, **GREEDY) != pipe(TEXTS, max_new_tokens=2, do_sample=False)
+    assert said == ["the pipeline was given a `_forward` since accelerated(pipe) began"]
+
+
 @pytest.mark.parametrize("error", [ValueError("a hook's"), TypeError("a hook's")])
 def test_an_error_in_the_midst_of_the_work_comes_out(pipe: Any, error: Exception) -> None:
     passes = itertools.count()

@@ -246,3 +246,17 @@ def test_postprocess_and_preprocess_may_be_ones_own(stock: Any) -> None:
     pipe = Counted(model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
     assert pipe(TEXTS, **GREEDY) == [1, 1, 1]
     assert pipe.last_report.prompt_tokens == 12 + 3
+
+
+@pytest.mark.parametrize("name", ["forward", "_forward", "get_inference_context"])
+def test_methods_around_the_model_may_not(pipe: Any, name: str) -> None:
+    def own(*args: Any, **options: Any) -> Any:
+        return getattr(BatchTextGenerationPipeline, name)(*args, **options)
+
+    with pytest.raises(UnsupportedModelError, match=f"Own has a `{name}` of its own, which would not run"):
+        type("Own", (BatchTextGenerationPipeline,), {name: own})(
+            model=pipe.model, tokenizer=word_tokenizer(), device="cpu"
+        )
+    setattr(pipe, name, own)
+    with pytest.raises(UnsupportedModelError, match=f"has a `{name}` of its own"):
+        pipe(TEXTS, **GREEDY)
