@@ -93,6 +93,8 @@ def not_of_generate(given: dict[str, Any]) -> Exception | None:
     for name in ("stopping_criteria", "logits_processor"):
         if callable(given.get(name)) and not isinstance(given[name], list | tuple):  # to a generator, a factory
             return ValueError(f"`{name}` is not a list")
+    if isinstance(given.get("generation_config"), list | tuple):
+        return ValueError("`generation_config` is a list")
     if given.get("cache_implementation") == "paged":
         return UnsupportedOptionError("cache_implementation", 'is "paged": transformers\' own continuous batching')
     return None

@@ -128,6 +128,18 @@ def test_misspelt_and_misplaced_options(pipe: Any) -> None:
         made("batch-text-generation", max_new_tokenz=3)
     with pytest.raises(UnsupportedOptionError, match="did you mean `max_new_tokens`"):
         pipe(TEXTS, max_new_tokenz=3)
+    for name, near in (("return_full_texts", "return_full_text"), ("tokenizer_kwargs", "tokenizer_encode_kwargs")):
+        with pytest.raises(UnsupportedOptionError, match=f"`{name}` is not an option of .*did you mean `{near}`"):
+            made("batch-text-generation", **{name: True})
+        with pytest.raises(UnsupportedOptionError, match=f"`{name}` is not an option of .*did you mean `{near}`"):
+            pipe(TEXTS, **{name: True})
+    with pytest.raises(ConfigError, match="did you mean `kv_memory`"):
+        pipe(TEXTS, kv_memroy="2GiB")
+    for config, says in (([GenerationConfig()] * 3, "a pipeline has one"), ({"max_new_tokens": 3}, "not a dict")):
+        with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
+            made("batch-text-generation", generation_config=config)
+        with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
+            pipe(TEXTS, generation_config=config)
     with pytest.raises(ConfigError, match="`page_size` is set when the pipeline is made"):
         pipe(TEXTS, page_size=8)
     with pytest.raises(UnsupportedOptionError, match="`num_beams`"):
