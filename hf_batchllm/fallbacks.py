@@ -14,6 +14,7 @@ from . import endings, processing
 from .architecture import base_model
 from .errors import (
     BatchLLMError,
+    GenerationInterrupted,
     GeneratorBusyError,
     OptionValueError,
     PromptError,
@@ -50,6 +51,9 @@ class Fallback:
         random_state = torch.get_rng_state()
         try:
             return serve()
+        except GenerationInterrupted as interrupt:
+            interrupt.of_a_generator = False
+            raise
         except (GeneratorBusyError, ValueError, TypeError, NotImplementedError) as error:
             if self._had_begun(error):
                 raise

@@ -117,11 +117,14 @@ class PipelineCall:
             return [self._finished(prepared, index, list(samples)) for index, samples in rows]
         except GenerationInterrupted as interrupt:
             interrupt.result = generator.with_texts(interrupt.result)
+            interrupt.of_a_generator = False
             raise
         except KeyboardInterrupt:
             if result is None:
                 raise
-            raise GenerationInterrupted(generator.with_texts(result), len(result), len(result)) from None
+            late = GenerationInterrupted(generator.with_texts(result), len(result), len(result))
+            late.of_a_generator = False
+            raise late from None
 
     def stream(self, generator: TokenGenerator, prepared: Prepared) -> Iterator[Any]:
         """The same, each as soon as it and those before it are there. Inputs and options are checked at once."""

@@ -211,6 +211,7 @@ def test_an_interrupt_hands_out_what_had_finished(stock: Any, pipe: Any, monkeyp
     monkeypatch.undo()
     result = caught.value.result
     assert 0 < len(result) < 3
+    assert "BatchGenerator" not in caught.value._render_traceback_()[1]
     assert pipe(TEXTS, generation_config=configs) == stock(TEXTS, generation_config=configs)
     whole = BatchGenerator(pipe.model, pipe.tokenizer).generate(TEXTS, configs)
     assert all(row == whole[row.index] for row in result)  # with its text
@@ -224,6 +225,8 @@ def test_an_interrupt_while_texts_are_made(pipe: Any, monkeypatch: pytest.Monkey
     with pytest.raises(GenerationInterrupted) as caught:
         pipe(TEXTS, **GREEDY)
     assert len(caught.value.result.texts) == 3 and all(caught.value.result.texts)
+    where = caught.value._render_traceback_()[1]  # shown in a notebook
+    assert "sys.last_value.result" in where and "BatchGenerator" not in where
 
 
 def test_what_is_saved_is_what_the_stock_pipeline_saves(stock: Any, pipe: Any, tmp_path: Path) -> None:
