@@ -199,7 +199,7 @@ def _is_padded(work: Work) -> bool:
 
 def _refuse_what_counts_the_padding(given: Given) -> None:
     """What is called with ``input_ids`` that have it in ``generate``; criteria are given it here, too."""
-    others = [each for each in given.logits_processor or () if not processing.looks_at_each_row_alone(each)]
+    others = [each for each in given.logits_processor or () if not processing.looks_at_no_padding(each)]
     name = "prefix_allowed_tokens_fn" if given.prefix_allowed_tokens_fn is not None else "logits_processor"
     if others or given.prefix_allowed_tokens_fn is not None:
         raise UnsupportedOptionError(

@@ -146,6 +146,11 @@ def looks_at_each_row_alone(criterion: Any) -> bool:
     return type(criterion) in _KNOWN
 
 
+def looks_at_no_padding(criterion: Any) -> bool:
+    """Whether it comes to the same with padding before the prompt: others may count how many tokens there are."""
+    return looks_at_each_row_alone(criterion) and type(criterion) is not criteria.MaxLengthCriteria
+
+
 _KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)
 
 

@@ -98,6 +98,8 @@ class CacheMemoryError(BatchLLMError, MemoryError):
 class GenerationInterrupted(KeyboardInterrupt):
     """Ctrl-C during a call. ``result`` holds what had finished by then."""
 
+    of_a_generator = True  # whose caller has it: behind a pipeline, or ``accelerated``, nobody sees it
+
     def __init__(self, result: Any, finished: int, total: int) -> None:
         self.result = result
         if not total:
@@ -111,9 +113,9 @@ class GenerationInterrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the way down to the step that was interrupted tells nothing to whoever interrupted it."""
         said, _, results = str(self).partition("; ")
+        also = "`gen.interrupted` (`gen`: your BatchGenerator) until its next call, and in "
         where = (
-            "Their results are in `gen.interrupted` (`gen`: your BatchGenerator) until its next call, and in "
-            "`sys.last_value.result` until the next error."
+            f"Their results are in {also if self.of_a_generator else ''}`sys.last_value.result` until the next error."
         )
         return [f"{type(self).__name__}: {said}", where] if results else [f"{type(self).__name__}: {said}"]
 

@@ -14,6 +14,7 @@ from . import endings, processing
 from .architecture import base_model
 from .errors import (
     BatchLLMError,
+    GenerationInterrupted,
     GeneratorBusyError,
     OptionValueError,
     PromptError,
@@ -50,6 +51,9 @@ class Fallback:
         random_state = torch.get_rng_state()
         try:
             return serve()
+        except GenerationInterrupted as interrupt:
+            interrupt.of_a_generator = False
+            raise
         except (GeneratorBusyError, ValueError, TypeError, NotImplementedError) as error:
             if self._had_begun(error):
                 raise
@@ -93,6 +97,8 @@ def not_of_generate(given: dict[str, Any]) -> Exception | None:
     for name in ("stopping_criteria", "logits_processor"):
         if callable(given.get(name)) and not isinstance(given[name], list | tuple):  # to a generator, a factory
             return ValueError(f"`{name}` is not a list")
+    if isinstance(given.get("generation_config"), list | tuple):
+        return ValueError("`generation_config` is a list")
     if given.get("cache_implementation") == "paged":
         return UnsupportedOptionError("cache_implementation", 'is "paged": transformers\' own continuous batching')
     return None

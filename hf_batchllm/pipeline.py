@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from typing import Any
 
 from transformers import TextGenerationPipeline
@@ -11,15 +12,21 @@ from transformers.utils.chat_template_utils import Chat
 
 from .architecture import base_model
 from .config import BatchConfig
-from .errors import ConfigError, GeneratorBusyError
-from .option_checks import unknown_option
+from .errors import ConfigError, GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
+from .option_checks import check_generation_config, unknown_option
 from .option_table import TABLE
-from .pipeline_calls import Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read
+from .pipeline_calls import AROUND_THE_MODEL, Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read
 from .pipeline_import import LIKE, TASK
 from .pipeline_inputs import Refused, as_inputs
 from .results import RunReport
 from .sharing import SharingPlan
 
+_BEYOND_ITS_SIGNATURE = ("add_special_tokens", "padding", "batch_size", "num_workers")
+_OF_A_PIPELINE = [  # beside those of ``generate``
+    name
+    for name in (*inspect.signature(TextGenerationPipeline._sanitize_parameters).parameters, *_BEYOND_ITS_SIGNATURE)
+    if name not in ("self", "generate_kwargs", *TABLE)
+]
 _FIELDS = [field.name for field in dataclasses.fields(BatchConfig)]
 
 
@@ -50,14 +57,17 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
     def __init__(self, *args: Any, task: str = TASK, batch_config: BatchConfig | None = None, **kwargs: Any) -> None:
         fields = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
         self._batch_config = BatchConfig.of(batch_config, fields, "batch_config")
+        self._refuse_what_would_not_run()
+        _check_generation_config(kwargs.get("generation_config"))
         super().__init__(*args, task=LIKE, **kwargs)  # defaults, checks and names of adapters go by it
         self.task = task or TASK
-        self._refuse_unknown_options()
+        self._refuse_unknown_options(asked_of_generate(self, dict(self._forward_params)))
         self._closed = False
         self._generator: TokenGenerator | None = self._new_generator()
 
     def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
         """Complete the prompt or prompts: as ``pipeline("text-generation", ...)`` does, see there."""
+        self._refuse_what_would_not_run()
         inputs = as_inputs(text_inputs)
         if isinstance(inputs, list) and not inputs:
             self._sanitize_parameters(**kwargs)
@@ -68,7 +78,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
         """What sharing these prompts would save. Runs no model."""
         inputs = as_inputs(text_inputs)
         preprocess, forward, _ = self._sanitize_parameters(**kwargs)
-        call = PipelineCall(self, {**self._preprocess_params, **preprocess}, {**self._forward_params, **forward}, {})
+        call = self._call({**self._preprocess_params, **preprocess}, {**self._forward_params, **forward}, {})
         prepared = call.prepare([inputs] if isinstance(inputs, str | Chat | Refused) else read(inputs))
         with prepared.naming():
             return self._ready().plan(prepared.prompts)
@@ -103,6 +113,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
         for name in _FIELDS:
             if name in kwargs:
                 raise ConfigError(f"`{name}` is set when the pipeline is made: pipeline({TASK!r}, ..., {name}=...)")
+        _check_generation_config(kwargs.get("generation_config"))
         return super()._sanitize_parameters(*args, **kwargs)
 
     def get_iterator(
@@ -114,7 +125,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
         forward_params: Parameters,
         postprocess_params: Parameters,
     ) -> Any:
-        call = PipelineCall(self, preprocess_params, forward_params, postprocess_params)
+        call = self._call(preprocess_params, forward_params, postprocess_params)
         if isinstance(inputs, list):
             return call.results(self._ready(), call.prepare(inputs))
         return Results(lambda: call.stream(self._ready(), call.prepare(read(inputs))), inputs)
@@ -122,7 +133,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
     def run_single(
         self, inputs: Any, preprocess_params: Parameters, forward_params: Parameters, postprocess_params: Parameters
     ) -> Any:
-        call = PipelineCall(self, preprocess_params, forward_params, postprocess_params)
+        call = self._call(preprocess_params, forward_params, postprocess_params)
         (result,) = call.results(self._ready(), call.prepare([inputs]))
         return result
 
@@ -143,12 +154,35 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
         self._generator = new = self._new_generator()
         return new
 
-    def _refuse_unknown_options(self) -> None:
-        """What ``pipeline()`` was given for nobody: else the first call would say so."""
-        for name in asked_of_generate(self, dict(self._forward_params)):
-            if name in TABLE or name == "generation_config":
+    def _refuse_what_would_not_run(self) -> None:
+        """Methods by which stock pipelines are changed, and which one run of all prompts goes around."""
+        for name in AROUND_THE_MODEL:
+            if name in vars(self) or getattr(type(self), name) is not getattr(TextGenerationPipeline, name):
+                raise UnsupportedModelError(
+                    f"{type(self).__name__} has a `{name}` of its own, which would not run for each prompt: change "
+                    "`_sanitize_parameters`, `preprocess` or `postprocess`, or leave it to a text-generation pipeline"
+                )
+
+    def _call(self, preprocess: Parameters, forward: Parameters, postprocess: Parameters) -> PipelineCall:
+        call = PipelineCall(self, preprocess, forward, postprocess)
+        self._refuse_unknown_options(call.asked)
+        return call
+
+    def _refuse_unknown_options(self, asked: Parameters) -> None:
+        """What is nobody's: neither ``generate``'s, nor a pipeline's, nor a BatchConfig's."""
+        for name, value in asked.items():
+            if value is None or name in TABLE or name == "generation_config":
                 continue
-            near = difflib.get_close_matches(name, [*_FIELDS, *TABLE], n=1)
+            near = difflib.get_close_matches(name, [*_FIELDS, *_OF_A_PIPELINE, *TABLE], n=1)
             if near and near[0] in _FIELDS:
                 raise ConfigError(f"`{name}` is not a field of BatchConfig; did you mean `{near[0]}`?")
+            if near and near[0] in _OF_A_PIPELINE:
+                raise UnsupportedOptionError(name, f"is not an option of a pipeline; did you mean `{near[0]}`?")
             raise unknown_option(name, base_model(self.model))
+
+
+def _check_generation_config(given: Any) -> None:
+    if isinstance(given, list | tuple):
+        why = "is a list: a pipeline has one for all prompts; BatchGenerator(model, tokenizer).generate takes a list"
+        raise UnsupportedOptionError("generation_config", why)
+    check_generation_config(given)

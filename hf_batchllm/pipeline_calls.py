@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from transformers import TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 
+from . import endings, processing
 from .architecture import base_model
 from .config import BatchConfig
 from .errors import GenerationInterrupted, PromptError, UnsupportedOptionError
@@ -32,6 +33,7 @@ from .results import BatchResult, Generation
 
 Parameters = dict[str, Any]
 
+AROUND_THE_MODEL = ("forward", "_forward", "get_inference_context")  # of a pipeline's methods
 _IN_RECORDS = ("output_scores", "output_logits")  # with ``return_dict_in_generate``, and a list has no place for them
 
 
@@ -115,11 +117,14 @@ class PipelineCall:
             return [self._finished(prepared, index, list(samples)) for index, samples in rows]
         except GenerationInterrupted as interrupt:
             interrupt.result = generator.with_texts(interrupt.result)
+            interrupt.of_a_generator = False
             raise
         except KeyboardInterrupt:
             if result is None:
                 raise
-            raise GenerationInterrupted(generator.with_texts(result), len(result), len(result)) from None
+            late = GenerationInterrupted(generator.with_texts(result), len(result), len(result))
+            late.of_a_generator = False
+            raise late from None
 
     def stream(self, generator: TokenGenerator, prepared: Prepared) -> Iterator[Any]:
         """The same, each as soon as it and those before it are there. Inputs and options are checked at once."""
@@ -219,6 +224,10 @@ class PipelineCall:
             if self._set(name) and self._set(better) is None:
                 why = f"counts the padding that the tokenizer was told to put into the prompts: set `{better}`"
                 raise UnsupportedOptionError(name, why)
+        looks = _what_looks_at_padding(self.asked) if prepared.padded else None
+        if looks is not None:
+            why = "sees the padding that the tokenizer was told to put into the prompts: leave the padding out"
+            raise UnsupportedOptionError(looks, why)
 
     # -- after -------------------------------------------------------------------------------------------------
 
@@ -349,6 +358,18 @@ def _without_defaults(asked: Parameters, pipe: TextGenerationPipeline, forward: 
         if value is not None and getattr(own, name, None) is None and (value == default or idle):
             setattr(config, name, None)
     return {**asked, "generation_config": config}
+
+
+def _what_looks_at_padding(asked: Parameters) -> str | None:
+    """The option whose processors or criteria ``generate`` would call with it, and to whom it makes a difference."""
+    if asked.get("prefix_allowed_tokens_fn") is not None:
+        return "prefix_allowed_tokens_fn"
+    blind = {"logits_processor": processing.looks_at_no_padding, "stopping_criteria": endings.looks_at_no_padding}
+    for name, is_blind in blind.items():
+        given = asked.get(name)
+        if isinstance(given, list | tuple) and not all(map(is_blind, given)):  # else a factory, which is ours
+            return name
+    return None
 
 
 def _as_list(tokens: Any) -> list[int]:

@@ -17,12 +17,12 @@ from .fallbacks import Fallback, not_of_generate, refuse_a_generate_of_its_own, 
 from .notices import warn_user
 from .patches.attention_swap import AttentionSwap
 from .pipeline import BatchTextGenerationPipeline
-from .pipeline_calls import PipelineCall, Results, TokenGenerator, read
+from .pipeline_calls import AROUND_THE_MODEL, PipelineCall, Results, TokenGenerator, read
 from .results import RunReport
 from .work import Checks, Work
 
 _DOORS = ("get_iterator", "run_single")  # through which a pipeline's __call__ goes
-_BEHIND = ("forward", "_forward", "get_inference_context", *_DOORS)  # what runs, there
+_BEHIND = (*AROUND_THE_MODEL, *_DOORS)  # what runs, there
 _REPORT = "last_report"
 _TOO_LATE = "accelerated() ended before these results were read: read them in its block"
 _ABSENT = object()
@@ -224,6 +224,8 @@ class _PipelineStandIn(Fallback):
             reason = self._refusal
             if self.pipe.model is not self._model:
                 reason = UnsupportedModelError("the pipeline was given another model since accelerated(pipe) began")
+            elif (changed := _changed(self.pipe)) is not None:
+                reason = UnsupportedModelError(f"the pipeline was given {changed} since accelerated(pipe) began")
             if reason is not None:
                 return self._run_original(reason, original)
             generator.last_report = None

@@ -42,17 +42,25 @@ def _add_to(pipelines: Any) -> None:
 class _AfterPipelines(MetaPathFinder):
     """Finds transformers' pipelines as the other finders do, and has the task added after they were run."""
 
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _PIPELINES:
+        if name != _PIPELINES or self._asking:  # by another finder that asks all others, as this one does
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _AndThen(spec.loader, self)
-                return spec
-        return None
+        self._asking = True
+        try:
+            found = (find(name, path, target) for find in self._others())
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AndThen(spec.loader, self)
+        return spec
+
+    def _others(self) -> list[Any]:
+        others = [each for each in sys.meta_path if each is not self]
+        return [each.find_spec for each in others if hasattr(each, "find_spec")]
 
 
 class _AndThen(Loader):

@@ -48,13 +48,15 @@ BLIND_TO_HISTORY = (
 
 _MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
 
-# These depend on options alone, so that one of each serves prompts of all lengths: some are large.
-_OF_ALL_LENGTHS = (
+# These look for stretches of tokens, wherever they stand.
+_IN_WINDOWS = (
     processors.NoRepeatNGramLogitsProcessor,
     processors.SequenceBiasLogitsProcessor,
     processors.NoBadWordsLogitsProcessor,
-    processors.ForcedBOSTokenLogitsProcessor,
 )
+
+# These depend on options alone, so that one of each serves prompts of all lengths: some are large.
+_OF_ALL_LENGTHS = (*_IN_WINDOWS, processors.ForcedBOSTokenLogitsProcessor)
 
 # These look at each row's own tokens and keep nothing: they can be given rows of equal length at once.
 _KEEPING_NOTHING = (
@@ -256,6 +258,12 @@ def looks_at_each_row_alone(processor: Any) -> bool:
     """Whether it comes to the same for a row, in a batch or alone."""
     alone = (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING, processors.RepetitionPenaltyLogitsProcessor)
     return type(processor) in alone
+
+
+def looks_at_no_padding(processor: Any) -> bool:
+    """Whether it comes to the same with padding before the prompt: others count how many tokens there are."""
+    blind = (*BLIND_TO_HISTORY, *_IN_WINDOWS, processors.RepetitionPenaltyLogitsProcessor)
+    return type(processor) in blind and getattr(processor, "prompt_ignore_length", None) is None
 
 
 # -- rows together ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.generation import (
     ConfidenceCriteria,
+    MinLengthLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     utils,
 )
@@ -62,6 +63,13 @@ FALLBACKS: dict[str, dict[str, Any]] = {
         "inputs": torch.tensor([[0, 0, 5, 6]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1]]),
         "logits_processor": [lambda ids, scores: scores.roll(ids.shape[1], dims=-1)],
+    },
+    "`logits_processor` is called by `generate` with rows as they are padded: pass rows": {
+        "inputs": torch.tensor([[0, 0, 5, 6], [9, 5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+        "logits_processor": [MinLengthLogitsProcessor(6, list(range(90)))],
+        "eos_token_id": list(range(90)),
+        "pad_token_id": 0,
     },
     "`stop_strings` ends rows one by one": {
         "stop_strings": ["ab", "c"],

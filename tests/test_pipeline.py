@@ -18,9 +18,18 @@ import pandas as pd
 import pytest
 from families import build
 from letters import letter_tokenizer
-from stand_in import TEXTS, word_tokenizer
+from stand_in import TEXTS, beyond_eight, word_tokenizer
 from torch.utils.data import IterableDataset
-from transformers import GenerationConfig, TextStreamer, pipeline, set_seed
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TextStreamer,
+    pipeline,
+    set_seed,
+)
 from transformers.pipelines.pt_utils import KeyDataset
 
 from hf_batchllm import UnsupportedOptionError, accelerated
@@ -215,6 +224,31 @@ def test_padding_by_the_tokenizer_is_not_computed_and_stays_in_the_sequence(side
     assert [len(records[0]["generated_token_ids"]) for records in got] == [13] * 3
     with pytest.raises(UnsupportedOptionError, match="`max_length` counts the padding"):
         pipe(TEXTS, generation_config=GenerationConfig(max_length=12), tokenizer_encode_kwargs=padded)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("stopping_criteria", [MaxLengthCriteria(11)]),
+        ("stopping_criteria", [beyond_eight]),
+        ("logits_processor", [MinLengthLogitsProcessor(11, list(range(90)))]),
+        ("logits_processor", [lambda ids, scores: scores.roll(ids.shape[1], dims=-1)]),
+        ("prefix_allowed_tokens_fn", lambda row, ids: [20 + len(ids)]),
+    ],
+)
+def test_what_would_count_the_padding_is_refused(stock: Any, pipe: Any, name: str, given: Any) -> None:
+    padded = {"padding": "max_length", "max_length": 9}
+    call = {**GREEDY, "eos_token_id": list(range(90)), name: given, "tokenizer_encode_kwargs": padded}
+    with pytest.raises(UnsupportedOptionError, match=f"`{name}` sees the padding"):
+        pipe(TEXTS[0], **call)
+    expected = stock(TEXTS[0], **call)
+    with pytest.warns(UserWarning, match=f"`{name}` sees the padding"), accelerated(stock):
+        assert stock(TEXTS[0], **call) == expected
+    call["tokenizer_encode_kwargs"] = {}
+    assert pipe(TEXTS[0], **call) == stock(TEXTS[0], **call)
+    blind = {"stopping_criteria": [MaxTimeCriteria(1e6)], "logits_processor": [TemperatureLogitsWarper(2.0)]}
+    call = {**GREEDY, **blind, "tokenizer_encode_kwargs": padded}
+    assert pipe(TEXTS[0], **call) == stock(TEXTS[0], **call)
 
 
 def test_the_whole_list_reaches_the_engine_at_once(pipe: Any) -> None:

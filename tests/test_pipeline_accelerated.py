@@ -15,7 +15,7 @@ import pytest
 import torch
 from families import REFUSED, build
 from stand_in import TEXTS, word_tokenizer
-from transformers import TextGenerationPipeline, pipeline, set_seed
+from transformers import GenerationConfig, TextGenerationPipeline, pipeline, set_seed
 from transformers.pipelines.pt_utils import KeyDataset
 
 from hf_batchllm import (
@@ -244,6 +244,7 @@ def test_what_cannot_be_served_goes_its_usual_way_and_says_why(pipe: Any, option
         lambda pipe: pipe(TEXTS, max_new_tokenz=3),
         lambda pipe: pipe(TEXTS, seed=3),
         lambda pipe: pipe(TEXTS, max_new_tokens=0),
+        lambda pipe: pipe(TEXTS, generation_config=[GenerationConfig(max_new_tokens=2)] * 3),
         lambda pipe: pipe(TEXTS, num_return_sequences=2, do_sample=False),
         lambda pipe: pipe(TEXTS, handle_long_generation="x"),
         lambda pipe: list(pipe(iter_of(["w5", 3]))),
@@ -279,6 +280,18 @@ def test_a_model_that_was_put_in_meanwhile(pipe: Any) -> None:
         pipe(TEXTS, **GREEDY)
         pipe.model = model
     assert said == ["the pipeline was given another model since accelerated(pipe) began"]
+
+
+def test_a_method_that_was_put_in_meanwhile(pipe: Any) -> None:
+    def forward(model_inputs: Any, **options: Any) -> Any:
+        return TextGenerationPipeline._forward(pipe, model_inputs, **{**options, "max_new_tokens": 2})
+
+    with reasons() as said, accelerated(pipe):
+        pipe._forward = forward
+        assert pipe(TEXTS, **GREEDY) == pipe(TEXTS, max_new_tokens=2, do_sample=False)
+        del pipe._forward
+        assert pipe(TEXTS, **GREEDY) != pipe(TEXTS, max_new_tokens=2, do_sample=False)
+    assert said == ["the pipeline was given a `_forward` since accelerated(pipe) began"]
 
 
 @pytest.mark.parametrize("error", [ValueError("a hook's"), TypeError("a hook's")])

@@ -56,8 +56,16 @@ def run(code: str) -> str:
         "importlib.reload(hf_batchllm)\n"
         "from transformers import pipeline",
         "from transformers import pipeline\nimport importlib, hf_batchllm\nimportlib.reload(hf_batchllm)",
+        # Another finder is there that asks all others.
+        "class Theirs:\n"
+        "    def find_spec(self, *asked):\n"
+        "        found = (each.find_spec(*asked) for each in sys.meta_path if each is not self)\n"
+        "        return next((each for each in found if each is not None), None)\n"
+        "import hf_batchllm\n"
+        "sys.meta_path.insert(1, Theirs())\n"
+        "from transformers import pipeline",
     ],
-    ids=["ours first", "transformers first"],
+    ids=["ours first", "transformers first", "among others"],
 )
 def test_the_task_is_known(imports: str) -> None:
     errors = run(f"import sys\n{imports}\n{KNOWN}")

@@ -128,6 +128,18 @@ def test_misspelt_and_misplaced_options(pipe: Any) -> None:
         made("batch-text-generation", max_new_tokenz=3)
     with pytest.raises(UnsupportedOptionError, match="did you mean `max_new_tokens`"):
         pipe(TEXTS, max_new_tokenz=3)
+    for name, near in (("return_full_texts", "return_full_text"), ("tokenizer_kwargs", "tokenizer_encode_kwargs")):
+        with pytest.raises(UnsupportedOptionError, match=f"`{name}` is not an option of .*did you mean `{near}`"):
+            made("batch-text-generation", **{name: True})
+        with pytest.raises(UnsupportedOptionError, match=f"`{name}` is not an option of .*did you mean `{near}`"):
+            pipe(TEXTS, **{name: True})
+    with pytest.raises(ConfigError, match="did you mean `kv_memory`"):
+        pipe(TEXTS, kv_memroy="2GiB")
+    for config, says in (([GenerationConfig()] * 3, "a pipeline has one"), ({"max_new_tokens": 3}, "not a dict")):
+        with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
+            made("batch-text-generation", generation_config=config)
+        with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
+            pipe(TEXTS, generation_config=config)
     with pytest.raises(ConfigError, match="`page_size` is set when the pipeline is made"):
         pipe(TEXTS, page_size=8)
     with pytest.raises(UnsupportedOptionError, match="`num_beams`"):
@@ -199,6 +211,7 @@ def test_an_interrupt_hands_out_what_had_finished(stock: Any, pipe: Any, monkeyp
     monkeypatch.undo()
     result = caught.value.result
     assert 0 < len(result) < 3
+    assert "BatchGenerator" not in caught.value._render_traceback_()[1]
     assert pipe(TEXTS, generation_config=configs) == stock(TEXTS, generation_config=configs)
     whole = BatchGenerator(pipe.model, pipe.tokenizer).generate(TEXTS, configs)
     assert all(row == whole[row.index] for row in result)  # with its text
@@ -212,6 +225,8 @@ def test_an_interrupt_while_texts_are_made(pipe: Any, monkeypatch: pytest.Monkey
     with pytest.raises(GenerationInterrupted) as caught:
         pipe(TEXTS, **GREEDY)
     assert len(caught.value.result.texts) == 3 and all(caught.value.result.texts)
+    where = caught.value._render_traceback_()[1]  # shown in a notebook
+    assert "sys.last_value.result" in where and "BatchGenerator" not in where
 
 
 def test_what_is_saved_is_what_the_stock_pipeline_saves(stock: Any, pipe: Any, tmp_path: Path) -> None:
@@ -246,3 +261,17 @@ def test_postprocess_and_preprocess_may_be_ones_own(stock: Any) -> None:
     pipe = Counted(model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
     assert pipe(TEXTS, **GREEDY) == [1, 1, 1]
     assert pipe.last_report.prompt_tokens == 12 + 3
+
+
+@pytest.mark.parametrize("name", ["forward", "_forward", "get_inference_context"])
+def test_methods_around_the_model_may_not(pipe: Any, name: str) -> None:
+    def own(*args: Any, **options: Any) -> Any:
+        return getattr(BatchTextGenerationPipeline, name)(*args, **options)
+
+    with pytest.raises(UnsupportedModelError, match=f"Own has a `{name}` of its own, which would not run"):
+        type("Own", (BatchTextGenerationPipeline,), {name: own})(
+            model=pipe.model, tokenizer=word_tokenizer(), device="cpu"
+        )
+    setattr(pipe, name, own)
+    with pytest.raises(UnsupportedModelError, match=f"has a `{name}` of its own"):
+        pipe(TEXTS, **GREEDY)
