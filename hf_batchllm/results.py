@@ -110,7 +110,7 @@ class RunReport:
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
-        count = f"{self.sequences:,} sequences"
+        count = f"{self.sequences:,} sequence{'' if self.sequences == 1 else 's'}"
         if self.finished < self.sequences:
             count = f"interrupted: {self.finished:,} of {count}"
         lines = [
@@ -190,7 +190,7 @@ class BatchResult(Sequence[Generation]):
         hidden = len(self) - len(shown)
         if hidden:
             shown.append(f"  ... and {hidden:,} more")
-        return "\n".join([f"BatchResult of {len(self):,} generations", *shown])
+        return "\n".join([f"BatchResult of {len(self):,} generation{'' if len(self) == 1 else 's'}", *shown])
 
     def _repr_html_(self) -> str:
         from .views.result import result_html  # only who looks at it needs it
