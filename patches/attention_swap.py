@@ -44,7 +44,11 @@ class AttentionSwap:
     def others_wait(self) -> Iterator[str | None]:
         """While the block runs, no other thread swaps. Gives the attention in use: this thread may have swapped it."""
         with self._lock:
-            yield self._configs[0].__dict__.get(_FIELD)
+            try:
+                yield self._configs[0].__dict__.get(_FIELD)
+            finally:
+                if not self._lock._is_owned():  # `restore` after an interrupt just before `applied` acquired it, too
+                    self._lock.acquire()
 
     def restore(self) -> None:
         """What was there before, if it is not there yet."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from hf_batchllm import (
     UnsupportedModelError,
     accelerated,
 )
+from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.runner import ModelRunner
 
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -328,6 +331,30 @@ def test_an_interrupt_comes_out(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> N
             list(pipe(iter_of(TEXTS), **GREEDY))
         monkeypatch.undo()
         assert len(pipe(TEXTS, **GREEDY)) == 3
+
+
+def test_an_interrupt_just_before_a_step_has_its_turn(pipe: Any) -> None:
+    lines, first = inspect.getsourcelines(AttentionSwap.applied)
+    (place,) = (first + at for at, line in enumerate(lines) if "acquire()" in line)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is AttentionSwap.applied.__wrapped__.__code__ and frame.f_lineno == place:
+            raise KeyboardInterrupt
+        return trace
+
+    expected, tracing = pipe(TEXTS, **GREEDY), sys.gettrace()
+    with throughout(pipe):
+        sys.settrace(trace)
+        try:
+            with pytest.raises(GenerationInterrupted):
+                pipe(TEXTS, **GREEDY)
+        finally:
+            sys.settrace(tracing)
+        thread = threading.Thread(target=pipe, args=(TEXTS,), kwargs=GREEDY, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert pipe(TEXTS, **GREEDY) == expected
 
 
 def test_while_an_iterator_is_open_lists_go_their_usual_way(pipe: Any) -> None:
