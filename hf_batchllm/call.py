@@ -262,6 +262,8 @@ class Call:
             self._complete = False
             raise
         finally:
+            if self._fused is not None:
+                self._fused.release()
             if self._complete:
                 self.home.settle()
             elif self._opened:

@@ -92,7 +92,7 @@ class Fusion:
             if whole is None:
                 whole, self._moved = merge(group), True
             wholes.append(whole)
-        return wholes[0], wholes[1] if len(wholes) > 1 else None
+        return [wholes[0], wholes[1] if len(wholes) > 1 else None]
 
     def unmerge(self) -> None:
         """Give each parameter memory of its own again. May be called again and again."""
@@ -170,6 +170,13 @@ class FusedLayers:
         self._applied = []
         self._residual.forget()
 
+    def release(self) -> None:
+        """Let the weights go: the traceback of an error holds on to this object, and to the forward of some layer."""
+        for weights in self._merged:
+            weights.clear()
+        self._merged = []
+        self._forwards = []
+
     def _pause(self) -> str | None:
         if nn.modules.module._has_any_global_hook():
             return "there are hooks on all modules"
@@ -182,12 +189,14 @@ class FusedLayers:
     def _make(self) -> None:
         """Merge what is not merged, and prepare what is put in place for each step."""
         self._forwards: list[tuple[dict[str, Any], Forward]] = []
+        self._merged: list[Merged] = []
         self._devices = {parameter.device for parameter in self._fusion.model.parameters()}
         # What must stay as it is for that to be right: who is where, whom nobody watches, where the weights lie.
         self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._bypassed: list[nn.Module] = []
         self._addresses: list[tuple[dict[str, Any], str, int]] = []
         for stack, weights in self._fusion.lay_out():
+            self._merged += weights.values()
             self._make_stack(stack, weights)
         self._own = [module.__dict__ for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]

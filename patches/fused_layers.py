@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..attention import AttentionCall, Rotation, context_in_use
 
 Forward = Callable[..., Any]
-Merged = tuple[torch.Tensor, torch.Tensor | None]  # weight, bias
+Merged = list[torch.Tensor | None]  # weight, bias; emptied when the call is over
 
 
 @dataclass(frozen=True)

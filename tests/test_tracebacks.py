@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from storages import Storages
 from untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.patches import merged_weights
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -117,3 +119,21 @@ def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(
     generator.close()
     assert len(storages.seen) > 20 and storages.alive() == 0
     assert fingerprint(build(FAMILY)) == before
+
+
+@pytest.mark.parametrize("place", ["runner.ModelRunner.forward", "kernel_attention.KernelAttention._attend_rows"])
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
+    way: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_over_twins(monkeypatch)
+    generator, where = BatchGenerator(build("llama"), max_batch_tokens=24, page_size=8), f"hf_batchllm.{place}"
+    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 7, RuntimeError))
+    with pytest.raises(RuntimeError) as caught:
+        list(getattr(generator, way)(GIVEN, **OPTIONS))
+    wholes = set(merged_weights._parts.values())
+    assert any(not whole.expired() for whole in wholes)
+    generator.close()
+    gc.collect()
+    assert all(whole.expired() for whole in wholes)
+    assert caught.value.__traceback__ is not None
