@@ -270,6 +270,8 @@ class Call:
                 # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
                 refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
                 self._abandon(refused)
+                if self.recording.tensors is not None:
+                    self.recording.tensors.release()
                 forget_tensors(error)
             self._left = True
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from device_loop import run_over_twins
 from families import build
 from storages import Storages
@@ -16,6 +17,7 @@ from untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.patches import merged_weights
+from hf_batchllm.recording import StepTensors
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -137,3 +139,25 @@ def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
     gc.collect()
     assert all(whole.expired() for whole in wholes)
     assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("place", ["runner.ModelRunner.step", "recording.StepTensors._of", "sampling.run"])
+def test_an_error_that_is_kept_does_not_hold_scores(
+    place: str, storages: Storages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what the memory has run out for, as a rule, and are in the way of a second attempt."""
+    made = StepTensors._of
+
+    def noted(self: StepTensors, *args: Any) -> torch.Tensor:
+        step = made(self, *args)
+        storages.note(step)
+        return step
+
+    monkeypatch.setattr(StepTensors, "_of", noted)
+    where = f"hf_batchllm.{place}"
+    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 5, torch.OutOfMemoryError))
+    ids, scores = torch.tensor([[5, 6, 7], [8, 9, 10]]), {"return_dict_in_generate": True, "output_scores": True}
+    with make() as generator, pytest.raises(torch.OutOfMemoryError) as caught:
+        generator.generate(ids, output_logits=True, **scores, **OPTIONS)
+    assert caught.value.__traceback__ is not None
+    assert len(storages.seen) > 20 and storages.alive() == 0
