@@ -99,6 +99,7 @@ class _ChecksAsGenerate(Checks):
 
 class _AsGenerate(BatchGenerator):
     checks = _ChecksAsGenerate
+    is_the_users = False
 
 
 class _StandIn(Fallback):

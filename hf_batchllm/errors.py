@@ -96,10 +96,14 @@ class CacheMemoryError(BatchLLMError, MemoryError):
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a call. ``result`` holds what had finished by then."""
+    """Ctrl-C during a call. ``result`` holds what had finished by then.
 
-    def __init__(self, result: Any, finished: int, total: int) -> None:
+    ``kept``: whether a BatchGenerator that the user has keeps it, too, as ``gen.interrupted``.
+    """
+
+    def __init__(self, result: Any, finished: int, total: int, kept: bool = False) -> None:
         self.result = result
+        self.kept = kept
         if not total:
             message = "interrupted before the first sequence began"
         elif not finished:
@@ -111,10 +115,8 @@ class GenerationInterrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the way down to the step that was interrupted tells nothing to whoever interrupted it."""
         said, _, results = str(self).partition("; ")
-        where = (
-            "Their results are in `gen.interrupted` (`gen`: your BatchGenerator) until its next call, and in "
-            "`sys.last_value.result` until the next error."
-        )
+        kept = "in `gen.interrupted` (`gen`: your BatchGenerator) until its next call, and " if self.kept else ""
+        where = f"Their results are {kept}in `sys.last_value.result` until the next error."
         return [f"{type(self).__name__}: {said}", where] if results else [f"{type(self).__name__}: {said}"]
 
     def __reduce__(self) -> Any:

@@ -58,6 +58,7 @@ class BatchGenerator:
     """
 
     checks = Checks  # what says of a call whether it can be served
+    is_the_users = True  # not that of a stand-in, which nobody sees
 
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
@@ -151,7 +152,7 @@ class BatchGenerator:
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
         call = turn = None
         self.interrupted = BatchResult([done[key] for key in sorted(done)], report, self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(done), sequences)
+        raise GenerationInterrupted(self.interrupted, len(done), sequences, kept=self.is_the_users)
 
     def stream(
         self,

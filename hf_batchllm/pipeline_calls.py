@@ -38,6 +38,8 @@ _IN_RECORDS = ("output_scores", "output_logits")  # with ``return_dict_in_genera
 class TokenGenerator(BatchGenerator):
     """Leaves the text to the pipeline, which makes it as its own options say."""
 
+    is_the_users = False
+
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
         super().__init__(model, tokenizer, config)
         self.tokenizer = tokenizer

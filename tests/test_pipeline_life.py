@@ -199,6 +199,8 @@ def test_an_interrupt_hands_out_what_had_finished(stock: Any, pipe: Any, monkeyp
     monkeypatch.undo()
     result = caught.value.result
     assert 0 < len(result) < 3
+    (_, where) = caught.value._render_traceback_()  # there is no `gen` here
+    assert "gen." not in where and "`sys.last_value.result`" in where
     assert pipe(TEXTS, generation_config=configs) == stock(TEXTS, generation_config=configs)
     whole = BatchGenerator(pipe.model, pipe.tokenizer).generate(TEXTS, configs)
     assert all(row == whole[row.index] for row in result)  # with its text
