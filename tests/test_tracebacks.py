@@ -161,3 +161,14 @@ def test_an_error_that_is_kept_does_not_hold_scores(
         generator.generate(ids, output_logits=True, **scores, **OPTIONS)
     assert caught.value.__traceback__ is not None
     assert len(storages.seen) > 20 and storages.alive() == 0
+
+
+def test_an_error_out_of_code_from_nowhere_comes_out_as_it_is() -> None:
+    made: dict[str, Any] = {"__name__": None}
+    exec("def hook(*_): raise ZeroDivisionError('of the hook')", made)
+    handle = build(FAMILY).model.layers[0].register_forward_pre_hook(made["hook"])
+    try:
+        with pytest.raises(ZeroDivisionError, match="of the hook"):
+            make().generate(GIVEN, **OPTIONS)
+    finally:
+        handle.remove()
