@@ -112,6 +112,10 @@ class PagedCache:
         unit.lost = max(unit.lost, unit.computed)
         self.release(unit)
 
+    def still_lost(self, requests: Iterable[Request]) -> int:
+        """Of the lost tokens, those of ``requests`` and what they stand on that have not been computed again."""
+        return sum(max(0, unit.lost - unit.computed) for unit in units_below([*requests]))
+
     # -- lifetimes ---------------------------------------------------------------------------------------------
 
     def attach(self, unit: Unit, base: Prefix | None) -> None:

@@ -266,6 +266,8 @@ class Call:
                 # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
                 refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
                 self._abandon(refused)
+                if self.recording.tensors is not None:
+                    self.recording.tensors.release()
                 forget_tensors(error)
             self._left = True
 
@@ -321,7 +323,9 @@ class Call:
         seconds = self.recorder.seconds
         capture = 0.0 if self._ahead is None or self._ahead.graphs is None else self._ahead.graphs.seconds
         decoded = sum(max(request.made - 1, 0) for request in requests)
-        computed = engine.model_tokens - engine.idle_tokens - cache.lost_tokens - decoded
+        recomputed = cache.lost_tokens - cache.still_lost(request for request in requests if not request.done)
+        # A step that failed has no tokens, though what it was to compute again is taken for computed.
+        computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
         # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
         needed = max(computed, self.plan.computed_tokens - self.lineup.cached_tokens)
         return RunReport(
@@ -330,7 +334,7 @@ class Call:
             prompt_tokens=lengths,
             computed_tokens=computed,
             saving=1 - needed / lengths if lengths else 0.0,
-            recomputed_tokens=cache.lost_tokens,
+            recomputed_tokens=recomputed,
             cached_tokens=self.lineup.cached_tokens,
             new_tokens=new_tokens,
             model_tokens=engine.model_tokens,

@@ -93,6 +93,11 @@ class StepTensors:
     def bytes(self, steps: int, vocabulary: int) -> int:
         return len(self._steps) * 4 * self._rows * steps * vocabulary
 
+    def release(self) -> None:
+        """Nobody will be handed them: the traceback of an error would hold on to them."""
+        for steps in self._steps.values():
+            steps.clear()
+
     @torch.no_grad()
     def record(self, requests: Sequence[Request], logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Before tokens are picked; both are [requests, vocabulary], logits as the model gave them."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -223,6 +225,24 @@ def test_an_interrupt_comes_out(model: Any, inputs: dict[str, Any], monkeypatch:
         model.generate(**inputs, max_new_tokens=5)
     assert not caught.value.of_a_generator  # that a notebook could name
     assert "generate" not in vars(model)
+
+
+def test_an_interrupt_names_no_generator_that_the_user_has_not(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = ModelRunner.step, itertools.count()
+
+    def interrupted(self: ModelRunner, *args: Any) -> Any:
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "step", interrupted)
+    ids = torch.tensor([[5, 6], [7, 8], [9, 10], [11, 12]])
+    options = {"max_new_tokens": 6, "eos_token_id": list(range(0, 97, 3)), "pad_token_id": 0}
+    with accelerated(model, max_batch_tokens=2), pytest.raises(GenerationInterrupted) as caught:
+        model.generate(ids, **options)
+    said, where = caught.value._render_traceback_()
+    assert re.fullmatch(r"GenerationInterrupted: interrupted: [1-3] of 4 sequences had finished", said)
+    assert where == "Their results are in `sys.last_value.result` until the next error."
 
 
 def test_a_hook_that_generates_with_the_same_model_is_told_so(model: Any, inputs: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from hf_batchllm.decode_graphs import DecodeGraphs
 from hf_batchllm.engine import Engine
 from hf_batchllm.progress import Progress
 from hf_batchllm.recorder import Recorder
+from hf_batchllm.request import Prefix
 from hf_batchllm.runner import ModelRunner
 from hf_batchllm.scheduler import GroupScheduler
 from hf_batchllm.timeline import Timeline
@@ -427,3 +429,32 @@ def test_a_stream_that_goes_from_thread_to_thread(clock: Clock) -> None:
         clock.now += 1
     assert list(stream) == [] and len(taken) == len(PROMPTS)
     assert timeline_of(generator.last_report).phases["outside"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("results", [1, 6])
+def test_what_a_preemption_took_counts_as_run_again_only_when_it_is(
+    results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream is left while those that were preempted wait, and once they have been run again."""
+    runs: Counter[tuple[Any, int]] = Counter()  # of each token: of whose it is, and its position
+    launch = Engine._launch
+
+    def noted(self: Engine, step: Any) -> Any:
+        runs.update((chunk.unit, position) for chunk in step for position in range(chunk.begin, chunk.end))
+        return launch(self, step)
+
+    monkeypatch.setattr(Engine, "_launch", noted)
+    model = build(FAMILY)
+    memory = pages_of_memory(model, 24, 4)
+    generator = BatchGenerator(model, kv_memory=memory, page_size=4, max_batch_tokens=24, min_shared_tokens=4)
+    stream = generator.stream(PROMPTS, max_new_tokens=16, eos_token_id=1000)
+    for _ in range(results):
+        next(stream)
+    stream.close()
+    report = generator.last_report
+    again = sum(count - 1 for count in runs.values())
+    assert report.preemptions > 0 and (again > 0) == (results == 6)
+    assert report.recomputed_tokens == again
+    assert report.computed_tokens == sum(
+        isinstance(unit, Prefix) or position < len(unit.prompt_ids) for unit, position in runs
+    )

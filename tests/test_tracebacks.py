@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from device_loop import run_over_twins
 from families import build
 from storages import Storages
@@ -15,6 +17,7 @@ from untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.patches import merged_weights
+from hf_batchllm.recording import StepTensors
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -142,3 +145,55 @@ def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
     generator.close()
     assert caught.value.__traceback__ is not None
     assert all(whole.expired() for whole in wholes)
+
+
+@pytest.mark.parametrize("place", ["runner.ModelRunner.forward", "kernel_attention.KernelAttention._attend_rows"])
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
+    way: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_over_twins(monkeypatch)
+    model, where = build("llama"), f"hf_batchllm.{place}"
+    generator = BatchGenerator(model, max_batch_tokens=24, page_size=8)
+    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 7, RuntimeError))
+    with pytest.raises(RuntimeError) as caught:
+        list(getattr(generator, way)(GIVEN, **OPTIONS))
+    wholes = [whole for each in model.parameters() if (whole := merged_weights._whole(each)) is not None]
+    assert wholes
+    generator.close()
+    gc.collect()
+    assert all(whole.expired() for whole in wholes)
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("place", ["runner.ModelRunner.step", "recording.StepTensors._of", "sampling.run"])
+def test_an_error_that_is_kept_does_not_hold_scores(
+    place: str, storages: Storages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what the memory has run out for, as a rule, and are in the way of a second attempt."""
+    made = StepTensors._of
+
+    def noted(self: StepTensors, *args: Any) -> torch.Tensor:
+        step = made(self, *args)
+        storages.note(step)
+        return step
+
+    monkeypatch.setattr(StepTensors, "_of", noted)
+    where = f"hf_batchllm.{place}"
+    monkeypatch.setattr(where, fail_after(pkgutil.resolve_name(where), 5, torch.OutOfMemoryError))
+    ids, scores = torch.tensor([[5, 6, 7], [8, 9, 10]]), {"return_dict_in_generate": True, "output_scores": True}
+    with make() as generator, pytest.raises(torch.OutOfMemoryError) as caught:
+        generator.generate(ids, output_logits=True, **scores, **OPTIONS)
+    assert caught.value.__traceback__ is not None
+    assert len(storages.seen) > 20 and storages.alive() == 0
+
+
+def test_an_error_out_of_code_from_nowhere_comes_out_as_it_is() -> None:
+    made: dict[str, Any] = {"__name__": None}
+    exec("def hook(*_): raise ZeroDivisionError('of the hook')", made)
+    handle = build(FAMILY).model.layers[0].register_forward_pre_hook(made["hook"])
+    try:
+        with pytest.raises(ZeroDivisionError, match="of the hook"):
+            make().generate(GIVEN, **OPTIONS)
+    finally:
+        handle.remove()
