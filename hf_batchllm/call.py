@@ -15,6 +15,7 @@ from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
 from .batch import BatchBuilder
+from .call_report import report_of
 from .config import BatchConfig
 from .decode_graphs import graphs_for
 from .decode_rows import Seats
@@ -317,40 +318,21 @@ class Call:
         """None if the call broke off before there was anything to report."""
         if not self._started:
             return None
-        engine, cache, requests = self.engine, self.cache, self.lineup.requests
-        lengths = sum(len(prompt.ids) for prompt in self.prompts)
-        new_tokens = sum(len(request.generated) for request in requests)
-        seconds = self.recorder.seconds
-        capture = 0.0 if self._ahead is None or self._ahead.graphs is None else self._ahead.graphs.seconds
-        decoded = sum(max(request.made - 1, 0) for request in requests)
-        recomputed = cache.lost_tokens - cache.still_lost(request for request in requests if not request.done)
-        # A step that failed has no tokens, though what it was to compute again is taken for computed.
-        computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
-        # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
-        needed = max(computed, self.plan.computed_tokens - self.lineup.cached_tokens)
-        return RunReport(
-            sequences=len(requests),
-            finished=sum(request.done for request in requests),
-            prompt_tokens=lengths,
-            computed_tokens=computed,
-            saving=1 - needed / lengths if lengths else 0.0,
-            recomputed_tokens=recomputed,
-            cached_tokens=self.lineup.cached_tokens,
-            new_tokens=new_tokens,
-            model_tokens=engine.model_tokens,
-            steps=engine.steps,
-            preemptions=getattr(self.scheduler, "preemptions", 0),
-            seconds=seconds,
+        ahead = self._ahead
+        return report_of(
+            self.engine,
+            self.scheduler,
+            self.cache,
+            self.lineup,
+            self.plan,
+            self.recorder,
+            page_bytes=self.home.page_bytes,
             planning_seconds=self.planning_seconds,
-            peak_memory=cache.peak_pages * self.home.page_bytes,
-            kv_memory=cache.num_pages * self.home.page_bytes,
-            seed=self.work.seed,
-            plan=self.plan,
-            fused=self.fusion.summary if self._fused is not None else "",
-            graphs=self._ahead.summary if self._ahead is not None else "",
-            idle_tokens=engine.idle_tokens,
+            capture_seconds=0.0 if ahead is None or ahead.graphs is None else ahead.graphs.seconds,
             device_memory=self.home.memory.highest(),
-            timeline=self.recorder.timeline(seconds, self.home.page_bytes, capture),
+            seed=self.work.seed,
+            fused=self.fusion.summary if self._fused is not None else "",
+            graphs=ahead.summary if ahead is not None else "",
         )
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:

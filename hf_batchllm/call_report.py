@@ -1,0 +1,62 @@
+"""What there is to say of a call when it is over, or has been broken off."""
+
+from __future__ import annotations
+
+from .cache import PagedCache
+from .engine import Engine
+from .lineup import Lineup
+from .recorder import Recorder
+from .results import RunReport
+from .scheduler import Scheduler
+from .sharing import SharingPlan
+
+
+def report_of(
+    engine: Engine,
+    scheduler: Scheduler,
+    cache: PagedCache,
+    lineup: Lineup,
+    plan: SharingPlan,
+    recorder: Recorder,
+    *,
+    page_bytes: int,
+    planning_seconds: float,
+    capture_seconds: float,
+    device_memory: int,
+    seed: int | None,
+    fused: str,
+    graphs: str,
+) -> RunReport:
+    requests = lineup.requests
+    lengths = sum(len(request.prompt_ids) for request in requests)
+    seconds = recorder.seconds
+    decoded = sum(max(request.made - 1, 0) for request in requests)
+    recomputed = cache.lost_tokens - cache.still_lost(request for request in requests if not request.done)
+    # A step that failed has no tokens, though what it was to compute again is taken for computed.
+    computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
+    # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
+    needed = max(computed, plan.computed_tokens - lineup.cached_tokens)
+    return RunReport(
+        sequences=len(requests),
+        finished=sum(request.done for request in requests),
+        prompt_tokens=lengths,
+        computed_tokens=computed,
+        saving=1 - needed / lengths if lengths else 0.0,
+        recomputed_tokens=recomputed,
+        cached_tokens=lineup.cached_tokens,
+        new_tokens=sum(len(request.generated) for request in requests),
+        model_tokens=engine.model_tokens,
+        steps=engine.steps,
+        preemptions=getattr(scheduler, "preemptions", 0),
+        seconds=seconds,
+        planning_seconds=planning_seconds,
+        peak_memory=cache.peak_pages * page_bytes,
+        kv_memory=cache.num_pages * page_bytes,
+        seed=seed,
+        plan=plan,
+        fused=fused,
+        graphs=graphs,
+        idle_tokens=engine.idle_tokens,
+        device_memory=device_memory,
+        timeline=recorder.timeline(seconds, page_bytes, capture_seconds),
+    )
