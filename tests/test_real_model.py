@@ -54,7 +54,7 @@ def _ask(page, question):
     return f"{INSTRUCTION}{page}\n\nQuestion: {question}"
 
 
-ABOUT_LONG = [_ask(page, question) for page in LONG for question in QUESTIONS[:3]]
+ABOUT_LONG = [_ask(page, question) for page in LONG for question in QUESTIONS[:2]]
 ABOUT_SHORT = [_ask(page, question) for page in SHORT for question in QUESTIONS]
 ALONE = [
     "The capital of France is",
@@ -215,7 +215,7 @@ def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, referenc
     assert mixed.texts == [tokenizer.decode(reference[prompt], skip_special_tokens=True) for prompt in prompts]
 
 
-@pytest.mark.parametrize("strings", [["\n"], [". ", ", and", "the", "def fibonacci(n):\n    if"]])
+@pytest.mark.parametrize("strings", [[". ", ", and", "the", "def fibonacci(n):\n    if"]])
 def test_strings_end_real_text_where_they_do_in_generate(model, tokenizer, strings):
     prompts = ALONE
     with BatchGenerator(model, tokenizer) as generator:
