@@ -8,23 +8,24 @@ from typing import Any
 from torch import nn
 
 from .architecture import base_model
-from .errors import OptionValueError, UnsupportedOptionError
+from .errors import OptionValueError, UnsupportedModelError
 from .kinds import a_kind, shown
-from .patches.adapter_swap import adapted_layers
+from .patches.adapter_swap import active_of, adapted_layers
 
 AS_IT_IS = object()  # the model, with the adapters that are active on it
 _MOST_NAMED = 8
-_LOOKS_FURTHER = {  # than at a token at a time, by PEFT's name of the kind
+_LOOKS_FURTHER = {  # than at a token by itself, by PEFT's name of the kind
+    "LILY": "mixes its experts by all tokens of a batch",
     "POLY": "needs to be told a task for each prompt",
-    "XLORA": "runs each prompt twice, first to weigh its adapters",
-    "SHADOW": "runs a second model beside each layer",
+    "SHADOW": "runs a second model beside the layers",
+    "XLORA": "runs each prompt beforehand to weigh its adapters",
 }
 
 
 def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | None] | None:
     """The adapter of each of ``count`` prompts, None for the model without any; no list where nobody says which."""
     if adapter is AS_IT_IS:
-        _refuse(model, dict.fromkeys(_active(model)), "has the active adapter")
+        _refuse(model, _active(model))
         return None
     if hasattr(adapter, "tolist"):  # a column of a table
         adapter = adapter.tolist()
@@ -41,8 +42,10 @@ def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | No
     else:
         raise OptionValueError("adapter", f"is {a_kind(adapter)}: {_IS}, or a list with one for each prompt")
     asked = {name: None for name in each if name is not None}
-    _refuse_unknown(model, asked)
-    _refuse(model, asked, "asks for")
+    configs = adapter_configs(model)
+    _refuse_unknown(configs, asked)
+    # Those of most kinds do something even where another one is active.
+    _refuse(model, {name for name, config in configs.items() if name in asked or not _is_activated(config)})
     layers = adapted_layers(model)
     merged = {name for layer in layers for name in getattr(layer, "merged_adapters", ())}
     if merged:
@@ -62,13 +65,12 @@ def adapter_configs(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _active(model: nn.Module) -> Iterable[str]:
-    for layer in adapted_layers(model):
-        if not layer.disable_adapters:
-            yield from [layer.active_adapters] if isinstance(layer.active_adapters, str) else layer.active_adapters
+    names = {name for layer in adapted_layers(model) for name in active_of(layer)}
+    on_top = getattr(model, "active_adapters", ())  # of kinds without layers; a method of transformers' models
+    return names if callable(on_top) or getattr(model, "_adapters_disabled", False) else names.union(on_top)
 
 
-def _refuse_unknown(model: nn.Module, asked: Iterable[str]) -> None:
-    configs = adapter_configs(model)
+def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str]) -> None:
     for name in asked:
         if not configs:
             raise OptionValueError(
@@ -80,25 +82,30 @@ def _refuse_unknown(model: nn.Module, asked: Iterable[str]) -> None:
             raise OptionValueError("adapter", f"is {shown(name)}; the model has {_listed(configs)}")
 
 
-def _refuse(model: nn.Module, asked: Iterable[str], verb: str) -> None:
-    """What does not do the same thing to each token, whatever comes along in a batch."""
+def _refuse(model: nn.Module, names: Iterable[str]) -> None:
+    """What does not do the same thing to each token, whatever else is in the batch."""
     configs = adapter_configs(model)
-    for name in asked:
-        config = configs.get(name)
-        kind = getattr(getattr(config, "peft_type", None), "value", "")
-        if getattr(config, "is_prompt_learning", False):
-            why = "puts learned tokens in front of prompts (prompt learning)"
-        elif getattr(config, "is_adaption_prompt", False):
-            why = "brings an attention of its own"
-        elif getattr(config, "alora_invocation_tokens", None) is not None:
-            why = "begins where its invocation tokens stand (activated LoRA)"
-        elif kind in _LOOKS_FURTHER:
-            why = f"{_LOOKS_FURTHER[kind]} ({kind})"
-        else:
-            continue
-        raise UnsupportedOptionError(
-            "adapter", f"{verb} {shown(name)}, which {why}: that is not supported. Call the model's own `generate`"
-        )
+    for name in sorted(names):
+        why = _why_not(configs.get(name))
+        if why is not None:
+            raise UnsupportedModelError(
+                f"the adapter {shown(name)} {why}: that is not supported. Call the model's own `generate`"
+            )
+
+
+def _why_not(config: Any) -> str | None:
+    if getattr(config, "is_prompt_learning", False):
+        return "puts learned tokens in front of every prompt (prompt learning)"
+    if getattr(config, "is_adaption_prompt", False):
+        return "brings an attention of its own"
+    if _is_activated(config):
+        return "begins where its invocation tokens stand (activated LoRA)"
+    kind = getattr(getattr(config, "peft_type", None), "value", "")
+    return f"{_LOOKS_FURTHER[kind]} ({kind})" if kind in _LOOKS_FURTHER else None
+
+
+def _is_activated(config: Any) -> bool:
+    return getattr(config, "alora_invocation_tokens", None) is not None
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -140,7 +140,9 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder)
+        self.engine = Engine(
+            self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder
+        )
         self.recorder.switch("outside")  # results that are known already, a progress bar
 
     def _keys(self, work: Work) -> list[Hashable]:

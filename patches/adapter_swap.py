@@ -17,6 +17,7 @@ from .attention_swap import AttentionSwap
 
 # Where PEFT keeps the notes; the public properties are made of them.
 _NOTES = ("_active_adapter", "_disable_adapters")
+_ABSENT = object()  # then the class says what holds
 
 Note = tuple[dict[str, Any], str, Any]  # where it is, its name, its value
 
@@ -36,13 +37,15 @@ def active_in(layers: Iterable[nn.Module]) -> Hashable:
 
     Text, because it is the key of many prompts: its hash is worked out once.
     """
-    states = [None if layer.disable_adapters else _names(layer.active_adapters) for layer in layers]
+    states = [active_of(layer) for layer in layers]
     if not states:
         return None
     return repr(states[0]) if len(set(states)) == 1 else repr(states)
 
 
-def _names(active: Any) -> tuple[str, ...]:
+def active_of(layer: nn.Module) -> tuple[str, ...]:
+    """The names of the adapters that the layer runs with."""
+    active = () if layer.disable_adapters else layer.active_adapters
     return (active,) if isinstance(active, str) else tuple(active)
 
 
@@ -73,24 +76,25 @@ class AdapterSwap:
         return found
 
     def _as_they_are(self) -> list[Note]:
-        return [(vars(layer), note, vars(layer)[note]) for layer in self._layers for note in _NOTES]
+        return [(vars(layer), note, vars(layer).get(note, _ABSENT)) for layer in self._layers for note in _NOTES]
 
     def _activate(self, name: str | None) -> None:
         for layer in self._layers:
             layer.enable_adapters(name is not None)
         if name is not None:
-            from peft.functional import set_adapter  # it is there where its layers are
+            from peft.functional import set_adapter  # PEFT is there where its layers are
+            from peft.tuners.tuners_utils import BaseTunerLayer
 
-            set_adapter(self._model, name)
+            tuner = getattr(self._model, "base_model", None)  # which knows those of its layers that hold others
+            set_adapter(self._model, name, layer_cls=getattr(tuner, "tuner_layer_cls", BaseTunerLayer))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """While the block runs, the model has the adapter ``name``. The caller sees to it that other threads wait."""
         notes = self._notes[self.name]
-        self._before = [(own, note, own[note]) for own, note, _ in notes]
+        self._before = [(own, note, own.get(note, _ABSENT)) for own, note, _ in notes]
         try:
-            for own, note, value in notes:
-                own[note] = value
+            _take_down(notes)
             yield
         finally:
             self.restore()
@@ -103,9 +107,16 @@ class AdapterSwap:
 
     def restore(self) -> None:
         """What was there before, if it is not there yet."""
-        for own, note, value in self._before:
-            own[note] = value
+        _take_down(self._before)
         for parameter, was_trained in self._trained:
             if parameter.requires_grad != was_trained:
                 parameter.requires_grad_(was_trained)
         self._before, self._trained = [], []
+
+
+def _take_down(notes: Iterable[Note]) -> None:
+    for own, note, value in notes:
+        if value is _ABSENT:
+            own.pop(note, None)
+        else:
+            own[note] = value
