@@ -118,6 +118,8 @@ class BatchGenerator:
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
         generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
             ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
+        adapter: of a model with PEFT adapters, the name of one, or None for the model without any; or a list, one for
+            each prompt. Left out, the active adapters are used as they are.
         logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
             Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator.

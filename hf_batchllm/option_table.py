@@ -83,7 +83,7 @@ TABLE: dict[str, Row] = {
         _ours(
             "adapter",
             None,
-            "Of a model with PEFT adapters: the name of one, or `None` for the model without any; or a list with one for "
+            "Of a model with PEFT adapters: the name of one, or `None` for the model without any; or a list, one for "
             "each prompt. Left out, the adapters that are active are used as they are. The model's own state is not "
             "touched, and prompts share what they begin with only where they have the same adapter.",
         ),
