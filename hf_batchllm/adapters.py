@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,9 +10,12 @@ from torch import nn
 from .architecture import base_model
 from .errors import OptionValueError, UnsupportedModelError
 from .kinds import a_kind, shown
-from .patches.adapter_swap import active_of, adapted_layers
+from .patches.adapter_swap import AdapterSwap, active_in, active_of, adapted_layers
+from .prompts import Prompt
+from .request import Request
 
 AS_IT_IS = object()  # the model, with the adapters that are active on it
+_IS = "an adapter is given by its name, or None for the model without any"
 _MOST_NAMED = 8
 _LOOKS_FURTHER = {  # than at a token by itself, by PEFT's name of the kind
     "LILY": "mixes its experts by all tokens of a batch",
@@ -55,7 +58,42 @@ def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | No
     return each if layers else None
 
 
-_IS = "an adapter is given by its name, or None for the model without any"
+class AdapterTurns:
+    """The adapters of a call: ``adapters`` as Work has them. Where nobody says which, the model is used as it is."""
+
+    def __init__(self, model: nn.Module, adapters: Sequence[str | None] | None) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._active = active_in(adapted_layers(model))
+        self.swap = None if adapters is None else AdapterSwap(model)
+
+    def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
+        """With the adapter as their key: what is computed with one is no good for another."""
+        if self._adapters is None or self.swap is None:
+            return [Prompt(prompt.ids, self._active) for prompt in prompts]
+        names = [self._adapters[place] for place in places]
+        keys: dict[str | None, Hashable] = self.swap.learn(dict.fromkeys(names))
+        return [Prompt(prompt.ids, keys[name]) for prompt, name in zip(prompts, names, strict=True)]
+
+    def turns(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Those of one adapter after those of another, in the order of the plan; meanwhile steps have that adapter."""
+        if self._adapters is None or self.swap is None or not requests:
+            yield requests
+            return
+        groups: dict[str | None, list[Request]] = {}
+        for request in sorted(requests, key=lambda request: request.rank):
+            groups.setdefault(self._adapters[request.index], []).append(request)
+        for self.swap.name, group in groups.items():
+            yield group
+
+    @property
+    def were_switched(self) -> bool:
+        """Whether the owner has, meanwhile, and it made a difference."""
+        return self.swap is None and self._active != active_in(adapted_layers(self._model))
+
+    def restore(self) -> None:
+        if self.swap is not None:
+            self.swap.restore()
 
 
 def adapter_configs(model: nn.Module) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from .adapters import AdapterTurns
 from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
@@ -27,7 +28,6 @@ from .lineup import Lineup, line_up, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
 from .pace import times_in_a_row, tokens_in_a_step
-from .patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
@@ -74,7 +74,7 @@ class Call:
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
         self._ahead: Ahead | None = None
-        self._adapters: AdapterSwap | None = None
+        self._adapters: AdapterTurns | None = None
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -85,7 +85,8 @@ class Call:
         check_backend(self.config, self.architecture.device, self.notices)
         samples = work.samples
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
-        keyed = [Prompt(prompt.ids, key) for prompt, key in zip(work.prompts, self._keys(work), strict=True)]
+        self._adapters = AdapterTurns(self.model, work.adapters)
+        keyed = self._adapters.keyed(work.prompts, work.places)
         self.prompts = [prompt for prompt, count in zip(keyed, samples, strict=True) for _ in range(count)]
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = self._planned(limits)
@@ -127,7 +128,7 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-        self._runner.adapters = self._adapters
+        self._runner.adapters = self._adapters.swap
         if prompts_watched is not None:
             prompts_watched.start(self.lineup.requests)
             self._runner.record = self.recorder.around("tokens", prompts_watched.record)
@@ -144,16 +145,6 @@ class Call:
             self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder
         )
         self.recorder.switch("outside")  # results that are known already, a progress bar
-
-    def _keys(self, work: Work) -> list[Hashable]:
-        """What makes equal ids unequal, for each of the prompts: the adapter."""
-        self._active = active_in(adapted_layers(self.model))
-        if work.adapters is None:
-            return [self._active] * len(work.prompts)
-        adapters = [work.adapters[place] for place in work.places]
-        self._adapters = AdapterSwap(self.model)
-        keys = self._adapters.learn(dict.fromkeys(adapters))
-        return [keys[name] for name in adapters]
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
@@ -246,32 +237,26 @@ class Call:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         self._started = True
         self.recorder.start(self.cache)
-        for requests in self._groups():
-            preempted = getattr(self.scheduler, "preemptions", 0)
-            self.scheduler.start(requests, self.cache, self._budget)
-            if preempted > getattr(self.scheduler, "preemptions", 0):
-                self.scheduler.preemptions = preempted
+        assert self._adapters is not None
+        for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
+            self._start(requests, turn)
             yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
         if any(not request.done for request in self.lineup.requests):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self.recorder.switch("outside")
         self._complete = True
 
-    def _groups(self) -> Iterator[list[Request]]:
-        """The requests of one adapter after those of another, in the order of the plan."""
-        adapters, swap = self.work.adapters, self._adapters
-        if adapters is None or swap is None:
-            yield self.lineup.requests
-            return
-        groups: dict[str | None, list[Request]] = {}
-        for request in sorted(self.lineup.requests, key=lambda request: request.rank):
-            groups.setdefault(adapters[request.index], []).append(request)
-        for swap.name, requests in groups.items():
-            if self._ahead is not None:
-                self._ahead.back()  # what graphs have captured is another adapter's
-            # Those of other adapters are not the scheduler's: should time be over, they end when their turn comes.
+    def _start(self, requests: list[Request], turn: int) -> None:
+        """The scheduler begins with all requests, or with those of one adapter."""
+        if len(requests) < len(self.lineup.requests):
+            # Others are not the scheduler's: should time be over, they end in their own turn.
             self.engine.endings = self._endings(self.work, requests)
-            yield requests
+        preempted = getattr(self.scheduler, "preemptions", 0) if turn else 0
+        self.scheduler.start(requests, self.cache, self._budget)
+        if preempted > getattr(self.scheduler, "preemptions", 0):  # it counts anew
+            self.scheduler.preemptions = preempted
+        if turn and self._ahead is not None:
+            self._ahead.back()  # what graphs have captured is another adapter's
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:
@@ -311,8 +296,9 @@ class Call:
             self._left = True
 
     def _settle(self) -> None:
-        if self._adapters is None and self._active != active_in(adapted_layers(self.model)):
-            self.home.clear()  # switched between results of a stream: nobody knows what was computed with which
+        assert self._adapters is not None
+        if self._adapters.were_switched:  # between results: nobody knows what was computed with which
+            self.home.clear()
         else:
             self.home.settle()
 
