@@ -49,6 +49,10 @@ def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | No
     _refuse_unknown(configs, asked)
     # Those of most kinds do something even where another one is active.
     _refuse(model, {name for name, config in configs.items() if name in asked or not _is_activated(config)})
+    for name, config in configs.items():
+        if getattr(config, "is_adaption_prompt", False):
+            why = f"cannot be chosen for a call: {shown(name)} takes the place of whole layers. Activate it beforehand"
+            raise OptionValueError("adapter", why)
     layers = adapted_layers(model)
     merged = {name for layer in layers for name in getattr(layer, "merged_adapters", ())}
     if merged:
@@ -134,8 +138,6 @@ def _refuse(model: nn.Module, names: Iterable[str]) -> None:
 def _why_not(config: Any) -> str | None:
     if getattr(config, "is_prompt_learning", False):
         return "puts learned tokens in front of every prompt (prompt learning)"
-    if getattr(config, "is_adaption_prompt", False):
-        return "brings an attention of its own"
     if _is_activated(config):
         return "begins where its invocation tokens stand (activated LoRA)"
     kind = getattr(getattr(config, "peft_type", None), "value", "")

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
 from .call import Call, make_plan
@@ -23,6 +24,7 @@ from .memory import CacheHome
 from .notices import Notices
 from .options import Options
 from .patches.fused import Fusion
+from .prompts import Prompt
 from .recording import Recording
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
@@ -182,13 +184,14 @@ class BatchGenerator:
             raise
         return self._results(work, on_error == "raise", progress or False)
 
-    def plan(self, prompts: Any) -> SharingPlan:
-        """What sharing these prompts would save. Runs no model."""
+    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
+        """What sharing these prompts would save. Runs no model. ``adapter``: as in ``generate``."""
         self._refuse_if_closed()
         checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
             raise PromptError(problems)
-        prepared = [prompt for prompt in checked if prompt is not None]
+        adapters = adapter_of_each(self.model, adapter, len(checked)) or [None] * len(checked)
+        prepared = [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
         plan = make_plan(prepared, self.config, 1)
         label_segments(plan, prepared, self._tokenizer.decode_if_loaded)
         return plan
