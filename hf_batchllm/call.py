@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from .adapters import AdapterTurns
 from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
@@ -73,6 +74,7 @@ class Call:
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
         self._ahead: Ahead | None = None
+        self._adapters: AdapterTurns | None = None
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -83,7 +85,9 @@ class Call:
         check_backend(self.config, self.architecture.device, self.notices)
         samples = work.samples
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
-        self.prompts = [prompt for prompt, count in zip(work.prompts, samples, strict=True) for _ in range(count)]
+        self._adapters = AdapterTurns(self.model, work.adapters)
+        keyed = self._adapters.keyed(work.prompts, work.places)
+        self.prompts = [prompt for prompt, count in zip(keyed, samples, strict=True) for _ in range(count)]
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = self._planned(limits)
         self.planning_seconds = self.recorder.seconds
@@ -124,6 +128,7 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
+        self._runner.adapters = self._adapters.swap
         if prompts_watched is not None:
             prompts_watched.start(self.lineup.requests)
             self._runner.record = self.recorder.around("tokens", prompts_watched.record)
@@ -136,7 +141,9 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
+        self.engine = Engine(
+            self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder
+        )
         self.recorder.switch("outside")  # results that are known already, a progress bar
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
@@ -214,7 +221,7 @@ class Call:
             work.kinds, self.model, architecture.device, depth, work.penalised, architecture.vocab_size
         )
 
-    def _endings(self, work: Work) -> Endings:
+    def _endings(self, work: Work, requests: Sequence[Request]) -> Endings:
         by_token = not getattr(self.scheduler, "ends_waiting", False)
         if by_token and any(rules.deadlines for rules in work.rules):
             self.notices(
@@ -224,18 +231,32 @@ class Call:
             )
         tensors, device = self.recording.tensors, self.architecture.device
         scores = None if tensors is None else tensors.scores_of
-        return Endings(self.lineup.requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
+        return Endings(requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         self._started = True
         self.recorder.start(self.cache)
-        self.scheduler.start(self.lineup.requests, self.cache, self._budget)
-        yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
+        assert self._adapters is not None
+        for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
+            self._start(requests, turn)
+            yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
         if any(not request.done for request in self.lineup.requests):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self.recorder.switch("outside")
         self._complete = True
+
+    def _start(self, requests: list[Request], turn: int) -> None:
+        """The scheduler begins with all requests, or with those of one adapter."""
+        if len(requests) < len(self.lineup.requests):
+            # Others are not the scheduler's: should time be over, they end in their own turn.
+            self.engine.endings = self._endings(self.work, requests)
+        preempted = getattr(self.scheduler, "preemptions", 0) if turn else 0
+        self.scheduler.start(requests, self.cache, self._budget)
+        if preempted > getattr(self.scheduler, "preemptions", 0):  # it counts anew
+            self.scheduler.preemptions = preempted
+        if turn and self._ahead is not None:
+            self._ahead.back()  # what graphs have captured is another adapter's
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:
@@ -255,6 +276,8 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         try:
+            if self._adapters is not None:
+                self._adapters.restore()
             if self._ahead is not None:
                 self._ahead.close()
         except BaseException:
@@ -262,7 +285,7 @@ class Call:
             raise
         finally:
             if self._complete:
-                self.home.settle()
+                self._settle()
             elif self._opened:
                 # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
                 refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
@@ -271,6 +294,13 @@ class Call:
                     self.recording.tensors.release()
                 forget_tensors(error)
             self._left = True
+
+    def _settle(self) -> None:
+        assert self._adapters is not None
+        if self._adapters.were_switched:  # between results: nobody knows what was computed with which
+            self.home.clear()
+        else:
+            self.home.settle()
 
     def make_sure(self) -> None:
         """Leave, if an interrupt came in the way of that."""
@@ -287,6 +317,8 @@ class Call:
     def _let_go_of_the_model(self) -> None:
         if self._runner is not None:
             self._runner.restore()
+        if self._adapters is not None:
+            self._adapters.restore()
         if self._fused is not None:  # a traceback may keep this call, and it the weights that close() takes apart
             self._fused.release()
 

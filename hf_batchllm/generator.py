@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
 from .call import Call, make_plan
@@ -23,6 +24,7 @@ from .memory import CacheHome
 from .notices import Notices
 from .options import Options
 from .patches.fused import Fusion
+from .prompts import Prompt
 from .recording import Recording
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
@@ -118,6 +120,8 @@ class BatchGenerator:
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
         generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
             ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
+        adapter: of a model with PEFT adapters, the name of one, or None for the model without any; or a list, one for
+            each prompt. Left out, the active adapters are used as they are.
         logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
             Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator.
@@ -180,13 +184,14 @@ class BatchGenerator:
             raise
         return self._results(work, on_error == "raise", progress or False)
 
-    def plan(self, prompts: Any) -> SharingPlan:
-        """What sharing these prompts would save. Runs no model."""
+    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
+        """What sharing these prompts would save. Runs no model. ``adapter``: as in ``generate``."""
         self._refuse_if_closed()
         checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
             raise PromptError(problems)
-        prepared = [prompt for prompt in checked if prompt is not None]
+        adapters = adapter_of_each(self.model, adapter, len(checked)) or [None] * len(checked)
+        prepared = [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
         plan = make_plan(prepared, self.config, 1)
         label_segments(plan, prepared, self._tokenizer.decode_if_loaded)
         return plan

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import Architecture, base_model
 from .device_sampling import penalised_by
 from .endings import Rules, rules_of_each
@@ -39,6 +40,7 @@ class Work:
     rules: list[Rules]  # what ends the sequences, as ``options``
     feed: Feed | None = None  # where somebody is told of the tokens as they come
     rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
+    adapters: list[str | None] | None = None  # as ``options``; None: whatever is active, for all of them
 
     @property
     def samples(self) -> list[int]:
@@ -86,6 +88,7 @@ class Checks:
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
         if seed is not None:
             seed = _checked_seed(seed)
+        adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
         if padded is None:
@@ -101,6 +104,7 @@ class Checks:
                 )
         else:
             resolved *= len(checked)
+        adapters = adapter_of_each(self._model, adapter, len(checked))
         check_guidance(resolved, self._notices)
         rules = rules_of_each(self._model, resolved, self._tokenizer.required, padded is not None, self._notices)
         feed = feed_for(resolved, checked, padded)
@@ -127,7 +131,7 @@ class Checks:
             seed = None
         elif seed is None:
             seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows)
+        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows, adapters)
 
     def _warn_of_dropout(self) -> None:
         if not self._model.training:
