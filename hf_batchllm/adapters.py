@@ -69,7 +69,7 @@ class AdapterTurns:
         self._model = model
         self._adapters = adapters
         self._active = active_in(adapted_layers(model))
-        self.swap = None if adapters is None else AdapterSwap(model)
+        self.swap = None if adapters is None else AdapterSwap(model, adapter_configs(model))
 
     def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
         """With the adapter as their key: what is computed with one is no good for another."""

@@ -124,6 +124,29 @@ def test_what_the_owner_does_meanwhile_changes_nothing() -> None:
     assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
 
 
+def test_an_adapter_that_goes_while_it_is_needed() -> None:
+    model = wrapped(lora(), lora(["o_proj"]))
+    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
+    stream = generator.stream(GIVEN, adapter="b", max_new_tokens=3)
+    next(stream)
+    model.delete_adapter("b")
+    before = fingerprint(model)
+    with pytest.raises(RuntimeError, match="the adapter 'b' is not there any more"):
+        list(stream)
+    assert fingerprint(model) == before
+    assert len(generator.generate(GIVEN, adapter="a", max_new_tokens=2)) == 6
+
+
+def test_prompts_that_cannot_be_run_have_an_adapter_too() -> None:
+    given: list[list[int]] = [GIVEN[0], [], GIVEN[1], [7, -1]]
+    generator = BatchGenerator(build("lora"), **PAGES)
+    result = generator.generate(given, adapter=["a", "a", "b", None], on_error="record", max_new_tokens=NEW_TOKENS)
+    assert [row.finish_reason for row in result] == ["length", "error", "length", "error"]
+    alone = generate("lora", [GIVEN[0], GIVEN[1]], ["a", "b"])
+    assert [result[0].token_ids, result[2].token_ids] == alone.token_ids
+    assert len(generator.generate([[], [-1]], adapter="a", on_error="record", max_new_tokens=2)) == 2
+
+
 def test_after_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(build("lora"))
     generator = BatchGenerator(build("lora"), **PAGES)
