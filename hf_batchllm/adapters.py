@@ -10,6 +10,7 @@ from torch import nn
 from .architecture import base_model
 from .errors import OptionValueError, UnsupportedModelError
 from .kinds import a_kind, shown
+from .notices import Notices
 from .patches.adapter_swap import AdapterSwap, active_in, active_of, adapted_layers
 from .prompts import Prompt
 from .request import Request
@@ -25,7 +26,9 @@ _LOOKS_FURTHER = {  # than at a token by itself, by PEFT's name of the kind
 }
 
 
-def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | None] | None:
+def adapter_of_each(
+    model: nn.Module, adapter: Any, count: int, notices: Notices | None = None
+) -> list[str | None] | None:
     """The adapter of each of ``count`` prompts, None for the model without any; no list where nobody says which."""
     if adapter is AS_IT_IS:
         _refuse(model, _active(model))
@@ -58,6 +61,13 @@ def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | No
     if merged:
         raise OptionValueError(
             "adapter", f"cannot be chosen while {_listed(merged)} is merged into the weights: unmerge_adapter() first"
+        )
+    biased = [name for name, config in configs.items() if getattr(config, "bias", "none") not in ("none", False)]
+    if biased and None in each and notices is not None:
+        notices(
+            "bias",
+            f"{_listed(biased)} has trained biases of the model itself, which stay where `adapter` is None, as in PEFT: "
+            "that is not the model as it was before",
         )
     return each if layers else None
 
