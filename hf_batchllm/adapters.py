@@ -66,8 +66,8 @@ def adapter_of_each(
     if biased and None in each and notices is not None:
         notices(
             "bias",
-            f"{_listed(biased)} has trained biases of the model itself, which stay where `adapter` is None, as in PEFT: "
-            "that is not the model as it was before",
+            f"{_listed(biased)} has trained biases of the model itself, which stay where `adapter` is None (in PEFT, "
+            "too): that is not the model that it was",
         )
     return each if layers else None
 
