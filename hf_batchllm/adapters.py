@@ -10,6 +10,7 @@ from torch import nn
 from .architecture import base_model
 from .errors import OptionValueError, UnsupportedModelError
 from .kinds import a_kind, shown
+from .notices import Notices
 from .patches.adapter_swap import AdapterSwap, active_in, active_of, adapted_layers
 from .prompts import Prompt
 from .request import Request
@@ -25,7 +26,9 @@ _LOOKS_FURTHER = {  # than at a token by itself, by PEFT's name of the kind
 }
 
 
-def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | None] | None:
+def adapter_of_each(
+    model: nn.Module, adapter: Any, count: int, notices: Notices | None = None
+) -> list[str | None] | None:
     """The adapter of each of ``count`` prompts, None for the model without any; no list where nobody says which."""
     if adapter is AS_IT_IS:
         _refuse(model, _active(model))
@@ -59,6 +62,13 @@ def adapter_of_each(model: nn.Module, adapter: Any, count: int) -> list[str | No
         raise OptionValueError(
             "adapter", f"cannot be chosen while {_listed(merged)} is merged into the weights: unmerge_adapter() first"
         )
+    biased = [name for name, config in configs.items() if getattr(config, "bias", "none") not in ("none", False)]
+    if biased and None in each and notices is not None:
+        notices(
+            "bias",
+            f"{_listed(biased)} has trained biases of the model itself, which stay where `adapter` is None (in PEFT, "
+            "too): that is not the model that it was",
+        )
     return each if layers else None
 
 
@@ -69,7 +79,7 @@ class AdapterTurns:
         self._model = model
         self._adapters = adapters
         self._active = active_in(adapted_layers(model))
-        self.swap = None if adapters is None else AdapterSwap(model)
+        self.swap = None if adapters is None else AdapterSwap(model, adapter_configs(model))
 
     def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
         """With the adapter as their key: what is computed with one is no good for another."""

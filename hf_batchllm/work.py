@@ -104,7 +104,7 @@ class Checks:
                 )
         else:
             resolved *= len(checked)
-        adapters = adapter_of_each(self._model, adapter, len(checked))
+        adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
         check_guidance(resolved, self._notices)
         rules = rules_of_each(self._model, resolved, self._tokenizer.required, padded is not None, self._notices)
         feed = feed_for(resolved, checked, padded)

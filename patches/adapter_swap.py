@@ -6,7 +6,7 @@ What these notes are for an adapter is found out once, by PEFT's own means; then
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,8 +52,9 @@ def active_of(layer: nn.Module) -> tuple[str, ...]:
 class AdapterSwap:
     """The swap for one model. ``restore`` may be called again and again: an interrupt may come in the midst of it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, adapters: Container[str]) -> None:
         self._model = model
+        self._adapters = adapters  # those that there are, whatever the owner does meanwhile
         self._layers = adapted_layers(model)
         self._attention = AttentionSwap(model)
         self._notes: dict[str | None, list[Note]] = {}
@@ -91,6 +92,8 @@ class AdapterSwap:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """While the block runs, the model has the adapter ``name``. The caller sees to it that other threads wait."""
+        if self.name is not None and self.name not in self._adapters:  # layers would do without it and say nothing
+            raise RuntimeError(f"the adapter {self.name!r} is not there any more: it was deleted while a call needs it")
         notes = self._notes[self.name]
         self._before = [(own, note, own.get(note, _ABSENT)) for own, note, _ in notes]
         try:

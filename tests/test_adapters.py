@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from adapters import (
     thrice,
     wrapped,
 )
+from families import reference_generate
 from harness import watched as watched  # a fixture
 from untouched import fingerprint
 from untouched import never_runs as never_runs  # a fixture
@@ -82,6 +84,13 @@ def test_sampled_as_in_calls_of_their_own() -> None:
         assert by_owner.token_ids == alone[name].token_ids
 
 
+def test_the_cache_is_as_large_as_one_adapter_at_a_time_needs() -> None:
+    def kv_memory(names: Any) -> int:
+        return generate("lora", prompts(8, kind="distinct"), names, max_new_tokens=8).report.kv_memory
+
+    assert kv_memory(["a", "b"] * 4) < 0.7 * kv_memory("a")
+
+
 def test_equal_prompts_of_different_adapters_share_nothing() -> None:
     prompt = list(range(5, 85))
     shared = generate("lora", [prompt] * 4, ["a", "b", "a", "b"], max_new_tokens=2)
@@ -122,6 +131,29 @@ def test_what_the_owner_does_meanwhile_changes_nothing() -> None:
         else:
             model.base_model.enable_adapter_layers()
     assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
+
+
+def test_an_adapter_that_goes_while_it_is_needed() -> None:
+    model = wrapped(lora(), lora(["o_proj"]))
+    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
+    stream = generator.stream(GIVEN, adapter="b", max_new_tokens=3)
+    next(stream)
+    model.delete_adapter("b")
+    before = fingerprint(model)
+    with pytest.raises(RuntimeError, match="the adapter 'b' is not there any more"):
+        list(stream)
+    assert fingerprint(model) == before
+    assert len(generator.generate(GIVEN, adapter="a", max_new_tokens=2)) == 6
+
+
+def test_prompts_that_cannot_be_run_have_an_adapter_too() -> None:
+    given: list[list[int]] = [GIVEN[0], [], GIVEN[1], [7, -1]]
+    generator = BatchGenerator(build("lora"), **PAGES)
+    result = generator.generate(given, adapter=["a", "a", "b", None], on_error="record", max_new_tokens=NEW_TOKENS)
+    assert [row.finish_reason for row in result] == ["length", "error", "length", "error"]
+    alone = generate("lora", [GIVEN[0], GIVEN[1]], ["a", "b"])
+    assert [result[0].token_ids, result[2].token_ids] == alone.token_ids
+    assert len(generator.generate([[], [-1]], adapter="a", on_error="record", max_new_tokens=2)) == 2
 
 
 def test_after_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +272,16 @@ def test_merged_adapters_cannot_be_chosen() -> None:
     model.merge_adapter()
     with pytest.raises(OptionValueError, match=r"while 'a' is merged into the weights: unmerge_adapter\(\) first"):
         BatchGenerator(model).generate(GIVEN, adapter="b", max_new_tokens=2)
+
+
+def test_biases_that_were_trained_stay_and_that_is_said() -> None:
+    model = wrapped(lora(bias="lora_only"), lora(["k_proj"]), family="qwen2")
+    generator = BatchGenerator(model, **PAGES)
+    with pytest.warns(UserWarning, match="'a' has trained biases of the model itself, which stay"):
+        result = generator.generate(GIVEN, adapter=None, max_new_tokens=3)
+    with warnings.catch_warnings(), having(model, None):
+        warnings.simplefilter("ignore")
+        assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=3) for prompt in GIVEN]
 
 
 def test_an_activated_lora_is_refused_by_name() -> None:

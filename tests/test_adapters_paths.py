@@ -74,6 +74,25 @@ def test_running_ahead_in_graphs_and_fused(
     assert set(captured) == set(NAMES)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], EVERY])
+@pytest.mark.parametrize("steps_per_sync", [1, 8])
+def test_on_a_gpu(targets: list[str], steps_per_sync: int) -> None:
+    model = wrapped(lora(targets), lora(targets, use_rslora=True)).to("cuda")
+    given, names = thrice(prompts(12))
+    options = {"max_new_tokens": 24, "eos_token_id": None}
+    with BatchGenerator(model, steps_per_sync=steps_per_sync, **PAGES) as generator:
+        before = [each.requires_grad for each in model.parameters()]
+        result = generator.generate(given, adapter=names, progress=False, **options)
+        assert "graph" in result.report.graphs
+        assert [each.requires_grad for each in model.parameters()] == before
+    same = 0
+    for prompt, name, row in zip(given, names, result, strict=True):
+        with having(model, name):
+            same += row.token_ids == reference_generate(model, prompt, **options)
+    assert same >= 0.9 * len(given)
+
+
 def test_fused_layers_leave_what_is_adapted_to_peft(fusing: list[int], watched: list[Any]) -> None:
     given, names = thrice(GIVEN)
     models = {
