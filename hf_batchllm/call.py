@@ -106,10 +106,9 @@ class Call:
         self.recorder.switch("planning")
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
-        watched = self.recording.watched  # of kept prefixes there are K and V, and no logits
-        self.lineup = line_up(
-            self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, use_kept=watched is None
-        )
+        watched = self.recording.watched
+        reach = None if watched is None else watched.reach(self.prompts)
+        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, reach=reach)
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True

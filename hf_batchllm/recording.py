@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .options import Options
+from .prompts import Prompt
 from .request import Chunk, Request, Unit
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ _AT_ONCE = 1 << 25  # numbers that are looked at at a time
 
 class Watched(Protocol):
     """Looks at logits of prompts."""
+
+    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """Of each prompt of the call, the tokens at its beginning at which no logits are needed."""
 
     def start(self, requests: Sequence[Request]) -> None:
         """The call's requests, attached to their prefixes."""
@@ -210,6 +214,9 @@ class PromptLogProbs:
         # Whoever has not been handed out yet keeps what it needs.
         self._chains: dict[Request, list[tuple[_Known, int]]] = {}
         self._known: WeakValueDictionary[Unit, _Known] = WeakValueDictionary()
+
+    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        return [0] * len(prompts)
 
     def start(self, requests: Sequence[Request]) -> None:
         """The call's requests, attached to their prefixes."""

@@ -141,6 +141,9 @@ class Lookups:
         self._positions = self._places = np.zeros(0, np.int64)  # a unit's in order; the places are those of targets
         self._seen: dict[Unit, int] = {}  # logits at all positions before have been asked for
 
+    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        return [min(self._items[number].first - 1 for number in numbers) for numbers in self._readers]
+
     def start(self, requests: Sequence[Request]) -> None:
         """The call's requests, attached to their prefixes. Their ``index`` says who reads them."""
         units: dict[Unit, int] = {}
