@@ -152,13 +152,17 @@ class Call:
         reason = self._picked_by_host(_DEPTH.get(device.type, 1))
         penalised = self.work.penalised
         copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
-        picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
+        rows = self.recording.most_rows(vocabulary)
+        if rows is None:
+            picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
+        else:  # nothing is picked, and the logits are the rehearsed step's
+            step, picking = replace(step, samples=min(step.tokens, rows)), 0
         picking += self.recording.step_bytes(step.tokens, vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)
             self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-            graphs = config.cuda_graphs and reason is None
+            graphs = config.cuda_graphs and reason is None and rows is None
             return self.home.rehearsals.beside_the_cache(self._runner, step, graphs, picking, self.home.memory)
         finally:
             storage.release()
@@ -172,7 +176,8 @@ class Call:
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = tokens_in_a_step(self.model, self.architecture.device, self.home.within_reach())
-        return self.recording.most_tokens(budget, self.architecture.vocab_size)
+        in_order = self.config.scheduler == "groups" and not self.config.keep_prefixes
+        return self.recording.most_tokens(budget, self.architecture.vocab_size, self.plan if in_order else None)
 
     def _launcher(self, work: Work) -> tuple[Launcher, int]:
         """What runs the steps, and how many of them may be on their way at a time."""

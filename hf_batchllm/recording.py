@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .recorder import Recorder
     from .results import RunReport
     from .runner import ModelRunner
+    from .sharing import SharingPlan
 
 LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
 Sample = Callable[[torch.Tensor, Sequence[Request]], list[int]]
@@ -95,8 +96,15 @@ class Recording:
         quoted = " and ".join(f"`{name}`" for name in names)
         return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
 
-    def most_tokens(self, budget: int, vocabulary: int) -> int:
-        """How many tokens a step may have, of the ``budget`` that there is."""
+    def most_rows(self, vocabulary: int) -> int | None:
+        """How many rows of logits a step gives at most; None where that is as many as there are sequences."""
+        return None
+
+    def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
+        """How many tokens a step may have, of the ``budget`` that there is.
+
+        ``plan``: in whose order prompts run, if they do, and from their beginning.
+        """
         return budget if self.prompts is None else max(1, min(budget, _MOST_LOGITS // vocabulary))
 
     def results_bytes(self, steps: int, vocabulary: int) -> int:

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from test_parity import tries
 
 from hf_batchllm import BatchConfig, BatchGenerator
+from hf_batchllm import lookups as lookups_module
+from hf_batchllm import scoring as scoring_module
 from hf_batchllm.scores import Score, ScoreResult
 
 FAMILY = "llama"
@@ -207,3 +209,20 @@ def test_a_context_kept_from_an_earlier_call() -> None:
     assert_right(FAMILY, shorter, several, inside)
     out = gen.generate(contexts, max_new_tokens=2)
     assert out.report is not None and out.report.cached_tokens > 0
+
+
+def test_steps_have_as_many_logits_as_there_may_be_and_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring_module, "_MOST_LOGITS", 9 * 101 + 100)
+    monkeypatch.setattr(lookups_module, "_ON_A_CPU", 2 * 101)
+    dice = random.Random(6)
+    contexts = [[dice.randrange(97) for _ in range(20)] for _ in range(14)]
+    several = [[[5], [6, 7]]] * len(contexts)
+    with counted_tokens(build(FAMILY)) as sizes, head_rows() as rows:
+        result = score(contexts, several, max_batch_tokens=300)
+    assert max(rows) <= 9 and max(sizes) > 80
+    assert_right(FAMILY, contexts, several, result)
+    for config in ({"scheduler": "fifo"}, {"keep_prefixes": 2}):  # then nobody knows what comes together
+        with counted_tokens(build(FAMILY)) as sizes:
+            result = score(contexts, several, **config)
+        assert max(sizes) == 9
+        assert_right(FAMILY, contexts, several, result)
