@@ -226,11 +226,11 @@ class BatchGenerator:
                             bar.finish(request, len(scores))
                 finally:
                     self.last_report = report = self._report(call)
-            return ScoreResult.of([*done, *work.failures()], report)
+            return ScoreResult([*done, *work.failures()], report)
         except KeyboardInterrupt:
             self._end(turn)
         call = turn = work = recording = None  # out here, for the same reason as in `generate`
-        self.interrupted = ScoreResult.of(done, report)
+        self.interrupted = ScoreResult(done, report, complete=False)
         raise GenerationInterrupted(self.interrupted, len(done), total)
 
     def plan(self, prompts: Any) -> SharingPlan:

@@ -71,14 +71,11 @@ _PER: dict[str, Callable[[Score], float]] = {
 class ScoreResult(Sequence[Score]):
     """The scores of a call: of the first context's continuations, then of the second's, and so on."""
 
-    def __init__(self, scores: Sequence[Score], report: RunReport | None) -> None:
-        self._scores = list(scores)
+    def __init__(self, scores: Sequence[Score], report: RunReport | None, complete: bool = True) -> None:
+        """``scores``: in any order. ``complete``: whether there are all that were asked for."""
+        self._scores = sorted(scores, key=lambda score: (score.index, score.choice))
+        self.complete = complete
         self.report = report
-
-    @classmethod
-    def of(cls, scores: Sequence[Score], report: RunReport | None) -> ScoreResult:
-        """Of scores in any order."""
-        return cls(sorted(scores, key=lambda score: (score.index, score.choice)), report)
 
     @overload
     def __getitem__(self, index: int) -> Score: ...
@@ -114,8 +111,10 @@ class ScoreResult(Sequence[Score]):
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
-        None for a context of which a continuation could not be scored.
+        None for a context of which a continuation could not be scored. After an interrupt nobody can say.
         """
+        if not self.complete:
+            raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
         if not isinstance(per, str) or per not in _PER:
             raise OptionValueError("per", f"must be {either(map(repr, _PER))}, not {shown(per)}")
         if per in ("character", "byte") and any(score.text is None and not score.error for score in self._scores):

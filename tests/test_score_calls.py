@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import build, random_prompts
 from harness import pages_of_memory
+from test_interrupts import CRITICAL, Stop
 from untouched import FAMILY, fingerprint
 from words import word_tokenizer
 
@@ -44,7 +45,29 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: list[list
         assert score.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
+def assert_among(finished: ScoreResult, expected: list[list[float]]) -> None:
+    for score in finished:
+        assert score.error is None
+        assert score.logprobs == pytest.approx(expected[3 * score.index + score.choice], abs=1e-4)
+
+
 # -- how they end ----------------------------------------------------------------------------------------------
+
+
+class StopInScore(Stop):
+    OWN = (*Stop.OWN, BatchGenerator.score.__code__)
+
+
+@pytest.mark.parametrize("files", [(), (*CRITICAL, "scoring.py", "lookups.py")], ids=["anywhere", "critical"])
+def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[float]]) -> None:
+    generator, before = make(), fingerprint(build(FAMILY))
+    every = StopInScore(0, files)
+    every.during(lambda: generator.score(CONTEXTS, choices=CHOICES))
+    for at in random.Random(len(files)).sample(range(1, every.count), 8):
+        with pytest.raises(GenerationInterrupted) as caught:
+            StopInScore(at, files).during(lambda: generator.score(CONTEXTS, choices=CHOICES))
+        assert_among(caught.value.result, expected)
+        assert_as_before(generator, before, expected)
 
 
 @pytest.mark.parametrize("keep", [0, 4])
@@ -69,8 +92,10 @@ def test_an_interrupt_gives_what_had_finished(
     finished = caught.value.result
     assert finished is generator.interrupted and isinstance(finished, ScoreResult)
     assert (len(finished) > 0) == (step > 1) and len(finished) < len(expected)
-    for score in finished:
-        assert score.logprobs == pytest.approx(expected[3 * score.index + score.choice], abs=1e-4)
+    assert_among(finished, expected)
+    with pytest.raises(ValueError, match="interrupted"):
+        finished.best()
+    assert finished._repr_html_()
     report = generator.last_report
     assert report is not None and report.finished == len(finished) and report.sequences == len(expected)
     assert_as_before(generator, before, expected)

@@ -16,9 +16,8 @@ _IDS = 24
 
 
 def scores_html(result: ScoreResult) -> str:
-    best = {(scores[0].index, choice) for scores, choice in zip(result.by_context, result.best(), strict=True)}
-    several_each = any(score.choice for score in result)
-    rows = [_row(score, several_each and (score.index, score.choice) in best) for score in result[:_MOST]]
+    best = _likeliest(result)
+    rows = [_row(score, (score.index, score.choice) in best) for score in result[:_MOST]]
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
@@ -31,6 +30,14 @@ def scores_html(result: ScoreResult) -> str:
         said = f"In {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
         body += f'<div class="hfb-caption">{text(said)}</div>'
     return view(body, repr(result))
+
+
+def _likeliest(result: ScoreResult) -> set[tuple[int, int | None]]:
+    """Where there is something to choose from."""
+    if not result.complete:
+        return set()
+    pairs = zip(result.by_context, result.best(), strict=True)
+    return {(scores[0].index, choice) for scores, choice in pairs if len(scores) > 1}
 
 
 def _row(score: Score, is_best: bool) -> list[str]:
