@@ -76,11 +76,14 @@ class Call:
         self._ahead: Ahead | None = None
         self._adapters: AdapterTurns | None = None
 
-    def begin(self, work: Work, strict: bool) -> None:
-        """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
+    def begin(self, work: Work, strict: bool, recording: Recording | None = None) -> None:
+        """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record.
+
+        ``recording``: of what is wanted beside tokens, if the work's options do not say it.
+        """
         self.recorder.switch("planning")
         self.work = work
-        self.recording = Recording(work.options)
+        self.recording = Recording(work.options) if recording is None else recording
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
         samples = work.samples
@@ -107,10 +110,9 @@ class Call:
         self.recorder.switch("planning")
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
-        prompts_watched = self.recording.prompts  # of kept prefixes there are K and V, and no logits
-        self.lineup = line_up(
-            self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, use_kept=prompts_watched is None
-        )
+        watched = self.recording.watched
+        reach = None if watched is None else watched.reach(self.prompts)
+        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, reach=reach)
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True
@@ -129,9 +131,10 @@ class Call:
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
         self._runner.adapters = self._adapters.swap
-        if prompts_watched is not None:
-            prompts_watched.start(self.lineup.requests)
-            self._runner.record = self.recorder.around("tokens", prompts_watched.record)
+        if watched is not None:
+            watched.start(self.lineup.requests)
+        if self.recording.prompts is not None:
+            self._runner.record = self.recorder.around("tokens", self.recording.prompts.record)
         launcher, depth = self._launcher(work)
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
@@ -139,7 +142,7 @@ class Call:
             pin_memory=device.type == "cuda",
             short_chunk=backend.short_chunk,
             most_times=0 if graphs is None else graphs.most_times,
-            wanted=None if prompts_watched is None else prompts_watched.wanted,
+            wanted=None if watched is None else watched.wanted,
         )
         self.engine = Engine(
             self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder
@@ -156,13 +159,17 @@ class Call:
         reason = self._picked_by_host(_DEPTH.get(device.type, 1))
         penalised = self.work.penalised
         copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
-        picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
+        rows = self.recording.most_rows(vocabulary)
+        if rows is None:
+            picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
+        else:  # nothing is picked, and the logits are the rehearsed step's
+            step, picking = replace(step, samples=min(step.tokens, rows)), 0
         picking += self.recording.step_bytes(step.tokens, vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)
             self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-            graphs = config.cuda_graphs and reason is None
+            graphs = config.cuda_graphs and reason is None and rows is None
             return self.home.rehearsals.beside_the_cache(self._runner, step, graphs, picking, self.home.memory)
         finally:
             storage.release()
@@ -176,12 +183,16 @@ class Call:
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = tokens_in_a_step(self.model, self.architecture.device, self.home.within_reach())
-        return self.recording.most_tokens(budget, self.architecture.vocab_size)
+        in_order = self.config.scheduler == "groups" and not self.config.keep_prefixes and self.work.adapters is None
+        return self.recording.most_tokens(budget, self.architecture.vocab_size, self.plan if in_order else None)
 
     def _launcher(self, work: Work) -> tuple[Launcher, int]:
         """What runs the steps, and how many of them may be on their way at a time."""
         assert self._runner is not None
         device = self.architecture.device
+        launcher = self.recording.launcher(self._runner, self.recorder)
+        if launcher is not None:
+            return launcher, _DEPTH.get(device.type, 1)
         depth = self.config.steps_per_sync
         if depth is None:
             depth = 2 * times_in_a_row(self.model) if device.type == "cuda" else 1
@@ -343,15 +354,18 @@ class Call:
     def progress(self, wanted: bool | None) -> AbstractContextManager[Progress]:
         """A bar over what ``run`` will do."""
         to_compute = self.plan.computed_tokens - self.lineup.cached_tokens
-        lengths = sum(len(prompt.ids) for prompt in self.prompts)
-        return progress_bar(self.lineup.requests, to_compute, 1 - to_compute / max(lengths, 1), wanted)
+        scores = self.recording.scores
+        lengths = sum(len(prompt.ids) for prompt in self.prompts) if scores is None else scores.prompt_tokens
+        saving = 1 - to_compute / max(lengths, 1)
+        results = None if scores is None else scores.scores
+        return progress_bar(self.lineup.requests, to_compute, saving, wanted, scores=results)
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""
         if not self._started:
             return None
         ahead = self._ahead
-        return report_of(
+        report = report_of(
             self.engine,
             self.scheduler,
             self.cache,
@@ -366,15 +380,19 @@ class Call:
             fused=self.fusion.summary if self._fused is not None else "",
             graphs=ahead.summary if ahead is not None else "",
         )
+        return self.recording.in_report(report, self.lineup.requests)
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:
         problems = {}
         for place, pages in lineup.too_long.items():
             request = lineup.requests[place]
             have, size = self.cache.num_pages * self.cache.page_size, pages * self.home.page_bytes
+            grows, lower = f" and may grow by {request.max_new_tokens:,}", ", or lower `max_new_tokens`"
+            if request.max_new_tokens == 1:  # which is not run
+                grows = lower = ""
             problems[request.index] = (
-                f"has {len(request.prompt_ids):,} tokens and may grow by {request.max_new_tokens:,}; the KV cache has "
-                f"room for {have:,}: raise `kv_memory` to {size:,} bytes at least, or lower `max_new_tokens`"
+                f"has {len(request.prompt_ids):,} tokens{grows}; the KV cache has room for {have:,}: raise `kv_memory` "
+                f"to {size:,} bytes at least{lower}"
             )
         if problems and strict:
             raise PromptError({**self.work.problems, **problems})

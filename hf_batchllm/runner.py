@@ -54,14 +54,18 @@ class ModelRunner:
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
         """Run the step's tokens; the logits of those rows that are sampled, as the model gives them."""
-        with self._as_inference():
-            logits = self._step(batch)
+        logits = self.every_row(batch)
         if not batch.asked:
             return logits
         samples = len(batch.tokens.sample_seats)
         assert self.record is not None
         self.record(batch.asked, logits[samples:])
         return logits[:samples]
+
+    def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
+        """Run the step's tokens; the logits of those that are sampled, then of those asked for beside."""
+        with self._as_inference():
+            return self._step(batch)
 
     def rows(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from .notices import Notices
 from .options import Options, inferred_mask, resolve_each
 from .processing import check_guidance
 from .prompts import Prompt, check_prompts
+from .score_inputs import Reading, ScoreInputs, check_scores
 from .streaming import Feed, feed_for
 from .tensors import PaddedBatch
 from .text import TokenizerLoader
@@ -81,8 +83,7 @@ class Checks:
         generate_kwargs: dict[str, Any],
     ) -> Work:
         """Everything that can be said before any work."""
-        if on_error not in ("raise", "record"):
-            raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
+        _check_on_error(on_error)
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
@@ -133,6 +134,19 @@ class Checks:
             seed = int(torch.randint(2**63 - 1, ()).item())
         return Work(good, places, problems, resolved, limits, seed, rules, feed, rows, adapters)
 
+    def scores(
+        self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
+    ) -> ScoreInputs:
+        """The same for a call of ``score``."""
+        _check_on_error(on_error)
+        self._warn_of_dropout()
+        read = Reading(self._tokenizer.required, architecture.vocab_size)
+        adapters = partial(adapter_of_each, self._model, adapter)
+        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
+        if inputs.problems and on_error == "raise":
+            raise inputs.error()
+        return inputs
+
     def _warn_of_dropout(self) -> None:
         if not self._model.training:
             return
@@ -179,6 +193,11 @@ class Checks:
                 "scales its rotary embedding by the length, which is not supported yet"
             )
         return None
+
+
+def _check_on_error(on_error: Any) -> None:
+    if on_error not in ("raise", "record"):
+        raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
 
 
 def _checked_seed(seed: Any) -> int:

@@ -136,3 +136,31 @@ def test_a_plan_says_what_a_call_will_compute() -> None:
     assert plan.computed_tokens == result.report.computed_tokens > generator.plan(given).computed_tokens
     with pytest.raises(OptionValueError, match="the model has 'a', 'b'"):
         generator.plan(given, adapter="c")
+
+
+@pytest.mark.parametrize("kept", [0, 8])
+def test_scores(kept: int) -> None:
+    kind, choices = "lora", [[1, 2], [3], [4, 5, 6]]
+    given, names = thrice(GIVEN[:3])
+    model = copy.deepcopy(build(kind))
+    before = fingerprint(model)
+    with BatchGenerator(model, **PAGES, keep_prefixes=kept) as generator:
+        for _ in range(2):
+            result = generator.score(given, choices=choices, adapter=names)
+            assert fingerprint(model) == before
+    assert bool(result.report.cached_tokens) == bool(kept)
+    for row in result:
+        ids = torch.tensor([given[row.index] + choices[row.choice]])
+        with having(model, names[row.index]), torch.no_grad():
+            expected = model(ids).logits[0].log_softmax(dim=-1)
+        first = len(given[row.index])
+        expected = expected[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_scores_name_what_is_wrong() -> None:
+    with BatchGenerator(build("lora")) as generator:
+        with pytest.raises(OptionValueError, match="list of 2 and there are 3 prompts"):
+            generator.score([[5], [6], [7]], choices=[[1]], adapter=["a", None])
+        with pytest.raises(OptionValueError, match="the model has 'a', 'b'"):
+            generator.score([[5], [6], [7]], choices=[[1]], adapter="c")
