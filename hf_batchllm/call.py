@@ -15,6 +15,11 @@ from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
 from .batch import BatchBuilder
+from .beam_endings import BeamEndings
+from .beam_engine import BeamEngine
+from .beam_scheduler import BeamScheduler
+from .beam_scores import BeamScores
+from .beams import groups_of
 from .call_report import report_of
 from .config import BatchConfig
 from .decode_graphs import graphs_for
@@ -23,7 +28,7 @@ from .device_sampling import picked_by_host
 from .endings import Endings
 from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
-from .lineup import Lineup, line_up, pages_at_once
+from .lineup import Lineup, line_up, most_pages_alone, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
 from .pace import times_in_a_row, tokens_in_a_step
@@ -81,22 +86,22 @@ class Call:
         self.recording = Recording(work.options)
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
-        samples = work.samples
+        samples, widths = work.runs, work.widths
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
         self.prompts = [prompt for prompt, count in zip(work.prompts, samples, strict=True) for _ in range(count)]
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = self._planned(limits)
         self.planning_seconds = self.recorder.seconds
-        wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
+        wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size, widths)
         self.recorder.switch("setup")
         kernels = fused_kernels(self.config, self.architecture.device)
         if kernels is not None:  # before the KV cache takes the memory that is free
             self._fused = self.fusion.merge(kernels)
         self._opened = True
-        longest = max((len(prompt.ids) + limit for prompt, limit in zip(self.prompts, limits, strict=True)), default=2)
+        longest = most_pages_alone(self.prompts, limits, self.config.page_size, widths)
         self.cache, self.storage = self.home.open(
             pages_wanted=max(wanted, 1),
-            pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
+            pages_needed=longest + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
             results=self.recording.results_bytes(max(limits, default=0), self.architecture.vocab_size),
         )
@@ -105,11 +110,19 @@ class Call:
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
         prompts_watched = self.recording.prompts  # of kept prefixes there are K and V, and no logits
         self.lineup = line_up(
-            self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, use_kept=prompts_watched is None
+            self.prompts,
+            self.plan,
+            limits,
+            self.cache,
+            samples,
+            can_stop=stops,
+            use_kept=prompts_watched is None,
+            widths=widths,
         )
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True
+        self.answers = self.lineup.requests
         self._refuse_what_does_not_fit(self.lineup, strict)
         for seat, request in enumerate(self.lineup.requests):
             request.seat = seat
@@ -127,6 +140,9 @@ class Call:
         if prompts_watched is not None:
             prompts_watched.start(self.lineup.requests)
             self._runner.record = self.recorder.around("tokens", prompts_watched.record)
+        if widths is not None:
+            self._search(work, self._runner)
+            return
         launcher, depth = self._launcher(work)
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
@@ -136,8 +152,30 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
+        self.engine: Engine | BeamEngine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
         self.recorder.switch("outside")  # results that are known already, a progress bar
+
+    def _search(self, work: Work, runner: ModelRunner) -> None:
+        """Beams instead of single sequences."""
+        groups = groups_of(self.lineup, work, self.cache)
+        self.answers = [answer for group in groups for answer in group.answers]
+        self.scheduler = BeamScheduler(groups)
+        self.engine = BeamEngine(
+            self.scheduler,
+            BatchBuilder(
+                self.config.page_size,
+                pin_memory=self.architecture.device.type == "cuda",
+                short_chunk=runner.backend.short_chunk,
+            ),
+            runner,
+            groups,
+            BeamScores(self.model, work.options, groups, [group.root.max_new_tokens for group in groups], self.notices),
+            BeamEndings(
+                self.lineup.requests, work.rules, self._clock, self.architecture.device, rows=work.rows
+            ),
+            self.recorder,
+        )
+        self.recorder.switch("outside")
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
@@ -232,7 +270,7 @@ class Call:
         self.recorder.start(self.cache)
         self.scheduler.start(self.lineup.requests, self.cache, self._budget)
         yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
-        if any(not request.done for request in self.lineup.requests):
+        if any(not request.done for request in self.answers):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self.recorder.switch("outside")
         self._complete = True
@@ -312,7 +350,7 @@ class Call:
         """A bar over what ``run`` will do."""
         to_compute = self.plan.computed_tokens - self.lineup.cached_tokens
         lengths = sum(len(prompt.ids) for prompt in self.prompts)
-        return progress_bar(self.lineup.requests, to_compute, 1 - to_compute / max(lengths, 1), wanted)
+        return progress_bar(self.answers, to_compute, 1 - to_compute / max(lengths, 1), wanted)
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""
@@ -324,6 +362,7 @@ class Call:
             self.scheduler,
             self.cache,
             self.lineup,
+            self.answers,
             self.plan,
             self.recorder,
             page_bytes=self.home.page_bytes,

@@ -14,6 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
+from .beam_options import filling
 from .call import Call, make_plan
 from .config import BatchConfig
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
@@ -289,6 +290,7 @@ class BatchGenerator:
             finish_reason=request.finish_reason.value,
             logprobs=recording.logprobs(request),
             prompt_logprobs=recording.prompt_logprobs(request),
+            score=request.score,
         )
 
     def _report(self, call: Call) -> RunReport | None:
@@ -306,7 +308,7 @@ class BatchGenerator:
 def _as_tensors(
     padded: PaddedBatch, result: BatchResult, options: Options, recording: Recording
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    sequences = padded.continued(result.token_ids, options.pad_token_id)
+    sequences = padded.continued(result.token_ids, filling(options))
     if not options.config.return_dict_in_generate:
         return sequences
     longest = sequences.shape[1] - padded.width

@@ -9,7 +9,7 @@ import numpy as np
 
 from .cache import PagedCache
 from .prompts import Prompt
-from .request import Prefix, Request, Unit
+from .request import Branch, Prefix, Request, Unit
 from .sharing import SharingPlan
 
 
@@ -24,16 +24,39 @@ class Lineup:
     apart: int = 0  # requests that fit only without their prefixes
 
 
-def pages_at_once(prompts: Sequence[Prompt], plan: SharingPlan, max_new_tokens: Sequence[int], page_size: int) -> int:
+def pages_at_once(
+    prompts: Sequence[Prompt],
+    plan: SharingPlan,
+    max_new_tokens: Sequence[int],
+    page_size: int,
+    widths: Sequence[int] | None = None,
+) -> int:
     """Pages that the whole list takes when all of it is in the cache at the same time.
 
     That is never less than any of its requests takes without its prefixes: fewer ends of pages are left empty then.
+    ``widths``: of a beam search, how many beams each prompt has, each of which takes a page more than it fills.
     """
+    beams = 0
+    if widths is not None:
+        beams = sum(width * (2 - (1 - new) // page_size) for width, new in zip(widths, max_new_tokens, strict=True))
+        max_new_tokens = [1] * len(prompts)
     ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
     own -= ends[plan.parents]
     shared = np.array([len(segment) for segment in plan.segments], dtype=np.int64)
-    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum())
+    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum()) + beams
+
+
+def most_pages_alone(
+    prompts: Sequence[Prompt], max_new_tokens: Sequence[int], page_size: int, widths: Sequence[int] | None
+) -> int:
+    """Pages that the longest of them takes, with all of its beams."""
+    most = 1
+    for place, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+        width = 0 if widths is None else widths[place]
+        tokens = len(prompt.ids) + (0 if width else new - 1)
+        most = max(most, -(-tokens // page_size) + width * -(-(new - 1) // page_size))
+    return most
 
 
 def line_up(
@@ -44,11 +67,12 @@ def line_up(
     samples: int | Sequence[int] = 1,
     can_stop: bool | Sequence[bool] = True,
     use_kept: bool = True,
+    widths: Sequence[int] | None = None,
 ) -> Lineup:
     """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers.
 
     ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them. ``use_kept``: whether to
-    stand on prefixes that an earlier call has kept.
+    stand on prefixes that an earlier call has kept. ``widths``: of a beam search, how many beams each prompt has.
     """
     if isinstance(samples, int):
         samples = [samples] * (len(prompts) // samples)
@@ -68,7 +92,7 @@ def line_up(
     for place, prompt in enumerate(prompts):
         parent = int(plan.parents[place])
         below = prefixes[parent] if parent >= 0 else None
-        request = Request(
+        request = (Request if widths is None else Branch)(
             owners[place][0],
             prompt.ids,
             int(max_new_tokens[place]),
@@ -78,6 +102,8 @@ def line_up(
             key=prompt.key,
             can_stop=stops[place],
         )
+        if isinstance(request, Branch) and widths is not None:
+            request.width = widths[place]
         found.append(_attach(request, below, len(prompt.ids) - 1, cache, use_kept))
         lineup.requests.append(request)
     # A prefix that only an empty one stood on (a kept prefix took its place) has lost its readers: it goes.
@@ -122,4 +148,4 @@ def _set_apart(request: Request, cache: PagedCache, lineup: Lineup, place: int) 
     if cache.fits_alone(request):
         lineup.apart += 1
     else:
-        lineup.too_long[place] = cache.pages_for(request.max_length)
+        lineup.too_long[place] = request.most_pages(cache.page_size)

@@ -69,6 +69,7 @@ class Options:
     do_sample: bool
     num_return_sequences: int
     has_default_length: bool  # no length was given anywhere
+    num_beams: int = 1
     given: Given = field(default_factory=Given)
 
     def max_new_tokens(self, prompt_tokens: int, max_positions: int | None) -> int:
@@ -203,6 +204,7 @@ def _resolve(
         do_sample=bool(config.do_sample),
         num_return_sequences=config.num_return_sequences or 1,
         has_default_length=has_default_length and padded is None,
+        num_beams=config.num_beams or 1,
         given=given,
     )
     # Processors check their own values (a temperature of 0, say) when they are made: now rather than after a prefill.

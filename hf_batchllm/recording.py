@@ -32,6 +32,8 @@ class Recording:
         if not options:
             return
         config, given = options[0].config, options[0].given
+        if options[0].num_beams > 1:
+            return
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):  # as ``generate`` has it
             samples = options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))

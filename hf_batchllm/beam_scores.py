@@ -1,0 +1,99 @@
+"""What the beams of some prompts may go on with: the best sums of log-probabilities, through transformers' processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .beam_search import Rules, Searches
+from .beams import Group
+from .notices import Notices
+from .options import Options
+from .processing import Chains, Layout, look_back, run
+from .sampling import rows_at_once
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """For some prompts with the same options."""
+
+    groups: list[Group]
+    searches: Searches
+    places: list[int]  # of the groups in ``searches``
+    scores: torch.Tensor  # [groups, candidates]
+    parents: torch.Tensor  # [groups, candidates]  which beam each goes on from
+    tokens: torch.Tensor  # [groups, candidates]
+
+
+class BeamScores:
+    """``options``: by a prompt's index."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Sequence[Options],
+        groups: Sequence[Group],
+        longest: Sequence[int],  # [groups]  new tokens by the options alone
+        notices: Notices,
+    ) -> None:
+        self._chains = Chains(model, options, notices)
+        alike: dict[Options, list[int]] = {}
+        for number, group in enumerate(groups):
+            alike.setdefault(options[group.root.index], []).append(number)
+        self._place: dict[Group, tuple[Searches, int]] = {}
+        for some, numbers in alike.items():
+            searches = Searches(rules_of(some), [longest[number] for number in numbers])
+            for place, number in enumerate(numbers):
+                self._place[groups[number]] = searches, place
+
+    def place(self, group: Group) -> tuple[Searches, int]:
+        return self._place[group]
+
+    @torch.no_grad()
+    def __call__(self, groups: Sequence[Group], logits: torch.Tensor) -> list[Candidates]:
+        """``logits`` [rows, vocabulary] float32: of each group's beams in their order, or of its prompt alone."""
+        self._chains.forget_done()
+        alike: dict[tuple[Layout, bool], list[int]] = {}
+        begins, row = [], 0
+        for number, group in enumerate(groups):
+            begins.append(row)
+            row += len(group.beams) or 1
+            alike.setdefault((self._chains.of(group.root).layout, bool(group.beams)), []).append(number)
+        found = []
+        for (layout, begun), numbers in alike.items():
+            width = layout.options.num_beams
+            at_once = max(1, rows_at_once(logits) // width)
+            for begin in range(0, len(numbers), at_once):
+                some = numbers[begin : begin + at_once]
+                rows = [row for each in some for row in range(begins[each], begins[each] + (width if begun else 1))]
+                # As a rule they lie side by side: no copy.
+                together = rows == list(range(rows[0], rows[0] + len(rows)))
+                mine = logits[rows[0] : rows[0] + len(rows)] if together else logits[rows]
+                found.append(self._candidates([groups[each] for each in some], mine, layout))
+        return found
+
+    def _candidates(self, groups: list[Group], logits: torch.Tensor, layout: Layout) -> Candidates:
+        searches = self._place[groups[0]][0]
+        rules, places = searches.rules, [self._place[group][1] for group in groups]
+        width, vocabulary = rules.width, logits.shape[-1]
+        log_probs = logits.log_softmax(dim=-1)
+        if not groups[0].beams:  # at first they are all the same
+            log_probs = log_probs.repeat_interleave(width, dim=0)
+        requests = [unit for group in groups for unit in group.beams or [group.root] * width]
+        chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
+        scores = run(chains[0].blind, look_back(log_probs, requests, chains, together=width))
+        running = searches.running[places].to(scores.device)  # [groups, width]
+        sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
+        best, index = sums.topk(rules.candidates)
+        index = index.cpu()
+        return Candidates(groups, searches, places, best.cpu(), index // vocabulary, index % vocabulary)
+
+
+def rules_of(options: Options) -> Rules:
+    config, eos = options.config, options.config._eos_token_tensor
+    return Rules.of(
+        options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty
+    )
