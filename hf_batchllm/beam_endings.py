@@ -25,6 +25,7 @@ class BeamEndings(Endings):
         own = self._criteria(group.root)
         if own:
             with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
-                ends = own(torch.from_numpy(ids).to(self._device), None)
+                scores = None if self._scores is None else self._scores(group.root, group.made + 1)
+                ends = own(torch.from_numpy(ids).to(self._device), scores)
             stops |= np.broadcast_to(ends.cpu().numpy(), stops.shape)
         return stops

@@ -157,8 +157,8 @@ class BeamEngine:
         searches, place = self.scores.place(group)
         scores = searches.scores[place].tolist()
         for answer, found, score in zip(group.answers, group.slots, scores, strict=False):
-            answer.generated = found.tokens
-            answer.score = score if group.made or found.tokens else None
+            answer.generated, answer.parents = found.tokens, found.parents
+            answer.score = None if otherwise is FinishReason.TIME and not group.made else score
             answer.end(FinishReason.STOP if found.stopped else otherwise)
         group.root.end(otherwise)
         self.recorder.switch("scheduling")

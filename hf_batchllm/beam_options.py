@@ -30,11 +30,3 @@ def check_beams(options: Sequence[Options], notices: Notices) -> None:
         for name, why in _WITHOUT.items():
             if getattr(each.given, name) is not None:
                 raise UnsupportedOptionError(name, f"does not go with `num_beams`: {why}")
-
-
-def filling(options: Options) -> int | None:
-    """What fills up the rows of a tensor. ``generate`` has a rule of its own for beams."""
-    if options.num_beams == 1:
-        return options.pad_token_id
-    eos = options.config._eos_token_tensor
-    return -1 if eos is None else options.pad_token_id or int(eos[0])

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
+from .architecture import base_model
 from .beam_search import Rules, Searches
 from .beams import Group
 from .notices import Notices
 from .options import Options
 from .processing import Chains, Layout, look_back, run
+from .recording import StepTensors
 from .sampling import rows_at_once
 
 
@@ -36,16 +39,20 @@ class BeamScores:
         model: nn.Module,
         options: Sequence[Options],
         groups: Sequence[Group],
-        longest: Sequence[int],  # [groups]  new tokens by the options alone
         notices: Notices,
+        tensors: StepTensors | None = None,
     ) -> None:
+        self._tensors = tensors
         self._chains = Chains(model, options, notices)
         alike: dict[Options, list[int]] = {}
         for number, group in enumerate(groups):
             alike.setdefault(options[group.root.index], []).append(number)
         self._place: dict[Group, tuple[Searches, int]] = {}
+        positions = getattr(base_model(model).config, "max_position_embeddings", None)
         for some, numbers in alike.items():
-            searches = Searches(rules_of(some), [longest[number] for number in numbers])
+            # By the options alone: of a MaxLengthCriteria of the user's the rules of ``generate`` know nothing.
+            lengths = [len(groups[number].root.prompt_ids) for number in numbers]
+            searches = Searches(rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
             for place, number in enumerate(numbers):
                 self._place[groups[number]] = searches, place
 
@@ -85,6 +92,10 @@ class BeamScores:
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
         chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
         scores = run(chains[0].blind, look_back(log_probs, requests, chains, together=width))
+        if self._tensors is not None:
+            made = np.repeat([group.made for group in groups], width)
+            rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])
+            self._tensors.put(made, rows, logits if groups[0].beams else logits.repeat_interleave(width, 0), scores)
         running = searches.running[places].to(scores.device)  # [groups, width]
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
         best, index = sums.topk(rules.candidates)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-_NEVER = -1.0e9  # transformers' score of what is not there
+NEVER = -1.0e9  # transformers' score of what is not there
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Searches:
     def __init__(self, rules: Rules, longest: Sequence[int]) -> None:
         count, width = len(longest), rules.width
         self.rules = rules
-        self.running = torch.full((count, width), _NEVER)  # scores of beams that go on
+        self.running = torch.full((count, width), NEVER)  # scores of beams that go on
         self.running[:, 0] = 0.0  # at first they are all the same
-        self.scores = torch.full((count, width), _NEVER)  # of answers
+        self.scores = torch.full((count, width), NEVER)  # of answers
         self.finished = torch.zeros(count, width, dtype=torch.bool)  # whether there is an answer
         self._may_improve = torch.ones(count, 1, dtype=torch.bool)
         self._longest = list(longest)
@@ -60,7 +60,7 @@ class Searches:
     ) -> Choice:
         rules, index = self.rules, torch.tensor(which, dtype=torch.long)
         # Those that end are passed over, unless there is nobody else.
-        going_on = scores + ends.to(torch.float32) * _NEVER
+        going_on = scores + ends.to(torch.float32) * NEVER
         chosen = going_on.topk(rules.width).indices
         running = going_on.gather(1, chosen)
         # A candidate counts as an answer if it is among the best so many; the others are there to go on with.
@@ -71,7 +71,7 @@ class Searches:
         new = scores / penalty
         full = finished.all(dim=-1, keepdim=True) & (rules.early_stopping is True)
         for excluded in (full, ~may_improve, ~just_ended):
-            new += excluded.to(torch.float32) * _NEVER
+            new += excluded.to(torch.float32) * NEVER
         merged = torch.cat([self.scores[index], new], dim=1)
         kept = merged.topk(rules.width).indices
         answers = merged.gather(1, kept)
@@ -79,7 +79,7 @@ class Searches:
         # Whether the best of those going on could still become better than the worst answer.
         if rules.early_stopping == "never" and rules.length_penalty > 0.0:
             penalty = self._by_length([self._longest[search] for search in which])
-        worst = torch.where(finished, answers.amin(dim=1, keepdim=True), _NEVER)
+        worst = torch.where(finished, answers.amin(dim=1, keepdim=True), NEVER)
         may_improve = may_improve & (running[:, :1] / penalty > worst).any(dim=-1, keepdim=True)
         over = ~may_improve[:, 0] | ends.all(dim=1)
         if rules.early_stopping is True:

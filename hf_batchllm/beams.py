@@ -15,16 +15,26 @@ from .request import Branch, Request, units_below
 from .work import Work
 
 
+class Answer(Request):
+    """One of a prompt's results, to be filled in when the search is over."""
+
+    __slots__ = ("parents",)
+
+    def __init__(self, root: Branch, sample: int) -> None:
+        super().__init__(root.index, root.prompt_ids, root.max_new_tokens, sample=sample, rank=root.rank)
+        self.parents: list[int] = []  # which beam each of its tokens was picked from
+
+
 class Group:
     """A prompt and its beams.
 
     ``root`` holds the last of the prompt's tokens and is read by all beams.
     """
 
-    def __init__(self, root: Branch, cache: PagedCache, answers: Sequence[Request]) -> None:
+    def __init__(self, root: Branch, cache: PagedCache, answers: Sequence[Answer]) -> None:
         self.root = root
         self.width = root.width
-        self.answers = answers  # to be filled in when the search is over
+        self.answers = answers
         self.beams: list[Branch] = []  # the best first; none before the first tokens, or while the group waits
         self.logits: dict[Branch, Any] = {}  # of those that the step has come to; [vocabulary] each
         self.made = 0  # new tokens of each beam
@@ -137,9 +147,6 @@ def groups_of(lineup: Lineup, work: Work, cache: PagedCache) -> list[Group]:
     groups = []
     for root in lineup.requests:
         assert isinstance(root, Branch)
-        answers = [
-            Request(root.index, root.prompt_ids, root.max_new_tokens, sample=sample, rank=root.rank)
-            for sample in range(work.options[root.index].num_return_sequences)
-        ]
+        answers = [Answer(root, sample) for sample in range(work.options[root.index].num_return_sequences)]
         groups.append(Group(root, cache, answers))
     return groups

@@ -157,7 +157,7 @@ class Call:
 
     def _search(self, work: Work, runner: ModelRunner) -> None:
         """Beams instead of single sequences."""
-        groups = groups_of(self.lineup, work, self.cache)
+        groups, tensors = groups_of(self.lineup, work, self.cache), self.recording.tensors
         self.answers = [answer for group in groups for answer in group.answers]
         self.scheduler = BeamScheduler(groups)
         self.engine = BeamEngine(
@@ -169,9 +169,14 @@ class Call:
             ),
             runner,
             groups,
-            BeamScores(self.model, work.options, groups, [group.root.max_new_tokens for group in groups], self.notices),
+            BeamScores(self.model, work.options, groups, self.notices, tensors),
             BeamEndings(
-                self.lineup.requests, work.rules, self._clock, self.architecture.device, rows=work.rows
+                self.lineup.requests,
+                work.rules,
+                self._clock,
+                self.architecture.device,
+                rows=work.rows,
+                scores=None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width),
             ),
             self.recorder,
         )
