@@ -19,6 +19,11 @@ class OutOfPages(RuntimeError):
     """More pages were asked for than are free. Schedulers look first, so this is a mistake of theirs."""
 
 
+def _counts(unit: Unit) -> bool:
+    """Whether it is a request; the branches of one do not count."""
+    return isinstance(unit, Request) and (not isinstance(unit, Branch) or unit is unit.root)
+
+
 class PagedCache:
     def __init__(self, num_pages: int, page_size: int, keep_prefixes: int = 0) -> None:
         assert num_pages > 0 and page_size > 0
@@ -92,14 +97,14 @@ class PagedCache:
             return
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
-        self.requests += not unit.pages and isinstance(unit, Request)
+        self.requests += not unit.pages and _counts(unit)
         unit.pages.extend(heapq.heappop(self._free) for _ in range(count))
         self._holders[unit] = None
         self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
 
     def release(self, unit: Unit) -> None:
         """Take a unit's pages back. What it held would have to be computed again."""
-        self.requests -= bool(unit.pages) and isinstance(unit, Request)
+        self.requests -= bool(unit.pages) and _counts(unit)
         for page in unit.pages:
             heapq.heappush(self._free, page)
         unit.pages.clear()
@@ -266,7 +271,7 @@ class PagedCache:
         """
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
-        assert self.requests == sum(isinstance(unit, Request) for unit in self._holders), "requests are miscounted"
+        assert self.requests == sum(map(_counts, self._holders)), "requests are miscounted"
         units = units_below([*self._holders, *self._kept, *(alive or ())])
         standing = dict.fromkeys(units, 0)
         for unit in units:
