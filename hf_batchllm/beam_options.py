@@ -25,8 +25,6 @@ def check_beams(options: Sequence[Options], notices: Notices) -> None:
         why = "is 1 for some prompts and more for others: pass those with beams in a call of their own"
         raise UnsupportedOptionError("num_beams", why)
     for each in searching:
-        if each.do_sample:
-            raise UnsupportedOptionError("do_sample", "is not supported with `num_beams`: set one of them to its default")
         for name, why in _WITHOUT.items():
             if getattr(each.given, name) is not None:
                 raise UnsupportedOptionError(name, f"does not go with `num_beams`: {why}")

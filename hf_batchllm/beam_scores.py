@@ -12,11 +12,14 @@ from torch import nn
 from .architecture import base_model
 from .beam_search import Rules, Searches
 from .beams import Group
+from .kernels.small_torch import exponential
 from .notices import Notices
 from .options import Options
 from .processing import Chains, Layout, look_back, run
 from .recording import StepTensors
-from .sampling import rows_at_once
+from .sampling import NO_DISTRIBUTION, rows_at_once
+
+_NOISE = 16  # times the memory that scores take
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,11 @@ class BeamScores:
         model: nn.Module,
         options: Sequence[Options],
         groups: Sequence[Group],
+        seed: int | None,
         notices: Notices,
         tensors: StepTensors | None = None,
     ) -> None:
+        self._seed = seed
         self._tensors = tensors
         self._chains = Chains(model, options, notices)
         alike: dict[Options, list[int]] = {}
@@ -72,7 +77,7 @@ class BeamScores:
         found = []
         for (layout, begun), numbers in alike.items():
             width = layout.options.num_beams
-            at_once = max(1, rows_at_once(logits) // width)
+            at_once = max(1, rows_at_once(logits) // (width * (_NOISE if layout.options.do_sample else 1)))
             for begin in range(0, len(numbers), at_once):
                 some = numbers[begin : begin + at_once]
                 rows = [row for each in some for row in range(begins[each], begins[each] + (width if begun else 1))]
@@ -92,15 +97,43 @@ class BeamScores:
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
         chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
         scores = run(chains[0].blind, look_back(log_probs, requests, chains, together=width))
+        made = [group.made for group in groups]
         if self._tensors is not None:
-            made = np.repeat([group.made for group in groups], width)
             rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])
-            self._tensors.put(made, rows, logits if groups[0].beams else logits.repeat_interleave(width, 0), scores)
+            self._tensors.put(np.repeat(made, width), rows, logits if groups[0].beams else logits.repeat_interleave(width, 0), scores)
         running = searches.running[places].to(scores.device)  # [groups, width]
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
-        best, index = sums.topk(rules.candidates)
+        if layout.options.do_sample:
+            assert self._seed is not None
+            index = draw(sums, rules.candidates, width, self._seed, [group.root.index for group in groups], made)
+            best = sums.gather(1, index)
+        else:
+            best, index = sums.topk(rules.candidates)
         index = index.cpu()
         return Candidates(groups, searches, places, best.cpu(), index // vocabulary, index % vocabulary)
+
+
+def draw(
+    sums: torch.Tensor,  # [groups, beams * vocabulary]
+    count: int,
+    width: int,
+    seed: int,
+    prompts: Sequence[int],  # [groups]
+    made: Sequence[int],  # [groups]
+) -> torch.Tensor:  # [groups, count]
+    """So many of each group, one after the other and none twice, each from the softmax of what is left.
+
+    They are those whose log-probabilities are the highest after noise of Gumbel's kind, which belongs to a prompt, a
+    beam's place among the others, a position and a token: it does not matter which groups share a step.
+    """
+    if not bool(torch.isfinite(sums.amax(dim=-1)).all()):
+        raise RuntimeError(NO_DISTRIBUTION)
+    token = torch.arange(sums.shape[-1] // width, device=sums.device)
+    beam = torch.arange(width, device=sums.device)[:, None]
+    prompt, position = (torch.tensor(values, device=sums.device)[:, None, None] for values in (prompts, made))
+    key = torch.tensor((seed + 2**63) % 2**64 - 2**63, device=sums.device)  # the same 64 bits, with a sign
+    noise = exponential(token, key, prompt, beam, position)  # [groups, width, tokens]
+    return (sums.double().log_softmax(dim=-1) - noise.flatten(1).log()).topk(count).indices
 
 
 def rules_of(options: Options) -> Rules:

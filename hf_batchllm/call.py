@@ -169,7 +169,7 @@ class Call:
             ),
             runner,
             groups,
-            BeamScores(self.model, work.options, groups, self.notices, tensors),
+            BeamScores(self.model, work.options, groups, work.seed, self.notices, tensors),
             BeamEndings(
                 self.lineup.requests,
                 work.rules,
