@@ -148,9 +148,7 @@ class BeamEngine:
             place = each - group.width
             parent = parents[place]
             history = group.parents[parent] if group.beams else []
-            group.slots.append(
-                Found([*group.tokens(parent), tokens[place]], [*history, parent], stops[place])
-            )
+            group.slots.append(Found([*group.tokens(parent), tokens[place]], [*history, parent], stops[place]))
 
     def _finish(self, group: Group, otherwise: FinishReason) -> None:
         """``otherwise``: why answers have ended that no token ended."""

@@ -18,7 +18,7 @@ class BeamScheduler(_Base):
     """
 
     def __init__(self, groups: Sequence[Group], gather_rows: int = 0) -> None:
-        self.groups: dict[Request, Group] = {group.root: group for group in groups}
+        self.groups: dict[Branch, Group] = {group.root: group for group in groups}
         self.gather_rows = gather_rows
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
@@ -31,7 +31,10 @@ class BeamScheduler(_Base):
     def next(self) -> Step | None:
         step = self._empty_step()
         budget = self.max_batch_tokens
-        for root in list(self.running):
+        behind = [root for root in self.running if self._is_behind(root)]
+        rows = sum(root.width for root in self.running) - sum(root.width for root in behind)
+        wait = rows < self.gather_rows and self._prompts_fill_a_step(behind)
+        for root in behind if wait else list(self.running):
             # One that is not running any more has given its pages to an older one just now.
             if budget > 0 and root in self.running and self._room_to_grow(self.groups[root]):
                 budget -= self._take(self.groups[root], step, budget)
@@ -54,6 +57,24 @@ class BeamScheduler(_Base):
         else:
             self._some_gave_up = True
         group.end()
+
+    def _is_behind(self, root: Branch) -> bool:
+        """Whether there is more to compute of a prompt than a token for each beam."""
+        return root.todo > 0 or any(beam.todo > 1 for beam in self.groups[root].beams)
+
+    def _prompts_fill_a_step(self, behind: Sequence[Branch]) -> bool:
+        units = [unit for root in behind for unit in (root, *self.groups[root].beams)]
+        tokens = sum(unit.todo for unit in units)
+        if tokens >= self.max_batch_tokens or not self.waiting:
+            return tokens >= self.max_batch_tokens
+        promised = sum(self._growth(self.groups[root]) for root in self.running)
+        if not self._fits(self.groups[self.waiting[0]], promised):
+            return False
+        for root in self.waiting:  # as if all of them fitted, and without the prefixes that they bring
+            tokens += root.todo
+            if tokens >= self.max_batch_tokens:
+                return True
+        return False
 
     def _take(self, group: Group, step: Step, budget: int) -> int:
         """What is left of a prompt, or of what its beams have had, then a row for each beam. Returns tokens used."""

@@ -1,4 +1,4 @@
-"""What the beams of some prompts may go on with: the best sums of log-probabilities, through transformers' processors."""
+"""What beams may go on with: the best sums of log-probabilities, through transformers' processors."""
 
 from __future__ import annotations
 
@@ -91,16 +91,16 @@ class BeamScores:
         searches = self._place[groups[0]][0]
         rules, places = searches.rules, [self._place[group][1] for group in groups]
         width, vocabulary = rules.width, logits.shape[-1]
-        log_probs = logits.log_softmax(dim=-1)
         if not groups[0].beams:  # at first they are all the same
-            log_probs = log_probs.repeat_interleave(width, dim=0)
+            logits = logits.repeat_interleave(width, dim=0)
+        log_probs = logits.log_softmax(dim=-1)
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
         chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
         scores = run(chains[0].blind, look_back(log_probs, requests, chains, together=width))
         made = [group.made for group in groups]
         if self._tensors is not None:
             rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])
-            self._tensors.put(np.repeat(made, width), rows, logits if groups[0].beams else logits.repeat_interleave(width, 0), scores)
+            self._tensors.put(np.repeat(made, width), rows, logits, scores)
         running = searches.running[places].to(scores.device)  # [groups, width]
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
         if layout.options.do_sample:
@@ -138,6 +138,4 @@ def draw(
 
 def rules_of(options: Options) -> Rules:
     config, eos = options.config, options.config._eos_token_tensor
-    return Rules.of(
-        options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty
-    )
+    return Rules.of(options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty)

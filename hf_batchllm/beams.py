@@ -75,9 +75,7 @@ class Group:
         """The beams of the next step: from which of the present ones each goes on, and with which token."""
         self.logits.clear()
         cache, before = self._cache, self.beams
-        self.parents = [
-            [*(self.parents[parent] if before else ()), parent] for parent in parents
-        ]
+        self.parents = [[*(self.parents[parent] if before else ()), parent] for parent in parents]
         self.made += 1
         self.beams = []
         if not before:
@@ -95,6 +93,8 @@ class Group:
         for parent, unit in enumerate(before):
             if parent not in stays:
                 self._leave(unit)
+        if len(stays) < len(before):
+            self._trim()
 
     def dissolve(self) -> None:
         """Give up all that its beams have computed; their tokens are known."""
@@ -128,8 +128,18 @@ class Group:
     def _leave(self, unit: Branch) -> None:
         unit.held = False
         self._cache.retire(unit)
-        if unit.refs:
-            del unit.generated[max(unit.wanted - len(unit.prompt_ids), 0) :]
+
+    def _trim(self) -> None:
+        """Of beams that nobody goes on from, keep no more than others read."""
+        read: dict[Branch, int] = {}
+        for unit in units_below(self.beams):
+            if isinstance(unit.base, Branch):
+                read[unit.base] = max(read.get(unit.base, 0), unit.start)
+        for unit, upto in read.items():
+            if not unit.held:
+                unit.wanted = upto
+                self._cache.cut(unit, upto)
+                del unit.generated[upto - len(unit.prompt_ids) :]
 
 
 class Found:

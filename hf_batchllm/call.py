@@ -78,6 +78,7 @@ class Call:
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
         self._ahead: Ahead | None = None
+        self.engine: Engine | BeamEngine
 
     def begin(self, work: Work, strict: bool) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
@@ -152,14 +153,14 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
-        self.engine: Engine | BeamEngine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
+        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
         self.recorder.switch("outside")  # results that are known already, a progress bar
 
     def _search(self, work: Work, runner: ModelRunner) -> None:
         """Beams instead of single sequences."""
         groups, tensors = groups_of(self.lineup, work, self.cache), self.recording.tensors
         self.answers = [answer for group in groups for answer in group.answers]
-        self.scheduler = BeamScheduler(groups)
+        self.scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.architecture.device.type, 0))
         self.engine = BeamEngine(
             self.scheduler,
             BatchBuilder(

@@ -188,9 +188,7 @@ TABLE: dict[str, Row] = {
             takes=Takes.WHOLE,
             nothing=1,
         ),
-        _honoured(
-            "length_penalty", Where.STEP, "Without beams it has no effect.", takes=Takes.NUMBER, nothing=1.0
-        ),
+        _honoured("length_penalty", Where.STEP, "Without beams it has no effect.", takes=Takes.NUMBER, nothing=1.0),
         _honoured(
             "early_stopping",
             Where.STEP,

@@ -103,7 +103,8 @@ class StepTensors:
     def record(self, requests: Sequence[Request], logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Before tokens are picked; both are [requests, vocabulary], logits as the model gave them."""
         made = np.array([len(request.generated) for request in requests])
-        self.put(made, np.array([request.index * self._samples + request.sample for request in requests]), logits, scores)
+        rows = np.array([request.index * self._samples + request.sample for request in requests])
+        self.put(made, rows, logits, scores)
 
     def put(self, made: np.ndarray, rows: np.ndarray, logits: torch.Tensor, scores: torch.Tensor) -> None:
         """``made`` and ``rows`` [requests]: how many new tokens there were before, and where the results have them."""

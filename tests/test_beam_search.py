@@ -78,9 +78,7 @@ class Reference:
             rules.early_stopping,
             rules.length_penalty,
         )
-        return not mixin._beam_search_has_unfinished_sequences(
-            self.improves, self.finished, ends, rules.early_stopping
-        )
+        return not mixin._beam_search_has_unfinished_sequences(self.improves, self.finished, ends, rules.early_stopping)
 
 
 def scores_of(rng: random.Random, width: int) -> torch.Tensor:
@@ -97,9 +95,7 @@ def scores_of(rng: random.Random, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
-def test_searches_side_by_side_go_as_transformers_has_each_go_alone(
-    early_stopping: bool | str, penalty: float
-) -> None:
+def test_searches_side_by_side_go_as_transformers_has_each_go_alone(early_stopping: bool | str, penalty: float) -> None:
     rng = random.Random(f"{early_stopping}{penalty}")
     for _ in range(25):
         width, stops = rng.randrange(2, 6), set(rng.sample(range(TOKENS), rng.randrange(0, 4)))
@@ -114,9 +110,11 @@ def test_searches_side_by_side_go_as_transformers_has_each_go_alone(
         while going:
             some = sorted(rng.sample(going, rng.randrange(1, len(going) + 1)))  # they need not be in step
             given = [scores_of(rng, width) for _ in some]
-            if any(made[each] == 0 for each in some):
-                given = [own[:1].expand(width, -1) if made[each] == 0 else own for each, own in zip(some, given)]
-            sums = torch.stack([(own + searches.running[each, :, None]).flatten() for each, own in zip(some, given)])
+            for place, each in enumerate(some):
+                if made[each] == 0:
+                    given[place] = given[place][:1].expand(width, -1)
+                given[place] = (given[place] + searches.running[each, :, None]).flatten()
+            sums = torch.stack(given)
             best, index = sums.topk(rules.candidates)
             picked = index % TOKENS
             ends = torch.isin(picked, torch.tensor(sorted(stops), dtype=torch.long))
