@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -123,8 +123,8 @@ class Call:
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True
-        self.answers = self.lineup.requests
         self._refuse_what_does_not_fit(self.lineup, strict)
+        self.answers: Sequence[Request] = self.lineup.requests
         for seat, request in enumerate(self.lineup.requests):
             request.seat = seat
         if self.lineup.apart:
