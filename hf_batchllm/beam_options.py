@@ -25,6 +25,9 @@ def check_beams(options: Sequence[Options], notices: Notices) -> None:
         why = "is 1 for some prompts and more for others: pass those with beams in a call of their own"
         raise UnsupportedOptionError("num_beams", why)
     for each in searching:
+        if each.config.guidance_scale not in (None, 1) and each.given.negative_prompt_ids is not None:
+            why = "does not go with `num_beams`, in `generate` neither: leave it out"
+            raise UnsupportedOptionError("negative_prompt_ids", why)
         for name, why in _WITHOUT.items():
             if getattr(each.given, name) is not None:
                 raise UnsupportedOptionError(name, f"does not go with `num_beams`: {why}")

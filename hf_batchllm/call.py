@@ -38,7 +38,7 @@ from .prompts import Prompt
 from .recorder import Recorder
 from .recording import Recording
 from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
-from .request import Request, Step
+from .request import Branch, Request, Step
 from .results import RunReport
 from .runner import ModelRunner
 from .sampling import Sampler
@@ -158,6 +158,8 @@ class Call:
 
     def _search(self, work: Work, runner: ModelRunner) -> None:
         """Beams instead of single sequences."""
+        if self.config.scheduler != "groups":
+            self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         groups, tensors = groups_of(self.lineup, work, self.cache), self.recording.tensors
         self.answers = [answer for group in groups for answer in group.answers]
         self.scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.architecture.device.type, 0))
@@ -385,9 +387,10 @@ class Call:
         for place, pages in lineup.too_long.items():
             request = lineup.requests[place]
             have, size = self.cache.num_pages * self.cache.page_size, pages * self.home.page_bytes
+            beams = f" in each of {request.width:,} beams" if isinstance(request, Branch) else ""
             problems[request.index] = (
-                f"has {len(request.prompt_ids):,} tokens and may grow by {request.max_new_tokens:,}; the KV cache has "
-                f"room for {have:,}: raise `kv_memory` to {size:,} bytes at least, or lower `max_new_tokens`"
+                f"has {len(request.prompt_ids):,} tokens and may grow by {request.max_new_tokens:,}{beams}; the KV "
+                f"cache has room for {have:,}: raise `kv_memory` to {size:,} bytes at least, or lower `max_new_tokens`"
             )
         if problems and strict:
             raise PromptError({**self.work.problems, **problems})

@@ -160,8 +160,8 @@ def proved() -> Iterator[list[int]]:
         yield held
 
 
-def run(case: Case) -> tuple[BatchResult, int]:
-    model = build(case.family)
+def run(case: Case, model: Any = None) -> tuple[BatchResult, int]:
+    model = model or build(case.family)
     config = dict(case.config)
     if case.pages:
         per_token = BatchGenerator(model).architecture.kv_bytes_per_token

@@ -450,7 +450,7 @@ def test_values_that_are_equal_but_not_the_same_are_told_apart() -> None:
             "`generation_config[1]` must be a transformers.GenerationConfig, not None: for",
         ),
         ([GenerationConfig(), {}], {}, "`generation_config[1]` must be a transformers.GenerationConfig, not a dict"),
-        ([GenerationConfig(), GenerationConfig(token_healing=True)], {}, "generation_config[1]: `token_healing` is not"),
+        ([GenerationConfig(), GenerationConfig(token_healing=True)], {}, "generation_config[1]: `token_healing`"),
         ([GenerationConfig(do_sample=True, top_k=-1)], {}, "generation_config[0]: `top_k` has to be"),
         ([GenerationConfig()], {"max_new_token": 3}, "`max_new_token` is not an option of generate; did you mean"),
         ([GenerationConfig()], {"logprobs": -1}, "`logprobs` must be a whole number"),
