@@ -192,6 +192,8 @@ class Call:
         config, device, kinds = self.config, self.architecture.device, self.work.kinds
         vocabulary = self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
+        if self.work.widths is not None:
+            step = replace(step, samples=min(step.tokens, step.samples * max(self.work.widths)))
         reason = self._picked_by_host(_DEPTH.get(device.type, 1))
         penalised = self.work.penalised
         copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
@@ -256,6 +258,8 @@ class Call:
         work, architecture = self.work, self.architecture
         if self.recording.why_by_host is not None:
             return self.recording.why_by_host
+        if work.widths is not None:
+            return "beams are chosen by the host, which waits for each step"
         return picked_by_host(
             work.kinds, self.model, architecture.device, depth, work.penalised, architecture.vocab_size
         )

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from beam_cases import FAMILIES, Case, assert_as_generate, expected, proved, random_case, random_prompts, run
-from device_loop import run_over_twins
+from beam_cases import FAMILIES, Case, assert_as_generate, expected, proved, random_case, run
+from device_loop import device as device  # a fixture
+from device_loop import model_on
 from families import build
 from harness import counted_tokens, pages_of_memory
 from letters import letter_tokenizer
@@ -19,6 +20,7 @@ from transformers import (
     LogitsProcessor,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
+    TextStreamer,
     WatermarkingConfig,
 )
 
@@ -57,11 +59,13 @@ def test_random_searches_are_those_of_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "gpt2"])
-def test_over_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_over_twins(monkeypatch)
+def test_over_the_kernels(family: str, device: str) -> None:
     rng = random.Random(family)
-    for _ in range(2):
-        run(random_case(rng, [family]))
+    for _ in range(2 if device == "cpu" else 8):
+        case = random_case(rng, [family])
+        if device == "cuda":
+            case.config["page_size"], case.pages = 64, 0
+        run(case, model_on(device, family))
 
 
 def test_prompts_are_computed_once_and_beams_share_their_past() -> None:
@@ -301,7 +305,7 @@ def test_strings_end_beams() -> None:
         ({"logprobs": 1}, "`logprobs` does not go with `num_beams`"),
         ({"prompt_logprobs": 1}, "`prompt_logprobs` does not go with `num_beams`"),
         (
-            {"streamer": type("S", (), {"put": lambda *_: None, "end": lambda *_: None})()},
+            {"streamer": TextStreamer(None)},
             "`streamer` does not go with",
         ),
         (
