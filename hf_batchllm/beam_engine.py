@@ -32,6 +32,7 @@ class BeamEngine:
         self.builder = builder
         self.runner = runner
         self.groups = groups
+        self.answers = [answer for group in groups for answer in group.answers]
         self.scores = scores
         self.endings = endings
         self.recorder = recorder

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cache import PagedCache
-from .lineup import Lineup
 from .request import Branch, Request, units_below
-from .work import Work
 
 
 class Answer(Request):
@@ -151,12 +149,3 @@ class Found:
         self.tokens = tokens
         self.parents = parents
         self.stopped = stopped
-
-
-def groups_of(lineup: Lineup, work: Work, cache: PagedCache) -> list[Group]:
-    groups = []
-    for root in lineup.requests:
-        assert isinstance(root, Branch)
-        answers = [Answer(root, sample) for sample in range(work.options[root.index].num_return_sequences)]
-        groups.append(Group(root, cache, answers))
-    return groups

@@ -15,11 +15,8 @@ from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
 from .batch import BatchBuilder
-from .beam_endings import BeamEndings
+from .beam_call import beam_engine
 from .beam_engine import BeamEngine
-from .beam_scheduler import BeamScheduler
-from .beam_scores import BeamScores
-from .beams import groups_of
 from .call_report import report_of
 from .config import BatchConfig
 from .decode_graphs import graphs_for
@@ -142,7 +139,8 @@ class Call:
             prompts_watched.start(self.lineup.requests)
             self._runner.record = self.recorder.around("tokens", prompts_watched.record)
         if widths is not None:
-            self._search(work, self._runner)
+            self.engine = self._beams(work, self._runner)
+            self.scheduler, self.answers = self.engine.scheduler, self.engine.answers
             return
         launcher, depth = self._launcher(work)
         graphs = None if self._ahead is None else self._ahead.graphs
@@ -156,34 +154,13 @@ class Call:
         self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
         self.recorder.switch("outside")  # results that are known already, a progress bar
 
-    def _search(self, work: Work, runner: ModelRunner) -> None:
-        """Beams instead of single sequences."""
+    def _beams(self, work: Work, runner: ModelRunner) -> BeamEngine:
         if self.config.scheduler != "groups":
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
-        groups, tensors = groups_of(self.lineup, work, self.cache), self.recording.tensors
-        self.answers = [answer for group in groups for answer in group.answers]
-        self.scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.architecture.device.type, 0))
-        self.engine = BeamEngine(
-            self.scheduler,
-            BatchBuilder(
-                self.config.page_size,
-                pin_memory=self.architecture.device.type == "cuda",
-                short_chunk=runner.backend.short_chunk,
-            ),
-            runner,
-            groups,
-            BeamScores(self.model, work.options, groups, work.seed, self.notices, tensors),
-            BeamEndings(
-                self.lineup.requests,
-                work.rules,
-                self._clock,
-                self.architecture.device,
-                rows=work.rows,
-                scores=None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width),
-            ),
-            self.recorder,
+        gather_rows = _GATHER_ROWS.get(self.architecture.device.type, 0)
+        return beam_engine(
+            runner, self.lineup, self.cache, work, self.recording, self.recorder, self._clock, gather_rows, self.notices
         )
-        self.recorder.switch("outside")
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
