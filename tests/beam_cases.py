@@ -1,6 +1,8 @@
 """Beam searches at random, and what ``generate`` gives for each prompt alone. Run by hand, it tries many:
 
-python tests/beam_cases.py 300 [seed]
+python tests/beam_cases.py 300 [seed] [twins]
+
+``twins``: over the kernels' twins, as on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_loop import run_over_twins
 from families import build
 
 from hf_batchllm import BatchGenerator, BatchResult
@@ -191,4 +194,7 @@ def main(count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    with pytest.MonkeyPatch.context() as patched:
+        if "twins" in sys.argv:
+            run_over_twins(patched)
+        main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
