@@ -12,11 +12,16 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from .request import Prefix, Request, Unit, units_below
+from .request import Branch, Prefix, Request, Unit, units_below
 
 
 class OutOfPages(RuntimeError):
     """More pages were asked for than are free. Schedulers look first, so this is a mistake of theirs."""
+
+
+def _counts(unit: Unit) -> bool:
+    """Whether it is a request; the branches of one do not count."""
+    return isinstance(unit, Request) and (not isinstance(unit, Branch) or unit is unit.root)
 
 
 class PagedCache:
@@ -61,7 +66,7 @@ class PagedCache:
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the request can run to its end when everything else has left the cache."""
-        pages = self.pages_for(request.max_length - request.start)
+        pages = request.most_pages(self.page_size)
         pages += sum(self.pages_for(prefix.wanted - prefix.start) for prefix, _ in request.ancestors())
         return pages <= self.num_pages
 
@@ -92,19 +97,30 @@ class PagedCache:
             return
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
-        self.requests += not unit.pages and isinstance(unit, Request)
+        self.requests += not unit.pages and _counts(unit)
         unit.pages.extend(heapq.heappop(self._free) for _ in range(count))
         self._holders[unit] = None
         self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
 
     def release(self, unit: Unit) -> None:
         """Take a unit's pages back. What it held would have to be computed again."""
-        self.requests -= bool(unit.pages) and isinstance(unit, Request)
+        self.requests -= bool(unit.pages) and _counts(unit)
         for page in unit.pages:
             heapq.heappush(self._free, page)
         unit.pages.clear()
         unit.computed = unit.start
         self._holders.pop(unit, None)
+
+    def cut(self, unit: Unit, upto: int) -> None:
+        """Take back the pages of a unit that nobody reads beyond position ``upto``."""
+        room = self.pages_for(upto - unit.start)
+        if room == 0:
+            self.release(unit)
+            return
+        for page in unit.pages[room:]:
+            heapq.heappush(self._free, page)
+        del unit.pages[room:]
+        unit.computed = min(unit.computed, upto)
 
     def give_up(self, unit: Unit) -> None:
         """Release a unit that is still needed: memory is short."""
@@ -118,21 +134,30 @@ class PagedCache:
 
     # -- lifetimes ---------------------------------------------------------------------------------------------
 
-    def attach(self, unit: Unit, base: Prefix | None) -> None:
+    def attach(self, unit: Unit, base: Unit | None) -> None:
         """``unit`` stands on ``base`` from now on and keeps it alive."""
         assert unit.base is None and not unit.pages
         if base is not None:
-            assert base.start <= unit.start <= base.end
+            assert base.start <= unit.start <= base.readable
             unit.base = base
             base.refs += 1
             base.wanted = max(base.wanted, unit.start)
 
     def retire(self, unit: Unit, keep: bool = True) -> None:
-        """``unit`` has ended: its pages go, and so does every prefix that nobody else stands on (unless kept)."""
+        """``unit`` has ended: its pages go, and so does every unit that nobody else stands on (unless kept).
+
+        Of a branch on which others stand, what they read stays.
+        """
         ending: Unit | None = unit
         while ending is not None:
+            if ending.refs > 0:
+                if isinstance(ending, Branch) and not ending.held:
+                    self.cut(ending, ending.wanted)
+                break
+            if ending is not unit and isinstance(ending, Branch) and ending.held:
+                break
             if isinstance(ending, Prefix):
-                if ending.refs > 0 or ending.kept:
+                if ending.kept:
                     break
                 if keep and self._keep(ending):
                     break
@@ -246,7 +271,7 @@ class PagedCache:
         """
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
-        assert self.requests == sum(isinstance(unit, Request) for unit in self._holders), "requests are miscounted"
+        assert self.requests == sum(map(_counts, self._holders)), "requests are miscounted"
         units = units_below([*self._holders, *self._kept, *(alive or ())])
         standing = dict.fromkeys(units, 0)
         for unit in units:
@@ -259,13 +284,18 @@ class PagedCache:
                 assert not unit.kept or unit.computed == unit.end, f"{unit} is kept and not complete"
             if unit.base is not None:
                 standing[unit.base] += 1
-                assert unit.base.start <= unit.start <= unit.base.end, f"{unit} reads beyond {unit.base}"
+                assert unit.base.start <= unit.start <= unit.base.readable, f"{unit} reads beyond {unit.base}"
                 assert unit.start <= unit.base.wanted, f"{unit} reads more of {unit.base} than that knows"
             if isinstance(unit, Request) and unit.computed > unit.start:
                 for prefix, cut in unit.ancestors():
                     assert prefix.computed >= cut, f"{unit} was computed before {prefix}"
-        for prefix, count in standing.items():
-            if isinstance(prefix, Prefix):
-                assert prefix.refs >= count, f"{prefix} counts fewer units than the {count} that stand on it"
-                assert alive is None or prefix.refs == count, f"{prefix} counts more units than the {count} on it"
-                assert alive is None or count or prefix.kept, f"{prefix} has outlived its readers"
+            if isinstance(unit, Branch):
+                assert unit.computed <= unit.length, f"{unit} is computed beyond its end"
+        for below, count in standing.items():
+            assert below.refs >= count, f"{below} counts fewer units than the {count} that stand on it"
+            if isinstance(below, Request) and not isinstance(below, Branch):
+                assert below.refs == 0, f"{below} is no unit to stand on"
+                continue
+            stays = below.held if isinstance(below, Branch) else below.kept
+            assert alive is None or below.refs == count, f"{below} counts more units than the {count} on it"
+            assert alive is None or count or stays, f"{below} has outlived its readers"

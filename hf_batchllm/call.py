@@ -16,6 +16,8 @@ from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
 from .batch import BatchBuilder
+from .beam_call import beam_engine
+from .beam_engine import BeamEngine
 from .call_report import report_of
 from .config import BatchConfig
 from .decode_graphs import graphs_for
@@ -24,7 +26,7 @@ from .device_sampling import picked_by_host
 from .endings import Endings
 from .engine import AtOnce, Engine, Launcher, runs_ahead
 from .errors import PromptError
-from .lineup import Lineup, line_up, pages_at_once
+from .lineup import Lineup, line_up, most_pages_alone, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
 from .pace import times_in_a_row, tokens_in_a_step
@@ -34,7 +36,7 @@ from .prompts import Prompt
 from .recorder import Recorder
 from .recording import Recording
 from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
-from .request import Request, Step
+from .request import Branch, Request, Step
 from .results import RunReport
 from .runner import ModelRunner
 from .sampling import Sampler
@@ -75,6 +77,7 @@ class Call:
         self._fused: FusedLayers | None = None
         self._ahead: Ahead | None = None
         self._adapters: AdapterTurns | None = None
+        self.engine: Engine | BeamEngine
 
     def begin(self, work: Work, strict: bool, recording: Recording | None = None) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record.
@@ -86,7 +89,7 @@ class Call:
         self.recording = Recording(work.options) if recording is None else recording
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
-        samples = work.samples
+        samples, widths = work.runs, work.widths
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
         self._adapters = AdapterTurns(self.model, work.adapters)
         keyed = self._adapters.keyed(work.prompts, work.places)
@@ -94,16 +97,16 @@ class Call:
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = self._planned(limits)
         self.planning_seconds = self.recorder.seconds
-        wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size)
+        wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size, widths)
         self.recorder.switch("setup")
         kernels = fused_kernels(self.config, self.architecture.device)
         if kernels is not None:  # before the KV cache takes the memory that is free
             self._fused = self.fusion.merge(kernels)
         self._opened = True
-        longest = max((len(prompt.ids) + limit for prompt, limit in zip(self.prompts, limits, strict=True)), default=2)
+        longest = most_pages_alone(self.prompts, limits, self.config.page_size, widths)
         self.cache, self.storage = self.home.open(
             pages_wanted=max(wanted, 1),
-            pages_needed=-(-(longest - 1) // self.config.page_size) + self.plan.depth,  # ends of prefixes left empty
+            pages_needed=longest + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
             results=self.recording.results_bytes(max(limits, default=0), self.architecture.vocab_size),
         )
@@ -111,12 +114,21 @@ class Call:
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
         watched = self.recording.watched
-        reach = None if watched is None else watched.reach(self.prompts)
-        self.lineup = line_up(self.prompts, self.plan, limits, self.cache, samples, can_stop=stops, reach=reach)
+        self.lineup = line_up(
+            self.prompts,
+            self.plan,
+            limits,
+            self.cache,
+            samples,
+            can_stop=stops,
+            reach=None if watched is None else watched.reach(self.prompts),
+            widths=widths,
+        )
         for request in self.lineup.requests:
             request.index = work.places[request.index]
         self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
+        self.answers: Sequence[Request] = self.lineup.requests
         for seat, request in enumerate(self.lineup.requests):
             request.seat = seat
         if self.lineup.apart:
@@ -135,6 +147,10 @@ class Call:
             watched.start(self.lineup.requests)
         if self.recording.prompts is not None:
             self._runner.record = self.recorder.around("tokens", self.recording.prompts.record)
+        if widths is not None:
+            self.engine = self._beams(work, self._runner)
+            self.scheduler, self.answers = self.engine.scheduler, self.engine.answers
+            return
         launcher, depth = self._launcher(work)
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
@@ -144,10 +160,16 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watched is None else watched.wanted,
         )
-        self.engine = Engine(
-            self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder
-        )
+        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
         self.recorder.switch("outside")  # results that are known already, a progress bar
+
+    def _beams(self, work: Work, runner: ModelRunner) -> BeamEngine:
+        if self.config.scheduler != "groups":
+            self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
+        gather_rows = _GATHER_ROWS.get(self.architecture.device.type, 0)
+        return beam_engine(
+            runner, self.lineup, self.cache, work, self.recording, self.recorder, self._clock, gather_rows, self.notices
+        )
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
@@ -156,6 +178,8 @@ class Call:
         config, device, kinds = self.config, self.architecture.device, self.work.kinds
         vocabulary = self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
+        if self.work.widths is not None:
+            step = replace(step, samples=min(step.tokens, step.samples * max(self.work.widths)))
         reason = self._picked_by_host(_DEPTH.get(device.type, 1))
         penalised = self.work.penalised
         copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
@@ -228,11 +252,13 @@ class Call:
         work, architecture = self.work, self.architecture
         if self.recording.why_by_host is not None:
             return self.recording.why_by_host
+        if work.widths is not None:
+            return "beams are chosen by the host, which waits for each step"
         return picked_by_host(
             work.kinds, self.model, architecture.device, depth, work.penalised, architecture.vocab_size
         )
 
-    def _endings(self, work: Work, requests: Sequence[Request]) -> Endings:
+    def _endings(self, work: Work) -> Endings:
         by_token = not getattr(self.scheduler, "ends_waiting", False)
         if by_token and any(rules.deadlines for rules in work.rules):
             self.notices(
@@ -242,7 +268,7 @@ class Call:
             )
         tensors, device = self.recording.tensors, self.architecture.device
         scores = None if tensors is None else tensors.scores_of
-        return Endings(requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
+        return Endings(self.lineup.requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
@@ -252,7 +278,7 @@ class Call:
         for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
             self._start(requests, turn)
             yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
-        if any(not request.done for request in self.lineup.requests):
+        if any(not request.done for request in self.answers):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self.recorder.switch("outside")
         self._complete = True
@@ -260,8 +286,7 @@ class Call:
     def _start(self, requests: list[Request], turn: int) -> None:
         """The scheduler begins with all requests, or with those of one adapter."""
         if len(requests) < len(self.lineup.requests):
-            # Others are not the scheduler's: should time be over, they end in their own turn.
-            self.engine.endings = self._endings(self.work, requests)
+            self.engine.endings.take_turn(requests)
         preempted = getattr(self.scheduler, "preemptions", 0) if turn else 0
         self.scheduler.start(requests, self.cache, self._budget)
         if preempted > getattr(self.scheduler, "preemptions", 0):  # it counts anew
@@ -357,8 +382,7 @@ class Call:
         scores = self.recording.scores
         lengths = sum(len(prompt.ids) for prompt in self.prompts) if scores is None else scores.prompt_tokens
         saving = 1 - to_compute / max(lengths, 1)
-        results = None if scores is None else scores.scores
-        return progress_bar(self.lineup.requests, to_compute, saving, wanted, scores=results)
+        return progress_bar(self.answers, to_compute, saving, wanted, scores=None if scores is None else scores.scores)
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""
@@ -370,6 +394,7 @@ class Call:
             self.scheduler,
             self.cache,
             self.lineup,
+            self.answers,
             self.plan,
             self.recorder,
             page_bytes=self.home.page_bytes,
@@ -388,7 +413,9 @@ class Call:
             request = lineup.requests[place]
             have, size = self.cache.num_pages * self.cache.page_size, pages * self.home.page_bytes
             grows, lower = f" and may grow by {request.max_new_tokens:,}", ", or lower `max_new_tokens`"
-            if request.max_new_tokens == 1:  # which is not run
+            if isinstance(request, Branch):
+                grows += f" in each of {request.width:,} beams"
+            elif request.max_new_tokens == 1:  # which is not run
                 grows = lower = ""
             problems[request.index] = (
                 f"has {len(request.prompt_ids):,} tokens{grows}; the KV cache has room for {have:,}: raise `kv_memory` "

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from .beam_engine import BeamEngine
 from .cache import PagedCache
 from .engine import Engine
 from .lineup import Lineup
 from .recorder import Recorder
+from .request import Request
 from .results import RunReport
 from .scheduler import Scheduler
 from .sharing import SharingPlan
 
 
 def report_of(
-    engine: Engine,
+    engine: Engine | BeamEngine,
     scheduler: Scheduler,
     cache: PagedCache,
     lineup: Lineup,
+    requests: Sequence[Request],
     plan: SharingPlan,
     recorder: Recorder,
     *,
@@ -27,11 +32,14 @@ def report_of(
     fused: str,
     graphs: str,
 ) -> RunReport:
-    requests = lineup.requests
     lengths = sum(len(request.prompt_ids) for request in requests)
     seconds = recorder.seconds
-    decoded = sum(max(request.made - 1, 0) for request in requests)
-    recomputed = cache.lost_tokens - cache.still_lost(request for request in requests if not request.done)
+    recomputed = cache.lost_tokens - cache.still_lost(request for request in lineup.requests if not request.done)
+    if isinstance(engine, BeamEngine):
+        decoded = engine.decoded
+        recomputed += engine.beam_tokens - decoded
+    else:
+        decoded = sum(max(request.made - 1, 0) for request in requests)
     # A step that failed has no tokens, though what it was to compute again is taken for computed.
     computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
     # What was planned, for a call that was interrupted; what was done, where requests had to go apart.

@@ -87,10 +87,12 @@ class _ChecksAsGenerate(Checks):
         work = super().work(*given)
         if work.options and _is_padded(work):
             _refuse_what_counts_the_padding(work.options[0].given)
-        if sum(options.num_return_sequences for options in work.options) > 1:
+        # The beams of a prompt are seen together here, too.
+        searching = bool(work.options) and work.options[0].num_beams > 1
+        if (len(work.options) if searching else sum(options.num_return_sequences for options in work.options)) > 1:
             refuse_what_sees_the_batch(work.options[0].given, _WITH_ALL_ROWS)
             rules = work.rules[0]
-            if rules.looks and not rules.stop_tokens:
+            if rules.looks and not rules.stop_tokens and not searching:
                 ending = "stop_strings" if rules.strings else "stopping_criteria"
                 why = "ends rows one by one, and without an EOS token `generate` goes on with all rows until all end"
                 raise UnsupportedOptionError(ending, why)

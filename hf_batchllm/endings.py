@@ -72,7 +72,7 @@ def rules_of_each(
     _tell_of_long_preparation(model, options, notices)
     made = {each: rules_of(model, each, tokenizer, shared) for each in dict.fromkeys(options)}
     rules = [made[each] for each in options]
-    several = in_tensors and sum(each.num_return_sequences for each in options) > 1
+    several = in_tensors and sum(each.num_return_sequences for each in options) > 1 and options[0].num_beams == 1
     # Each row is filled up from where it ends. ``generate``, without an EOS token, runs it on until all rows end.
     if several and options[0].pad_token_id is None and (rules[0].can_stop or rules[0].deadlines):
         raise OptionValueError("pad_token_id", "is None, and rows may end at different lengths: set it")
@@ -198,12 +198,18 @@ class Endings:
                 waiting.setdefault((began if since is None else since, seconds), []).append(request)
         self._deadlines = sorted(waiting.items(), key=lambda item: -sum(item[0]))  # the next one is the last
         self._late: dict[Request, None] = {}
+        self._turn: frozenset[Request] | None = None  # whose it is; None: everybody's
 
     # -- time --------------------------------------------------------------------------------------------------
 
+    def take_turn(self, requests: Sequence[Request]) -> None:
+        """The others are not with the scheduler now: should their time be over, they end in a turn of their own."""
+        self._turn = frozenset(requests)
+
     def late(self) -> list[Request]:
         """Who has not ended though there is no time left."""
-        return [] if self._time_by_token else list(self._overdue())
+        late = [] if self._time_by_token else list(self._overdue())
+        return late if self._turn is None else [request for request in late if request in self._turn]
 
     def _overdue(self) -> dict[Request, None]:
         now = time.time() if self._deadlines else 0.0
@@ -322,6 +328,14 @@ class _Strings:
                 if is_complete:
                     found.setdefault(row, column + 1)
         return found
+
+    def complete(self, ids: np.ndarray) -> np.ndarray:  # [rows] bool
+        """Which rows of ``ids`` [rows, tokens] end with a string that their last token completes."""
+        windows = np.full((len(ids), self._width), self._beyond, dtype=np.int64)
+        last = ids[:, -self._width :]
+        windows[:, self._width - last.shape[1] :] = last
+        with torch.no_grad():
+            return self._strings(torch.from_numpy(windows), None).numpy()  # type: ignore[arg-type]
 
     def _last(self, request: Request, new: np.ndarray) -> np.ndarray:
         """As many tokens as are looked at: of the prompt, what has been generated, and ``new``."""

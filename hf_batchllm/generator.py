@@ -10,11 +10,12 @@ from typing import Any, overload
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
+from .beam_outputs import beam_output, filling
 from .call import Call, make_plan
 from .config import BatchConfig
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
@@ -151,7 +152,7 @@ class BatchGenerator:
                     self.last_report = report = self._report(call)
             rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
             result = BatchResult([rows[key] for key in sorted(rows)], report, self._tokenizer.decode_if_loaded)
-            return result if padded is None else _as_tensors(padded, result, work.options[0], call.recording)
+            return result if padded is None else _as_tensors(padded, result, work.options[0], call)
         except KeyboardInterrupt:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
@@ -349,6 +350,7 @@ class BatchGenerator:
             finish_reason=request.finish_reason.value,
             logprobs=recording.logprobs(request),
             prompt_logprobs=recording.prompt_logprobs(request),
+            score=request.score,
         )
 
     def _report(self, call: Call) -> RunReport | None:
@@ -364,13 +366,15 @@ class BatchGenerator:
 
 
 def _as_tensors(
-    padded: PaddedBatch, result: BatchResult, options: Options, recording: Recording
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    sequences = padded.continued(result.token_ids, options.pad_token_id)
+    padded: PaddedBatch, result: BatchResult, options: Options, call: Call
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
+    sequences = padded.continued(result.token_ids, filling(options))
     if not options.config.return_dict_in_generate:
         return sequences
-    longest = sequences.shape[1] - padded.width
-    beside = {} if recording.tensors is None else recording.tensors.outputs(longest, sequences.device)
+    longest, tensors = sequences.shape[1] - padded.width, call.recording.tensors
+    if options.num_beams > 1:
+        return beam_output(sequences, longest, call.answers, options, tensors)
+    beside = {} if tensors is None else tensors.outputs(longest, sequences.device)
     return GenerateDecoderOnlyOutput(sequences=sequences, **beside)
 
 

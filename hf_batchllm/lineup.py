@@ -9,7 +9,7 @@ import numpy as np
 
 from .cache import PagedCache
 from .prompts import Prompt
-from .request import Prefix, Request, Unit
+from .request import Branch, Prefix, Request, Unit
 from .sharing import SharingPlan
 
 
@@ -24,12 +24,23 @@ class Lineup:
     apart: int = 0  # requests that fit only without their prefixes
 
 
-def pages_at_once(prompts: Sequence[Prompt], plan: SharingPlan, max_new_tokens: Sequence[int], page_size: int) -> int:
+def pages_at_once(
+    prompts: Sequence[Prompt],
+    plan: SharingPlan,
+    max_new_tokens: Sequence[int],
+    page_size: int,
+    widths: Sequence[int] | None = None,
+) -> int:
     """Pages that the whole list takes when as much of it as ever is in the cache at the same time.
 
     Prompts with different keys take turns; what others share may be there all the while, if prefixes are kept.
     That is never less than any of its requests takes without its prefixes: fewer ends of pages are left empty then.
+    ``widths``: of a beam search, how many beams each prompt has, each of which takes a page more than it fills.
     """
+    beams = np.zeros(len(prompts), dtype=np.int64)
+    if widths is not None:
+        beams = np.asarray(widths) * (2 - (1 - np.asarray(max_new_tokens)) // page_size)
+        max_new_tokens = [1] * len(prompts)
     ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
     own -= ends[plan.parents]
@@ -37,8 +48,20 @@ def pages_at_once(prompts: Sequence[Prompt], plan: SharingPlan, max_new_tokens: 
     keys: dict[Hashable, int] = {}
     turns = np.array([keys.setdefault(prompt.key, len(keys)) for prompt in prompts], dtype=np.int64)
     in_turn = np.zeros(max(len(keys), 1), dtype=np.int64)
-    np.add.at(in_turn, turns, -(-own // page_size))
+    np.add.at(in_turn, turns, -(-own // page_size) + beams)
     return int(in_turn.max() + (-(-shared // page_size)).sum())
+
+
+def most_pages_alone(
+    prompts: Sequence[Prompt], max_new_tokens: Sequence[int], page_size: int, widths: Sequence[int] | None
+) -> int:
+    """Pages that the longest of them takes, with all of its beams."""
+    most = 1
+    for place, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+        width = 0 if widths is None else widths[place]
+        tokens = len(prompt.ids) + (0 if width else new - 1)
+        most = max(most, -(-tokens // page_size) + width * -(-(new - 1) // page_size))
+    return most
 
 
 def line_up(
@@ -49,11 +72,13 @@ def line_up(
     samples: int | Sequence[int] = 1,
     can_stop: bool | Sequence[bool] = True,
     reach: Sequence[int] | None = None,
+    widths: Sequence[int] | None = None,
 ) -> Lineup:
     """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers.
 
     ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them. ``reach``: how many tokens of
     each prompt may be taken from prefixes that an earlier call has kept, of which there are no logits; None: all.
+    ``widths``: of a beam search, how many beams each prompt has.
     """
     if isinstance(samples, int):
         samples = [samples] * (len(prompts) // samples)
@@ -78,7 +103,7 @@ def line_up(
     for place, prompt in enumerate(prompts):
         parent = int(plan.parents[place])
         below = prefixes[parent] if parent >= 0 else None
-        request = Request(
+        request = (Request if widths is None else Branch)(
             owners[place][0],
             prompt.ids,
             int(max_new_tokens[place]),
@@ -88,6 +113,8 @@ def line_up(
             key=prompt.key,
             can_stop=stops[place],
         )
+        if isinstance(request, Branch) and widths is not None:
+            request.width = widths[place]
         limit = len(prompt.ids) - 1
         found.append(_attach(request, below, limit if most is None else min(limit, int(most[place])), cache))
         lineup.requests.append(request)
@@ -133,4 +160,4 @@ def _set_apart(request: Request, cache: PagedCache, lineup: Lineup, place: int) 
     if cache.fits_alone(request):
         lineup.apart += 1
     else:
-        lineup.too_long[place] = cache.pages_for(request.max_length)
+        lineup.too_long[place] = request.most_pages(cache.page_size)

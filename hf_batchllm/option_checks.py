@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _FOR_SAMPLING = [row.name for row in TABLE.values() if row.sampling]
 _SPECULATION = sorted(names(fate=Fate.NO_EFFECT, subject=Subject.SPECULATION))
 _SHARES = ("top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # beyond 1, transformers passes over them in silence
+_OF_BEAMS = ("early_stopping", "length_penalty")
 _EXTRAS = ("output_scores", "output_logits")
 
 _PROGRESS = "is called `progress` here (True, False, or None for long lists only)"
@@ -177,9 +178,9 @@ def check_values(options: Mapping[str, Any]) -> None:
             _CHECKS[name](name, value)
     if options.get("max_new_tokens") is not None and options["max_new_tokens"] <= 0:
         raise OptionValueError("max_new_tokens", f"must be greater than 0, but is {options['max_new_tokens']}")
-    samples = options.get("num_return_sequences")
-    if samples is not None and samples < 1:
-        raise OptionValueError("num_return_sequences", f"must be at least 1, but is {samples}")
+    for name in ("num_return_sequences", "num_beams"):
+        if options.get(name) is not None and options[name] < 1:
+            raise OptionValueError(name, f"must be at least 1, but is {options[name]}")
 
 
 def _is_whole(value: Any) -> bool:
@@ -228,6 +229,11 @@ def _check_decay(name: str, value: Any) -> None:
         raise OptionValueError(name, f"{why}, not {shown(value)}")
 
 
+def _check_early_stopping(name: str, value: Any) -> None:
+    if not isinstance(value, bool) and value != "never":
+        raise OptionValueError(name, f'must be True, False or "never", not {shown(value)}')
+
+
 def _check_watermark(name: str, value: Any) -> None:
     if not isinstance(value, dict | BaseWatermarkingConfig):
         why = "must be a WatermarkingConfig or a SynthIDTextWatermarkingConfig of transformers"
@@ -238,6 +244,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "stop_strings": _check_stop_strings,
     "exponential_decay_length_penalty": _check_decay,
     "watermarking_config": _check_watermark,
+    "early_stopping": _check_early_stopping,
 }
 
 
@@ -311,6 +318,9 @@ def warn_of_options(
     idle = [name for name in _EXTRAS if was_asked(name) and getattr(config, name)]
     if idle and not config.return_dict_in_generate:
         notices("outputs", f"{_have(idle)} no effect without `return_dict_in_generate=True`, as in `generate`")
+    idle = [] if (config.num_beams or 1) > 1 else [name for name in _OF_BEAMS if was_asked(name)]
+    if idle := [name for name in idle if TABLE[name].asks(getattr(config, name))]:
+        notices("beams", f"{_have(idle)} no effect without beams: set `num_beams` to more than 1")
     if config.max_new_tokens is not None:
         if asked.get("max_length") is not None:
             notices("max_length", "`max_length` has no effect beside `max_new_tokens`: leave one of them out")

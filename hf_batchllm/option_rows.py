@@ -54,6 +54,7 @@ class Subject(Enum):
     PROMPTS = "Prompts and settings"
     ENDS = "Lengths and ends"
     CHOICE = "Greedy or sampled"
+    BEAMS = "Beam search"
     SCORES = "What changes the scores"
     RESULTS = "What comes back"
     MODES = "Other ways to generate"

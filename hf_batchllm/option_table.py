@@ -185,6 +185,24 @@ TABLE: dict[str, Row] = {
         _honoured("eta_cutoff", Where.STEP, takes=Takes.NUMBER, sampling=True, nothing=0.0),
     ),
     **_of(
+        Subject.BEAMS,
+        _honoured(
+            "num_beams",
+            Where.STEP,
+            "More than 1 for a beam search. `num_return_sequences`, up to as many, says how many answers there are, "
+            "the best first; their `score` is the `sequences_scores` of `generate`. Prompts of a call may have "
+            "different widths, but not 1 beside others.",
+            takes=Takes.WHOLE,
+            nothing=1,
+        ),
+        _honoured("length_penalty", Where.STEP, "Without beams it has no effect.", takes=Takes.NUMBER, nothing=1.0),
+        _honoured(
+            "early_stopping",
+            Where.STEP,
+            'True, False or "never", as in `generate`. Without beams it has no effect.',
+        ),
+    ),
+    **_of(
         Subject.SCORES,
         _honoured(
             "repetition_penalty",
@@ -305,15 +323,12 @@ TABLE: dict[str, Row] = {
     ),
     **_of(
         Subject.MODES,
-        _refused("num_beams", f"is not supported: beam search. Set it to 1 or {_OWN_GENERATE}", nothing=1),
         _refused("num_beam_groups", f"is not supported: group beam search, {_MOVED}", nothing=1),
         _refused("diversity_penalty", f"is not supported: group beam search, {_MOVED}", nothing=0),
         _refused("constraints", f"is not supported: constrained beam search, {_MOVED}"),
         _refused("force_words_ids", f"is not supported: constrained beam search, {_MOVED}"),
         _refused("penalty_alpha", f"is not supported: contrastive search, {_MOVED}", nothing=0),
         _refused("dola_layers", f"is not supported: DoLa, {_MOVED}"),
-        _idle("early_stopping", "It is for beam search."),
-        _idle("length_penalty", "It is for beam search."),
         _idle("low_memory", "It was for contrastive search."),
         _refused(
             "token_healing",

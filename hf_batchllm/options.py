@@ -69,6 +69,7 @@ class Options:
     do_sample: bool
     num_return_sequences: int
     has_default_length: bool  # no length was given anywhere
+    num_beams: int = 1
     given: Given = field(default_factory=Given)
 
     def max_new_tokens(self, prompt_tokens: int, max_positions: int | None) -> int:
@@ -158,7 +159,7 @@ def _resolve(
     padded: PaddedBatch | None,
     notices: Notices,
 ) -> Options:
-    _refuse_greedy_samples(asked, generation_config, model)
+    _refuse_samples(asked, generation_config, model)
     lengths = (asked.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*lengths, model.generation_config.max_length))
     own = {name: value for name, value in asked.items() if name not in _ARGUMENTS}
@@ -203,6 +204,7 @@ def _resolve(
         do_sample=bool(config.do_sample),
         num_return_sequences=config.num_return_sequences or 1,
         has_default_length=has_default_length and padded is None,
+        num_beams=config.num_beams or 1,
         given=given,
     )
     # Processors check their own values (a temperature of 0, say) when they are made: now rather than after a prefill.
@@ -311,13 +313,17 @@ def _refuse_fields(config: GenerationConfig, was_asked: Callable[[str], bool], p
             _refuse(row, padded, f" (it is set to {shown(value)})")
 
 
-def _refuse_greedy_samples(kwargs: dict[str, Any], given: GenerationConfig | None, model: PreTrainedModel) -> None:
+def _refuse_samples(kwargs: dict[str, Any], given: GenerationConfig | None, model: PreTrainedModel) -> None:
     def resolved(name: str) -> Any:
         values = (kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None))
         return next((value for value in values if value is not None), None)
 
     samples = resolved("num_return_sequences") or 1
-    if samples > 1 and not resolved("do_sample") and (resolved("num_beams") or 1) == 1:
+    beams = resolved("num_beams") or 1
+    if beams > 1 and samples > beams:
+        why = f"is {samples:,}, and there are {beams:,} beams, each of which can give one answer: raise `num_beams`"
+        raise OptionValueError("num_return_sequences", why)
+    if samples > 1 and not resolved("do_sample") and beams == 1:
         why = f"is {samples}, and greedy decoding gives one sequence for each prompt: set `do_sample=True`"
         raise OptionValueError("num_return_sequences", why)
 

@@ -100,7 +100,8 @@ class Chains:
 
     def __init__(self, model: nn.Module, options: Sequence[Options], notices: Notices | None = None) -> None:
         inner, notices = base_model(model), notices or Notices()
-        counts = [each.num_return_sequences for each in options]
+        # Of a beam search ``generate`` counts prompts, however many answers it gives.
+        counts = [1 if each.num_beams > 1 else each.num_return_sequences for each in options]
         first_rows = list(accumulate(counts, initial=0))  # where each prompt's rows begin, in a result of all prompts
         warn = (lambda message: notices("stateful", message)) if first_rows[-1] > 1 else None
         watermarks: dict[tuple[type, str], _Made] = {}
@@ -277,9 +278,13 @@ def run(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def look_back(scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[Chain]) -> torch.Tensor:
+def look_back(
+    scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[Chain], together: int = 1
+) -> torch.Tensor:
     """The scores [rows, vocabulary] after what looks at the tokens before; the chains have the same Layout.
 
+    ``together``: so many rows that follow each other have the same chain and the same length, and are given to a
+    processor of their own at once.
     They are left as they are: what the model gave may have been kept by a hook of its owner.
     """
     layout = chains[0].layout
@@ -304,8 +309,12 @@ def look_back(scores: torch.Tensor, requests: Sequence[Request], chains: Sequenc
         elif kind is Kind.ALIKE:
             scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
         else:
-            each = enumerate(chain.looking_back[place] for chain in chains)  # they may work in place
-            scores = torch.cat([own_one(history(row), scores[row : row + 1].clone()) for row, own_one in each])
+            done = []
+            for row in range(0, len(chains), together):
+                ids = torch.cat([history(each) for each in range(row, row + together)])
+                own_one = chains[row].looking_back[place]
+                done.append(own_one(ids, scores[row : row + together].clone()))  # it may work in place
+            scores = torch.cat(done)
     return scores
 
 

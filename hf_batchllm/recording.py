@@ -66,7 +66,8 @@ class Recording:
             return
         config, given = options[0].config, options[0].given
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):  # as ``generate`` has it
-            samples = options[0].num_return_sequences
+            beams = options[0].num_beams  # each has its row, however many of them are answers in the end
+            samples = beams if beams > 1 else options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))
         if given.logprobs is not None:
             self.new_tokens = NewTokenLogProbs(int(given.logprobs))
@@ -156,6 +157,10 @@ class StepTensors:
         """Before tokens are picked; both are [requests, vocabulary], logits as the model gave them."""
         made = np.array([len(request.generated) for request in requests])
         rows = np.array([request.index * self._samples + request.sample for request in requests])
+        self.put(made, rows, logits, scores)
+
+    def put(self, made: np.ndarray, rows: np.ndarray, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """``made`` and ``rows`` [requests]: how many new tokens there were before, and where the results have them."""
         for step in np.unique(made).tolist():
             which = np.flatnonzero(made == step)
             there, here = (torch.from_numpy(index).to(logits.device) for index in (rows[which], which))
@@ -169,14 +174,14 @@ class StepTensors:
             steps.append(torch.zeros(self._rows, like.shape[-1], device=like.device))
         return steps[step]
 
-    def scores_of(self, request: Request, made: int) -> tuple[torch.Tensor, ...] | None:
-        """Of its first new tokens, [1, vocabulary] each, as criteria are given them; None if they are not kept."""
+    def scores_of(self, request: Request, made: int, rows: int = 1) -> tuple[torch.Tensor, ...] | None:
+        """Of its first new tokens, [rows, vocabulary] each, as criteria are given them; None if they are not kept."""
         row = request.index * self._samples + request.sample
         steps = self._steps.get("scores")
-        return None if steps is None else tuple(step[row : row + 1] for step in steps[:made])
+        return None if steps is None else tuple(step[row : row + rows] for step in steps[:made])
 
-    def outputs(self, longest: int, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
-        """By their names in a ModelOutput. ``longest``: new tokens of the longest row, each from a step."""
+    def outputs(self, longest: int | None, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
+        """By their names in a ModelOutput. ``longest``: new tokens of the longest row, each from a step; None: all."""
         return {name: tuple(step.to(device) for step in steps[:longest]) for name, steps in self._steps.items()}
 
 

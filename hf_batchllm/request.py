@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -17,19 +18,26 @@ import numpy as np
 class Unit(ABC):
     """Tokens ``[start, ...)`` of one sequence, the pages that hold their K and V, and what comes before them."""
 
-    __slots__ = ("base", "computed", "key", "lost", "pages", "start")
+    __slots__ = ("base", "computed", "key", "lost", "pages", "refs", "start", "wanted")
 
     def __init__(self, start: int, key: Hashable) -> None:
         self.start = start
-        self.base: Prefix | None = None  # set by the cache, which counts who stands on whom
+        self.base: Unit | None = None  # set by the cache, which counts who stands on whom
         self.key = key
         self.computed = start  # set by the scheduler: K and V before this position are there, or in the step just made
         self.lost = start  # set by the cache: they were there once, and have been given up
         self.pages: list[int] = []  # set by the cache
+        self.refs = 0  # set by the cache: units that stand directly on this one
+        self.wanted = start  # set by the cache: how far the units that stand on it read
 
-    def ancestors(self) -> list[tuple[Prefix, int]]:
-        """The prefixes below this unit, outermost first, each with the position up to which it is read."""
-        chain: list[tuple[Prefix, int]] = []
+    @property
+    def readable(self) -> int:
+        """The position up to which others may stand on it."""
+        return self.start
+
+    def ancestors(self) -> list[tuple[Unit, int]]:
+        """The units below this one, outermost first, each with the position up to which it is read."""
+        chain: list[tuple[Unit, int]] = []
         child: Unit = self
         while child.base is not None:
             chain.append((child.base, child.start))
@@ -45,17 +53,19 @@ class Unit(ABC):
 class Prefix(Unit):
     """Tokens that several units stand on, computed once."""
 
-    __slots__ = ("end", "ids", "kept", "refs", "running", "wanted")
+    __slots__ = ("end", "ids", "kept", "running")
 
     def __init__(self, ids: np.ndarray, start: int, end: int, key: Hashable = None) -> None:
         assert 0 <= start <= end <= len(ids)
         super().__init__(start, key)
         self.ids = ids  # the whole sequence from position 0; ids[start:end] is what this unit holds
         self.end = end
-        self.refs = 0  # set by the cache: units that stand directly on this one
         self.running = 0  # set by the scheduler: running requests anywhere above
-        self.wanted = start  # set by the cache: how far the units that stand on it read
         self.kept = False  # set by the cache: stays for the next call
+
+    @property
+    def readable(self) -> int:
+        return self.end
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         assert self.start <= begin <= end <= self.end
@@ -85,6 +95,7 @@ class Request(Unit):
         "prompt_ids",
         "rank",
         "sample",
+        "score",
         "seat",
     )
 
@@ -113,6 +124,7 @@ class Request(Unit):
         self.pending = 0  # set by the engine: tokens sampled on the device that nobody here has seen yet
         self.seat = 0  # set by the engine: where the device keeps its last token
         self.finish_reason: FinishReason | None = None
+        self.score: float | None = None  # of a beam search's answer
 
     @property
     def length(self) -> int:
@@ -133,6 +145,10 @@ class Request(Unit):
     def max_length(self) -> int:
         """Positions that ever need K and V: the last token is sampled and never run."""
         return len(self.prompt_ids) + self.max_new_tokens - 1
+
+    def most_pages(self, page_size: int) -> int:
+        """Pages of its own that it needs at the most."""
+        return -(-(self.max_length - self.start) // page_size)
 
     @property
     def todo(self) -> int:
@@ -189,6 +205,40 @@ class Request(Unit):
     def __repr__(self) -> str:
         state = self.finish_reason.value if self.finish_reason else f"computed={self.computed}/{self.length}"
         return f"Request({self.index}.{self.sample}, start={self.start}, {state}, pages={len(self.pages)})"
+
+
+class Branch(Request):
+    """One way to go on from a prompt, of several; others may stand on it, each up to where it parted from it.
+
+    ``generated`` holds all new tokens, those below ``start`` included.
+    """
+
+    __slots__ = ("held", "root", "width")
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.held = True  # somebody goes on from it; else it stays as far, and as long, as others stand on it
+        self.width = 0  # of the prompt itself: how many ways are followed at a time
+        self.root: Branch = self  # the prompt itself
+
+    def fork(self, tokens: list[int], start: int) -> Branch:
+        """Another one of the same prompt, with these new tokens, that reads this one up to ``start``."""
+        branch = Branch(
+            self.index, self.prompt_ids, self.max_new_tokens, rank=self.rank, key=self.key, can_stop=self.can_stop
+        )
+        branch.start = branch.computed = branch.lost = branch.wanted = start
+        branch.generated = tokens
+        branch.root = self.root
+        return branch
+
+    @property
+    def readable(self) -> int:
+        return self.length
+
+    def most_pages(self, page_size: int) -> int:
+        """Each way in pages of its own: so a search goes on when its pages are spent, however they lay before."""
+        prompt, new = len(self.prompt_ids) - self.start, self.max_new_tokens - 1
+        return -(-prompt // page_size) + self.width * -(-new // page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class Generation:
         for the first one, and for those that the model had not come to when ``max_time`` was over. Prompts have the
         dicts of what they share in common: to change one, copy it.
     error: why there is no result, if ``finish_reason`` is "error".
+    score: of a beam search, by which its answers are in order: the sum of the tokens' log-probabilities divided by
+        their number to the power of ``length_penalty``. It is the ``sequences_scores`` of ``generate``.
 
     Log-probabilities are None if they were not asked for, and for errors. They take some 300 bytes a token and 75 more
     for each of the k. With them the host picks the tokens and waits for each step; with ``prompt_logprobs`` the LM head
@@ -50,6 +52,7 @@ class Generation:
     logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     error: str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Sampler:
         for row, chain in enumerate(chains):
             alike.setdefault(chain.layout, []).append(row)
         tokens = [0] * len(requests)
-        at_once = _rows_at_once(logits)
+        at_once = rows_at_once(logits)
         for group in alike.values():
             for begin in range(0, len(group), at_once):
                 rows = group[begin : begin + at_once]
@@ -253,7 +253,7 @@ def philox(counter: np.ndarray, key: int) -> tuple[np.ndarray, np.ndarray, np.nd
 # -- devices ---------------------------------------------------------------------------------------------------
 
 
-def _rows_at_once(logits: torch.Tensor) -> int:
+def rows_at_once(logits: torch.Tensor) -> int:
     """On a CPU, what each thread works on stays in its cache; elsewhere, the copies that warpers make stay small."""
     scores = (1 << 19) * torch.get_num_threads() if logits.device.type == "cpu" else 1 << 25
     return max(1, scores // logits.shape[-1])

@@ -161,14 +161,14 @@ class _Base(ABC):
         self.cache.reserve(request, request.length)
         self.running[request] = None
 
-    def _make_room_alone(self, request: Request, upto: int) -> bool:
-        """Room for a newcomer while nothing runs, whatever has to go for it."""
+    def _make_room_alone(self, request: Request, upto: int, beside: int = 0) -> bool:
+        """Room for a newcomer, and so many pages beside, while nothing runs, whatever has to go for it."""
         # Held while room is made, or what the request stands on would go first and be computed again.
         chain = [prefix for prefix, _ in request.ancestors()]
         for prefix in chain:
             prefix.running += 1
         try:
-            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto)):
+            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto) + beside):
                 return True
         finally:
             for prefix in chain:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import Architecture, base_model
+from .beam_options import check_beams
 from .device_sampling import penalised_by
 from .endings import Rules, rules_of_each
 from .errors import OptionValueError, PromptError
@@ -48,6 +49,17 @@ class Work:
     def samples(self) -> list[int]:
         """How many sequences each of the prompts gets."""
         return [self.options[place].num_return_sequences for place in self.places]
+
+    @property
+    def widths(self) -> list[int] | None:
+        """How many beams each of them has; None where there is no beam search."""
+        widths = [self.options[place].num_beams for place in self.places]
+        return widths if any(width > 1 for width in widths) else None
+
+    @property
+    def runs(self) -> list[int]:
+        """How many sequences begin at the end of each of them: of a beam search one, which parts later."""
+        return self.samples if self.widths is None else [1] * len(self.places)
 
     @property
     def sequences(self) -> int:
@@ -107,6 +119,7 @@ class Checks:
             resolved *= len(checked)
         adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
         check_guidance(resolved, self._notices)
+        check_beams(resolved, self._notices)
         rules = rules_of_each(self._model, resolved, self._tokenizer.required, padded is not None, self._notices)
         feed = feed_for(resolved, checked, padded)
         rows = None if padded is None else padded.ids.cpu().numpy()

@@ -59,7 +59,7 @@ def test_a_generate_that_the_user_had_put_there_is_put_back(model: Any, inputs: 
             warnings.simplefilter("ignore")
             model.generate(**inputs, max_new_tokens=3)
             assert not calls
-            model.generate(**inputs, max_new_tokens=3, num_beams=2)
+            model.generate(**inputs, max_new_tokens=3, trust_remote_code=True)
             assert len(calls) == 1  # the original is what the user had
             assert copy.deepcopy(model).generate is logged
         assert model.generate is logged
@@ -71,12 +71,12 @@ def test_a_generate_that_the_user_had_put_there_is_put_back(model: Any, inputs: 
 
 
 def test_blocks_within_blocks(model: Any, inputs: dict[str, Any]) -> None:
-    expected = model.generate(**inputs, max_new_tokens=3, num_beams=2)
+    expected = model.generate(**inputs, max_new_tokens=3, trust_remote_code=True)
     with accelerated(model):
         outer = model.generate
         with reasons() as said, accelerated(model, page_size=8):
             assert model.generate is not outer
-            assert same(model.generate(**inputs, max_new_tokens=3, num_beams=2), expected)
+            assert same(model.generate(**inputs, max_new_tokens=3, trust_remote_code=True), expected)
         assert len(said) == 1
         assert model.generate is outer
     with ExitStack() as first, ExitStack() as second:
@@ -153,12 +153,12 @@ class Adapted(nn.Module):
 def test_a_wrapped_model_is_accelerated_where_it_is_called(model: Any, inputs: dict[str, Any]) -> None:
     wrapper = Adapted(model)
     expected = wrapper.generate(**inputs, max_new_tokens=4)
-    beams = wrapper.generate(**inputs, max_new_tokens=4, num_beams=2)
+    hidden = wrapper.generate(**inputs, max_new_tokens=4, trust_remote_code=True)
     with accelerated_throughout(wrapper):
         assert "generate" not in vars(model)
         assert same(wrapper.generate(**inputs, max_new_tokens=4), expected)
     with reasons() as said, accelerated(wrapper):
-        assert same(wrapper.generate(**inputs, max_new_tokens=4, num_beams=2), beams)
+        assert same(wrapper.generate(**inputs, max_new_tokens=4, trust_remote_code=True), hidden)
         assert pickle.loads(pickle.dumps(wrapper)).generate is not wrapper.generate
     assert "generate" not in vars(wrapper)
     assert len(said) == 1

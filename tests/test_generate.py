@@ -152,7 +152,7 @@ def test_without_a_tokenizer_there_is_no_text_and_strings_are_refused() -> None:
         ({"max_new_token": 5}, UnsupportedOptionError, "did you mean `max_new_tokens`"),
         ({"kv_memory": "1GiB"}, UnsupportedOptionError, "field of BatchConfig"),
         ({"temprature": 0.5}, UnsupportedOptionError, "did you mean `temperature`"),
-        ({"num_beams": 4}, UnsupportedOptionError, "`num_beams`"),
+        ({"num_beams": 4, "logprobs": 2}, UnsupportedOptionError, "`logprobs` .* `num_beams`"),
         ({"token_healing": True}, UnsupportedOptionError, r"`token_healing` .* model\.heal_tokens"),
         ({"dola_layers": "high"}, UnsupportedOptionError, "`dola_layers` .* call the model's own `generate`"),
         ({"no_repeat_ngram_size": 2.5}, ValueError, "`no_repeat_ngram_size` must be a whole number"),

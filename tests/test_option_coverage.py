@@ -13,6 +13,9 @@ from hf_batchllm.option_table import TABLE, names
 # What does not change which tokens come, or comes with every test of the others: where it is looked at by itself.
 ELSEWHERE = {
     "attention_mask": "test_tensors.py",
+    "early_stopping": "beam_cases.py",
+    "length_penalty": "beam_cases.py",
+    "num_beams": "beam_cases.py",
     "do_sample": "test_option_combinations.py",
     "generation_config": "test_generate.py",
     "input_ids": "test_tensors.py",

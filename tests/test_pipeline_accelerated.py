@@ -216,7 +216,7 @@ def iter_of(items: list[Any]) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_beams": 2}, "`num_beams` is not supported"),
+        ({"trust_remote_code": True}, "`trust_remote_code` has no meaning here"),
         ({"return_dict_in_generate": True, "output_scores": True}, "`output_scores` is not supported for a list"),
         ({"logits_processor": [lambda ids, scores: scores]}, "`logits_processor` has a function"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [5 + row]}, "`prefix_allowed_tokens_fn` is what a pipeline"),

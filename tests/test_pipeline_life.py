@@ -142,8 +142,8 @@ def test_misspelt_and_misplaced_options(pipe: Any) -> None:
             pipe(TEXTS, generation_config=config)
     with pytest.raises(ConfigError, match="`page_size` is set when the pipeline is made"):
         pipe(TEXTS, page_size=8)
-    with pytest.raises(UnsupportedOptionError, match="`num_beams`"):
-        pipe(TEXTS, num_beams=2)
+    with pytest.raises(UnsupportedOptionError, match="`trust_remote_code`"):
+        pipe(TEXTS, trust_remote_code=True)
     for name in ("logprobs", "prompt_logprobs"):
         with pytest.raises(UnsupportedOptionError, match=f"`{name}` has no place"):
             pipe(TEXTS, **{name: 1})

@@ -89,7 +89,7 @@ def test_the_same_for_all() -> None:
         ("w5 w6", [8, 9]),
         ([5, 6], "w8 w9"),
         (["w5 w6"], ([8, 9],)),
-        (iter([[5, 6]]), iter(["w8 w9"])),
+        pytest.param((iter([[5, 6]]), iter(["w8 w9"])), id="iterators"),
     ],
     ids=str,
 )
