@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -141,9 +141,7 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if prompts_watched is None else prompts_watched.wanted,
         )
-        self.engine = Engine(
-            self.scheduler, builder, launcher, self._endings(work, self.lineup.requests), depth, self.recorder
-        )
+        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
         self.recorder.switch("outside")  # results that are known already, a progress bar
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
@@ -221,7 +219,7 @@ class Call:
             work.kinds, self.model, architecture.device, depth, work.penalised, architecture.vocab_size
         )
 
-    def _endings(self, work: Work, requests: Sequence[Request]) -> Endings:
+    def _endings(self, work: Work) -> Endings:
         by_token = not getattr(self.scheduler, "ends_waiting", False)
         if by_token and any(rules.deadlines for rules in work.rules):
             self.notices(
@@ -231,7 +229,7 @@ class Call:
             )
         tensors, device = self.recording.tensors, self.architecture.device
         scores = None if tensors is None else tensors.scores_of
-        return Endings(requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
+        return Endings(self.lineup.requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
@@ -249,8 +247,7 @@ class Call:
     def _start(self, requests: list[Request], turn: int) -> None:
         """The scheduler begins with all requests, or with those of one adapter."""
         if len(requests) < len(self.lineup.requests):
-            # Others are not the scheduler's: should time be over, they end in their own turn.
-            self.engine.endings = self._endings(self.work, requests)
+            self.engine.endings.turn = set(requests)  # the scheduler knows no others
         preempted = getattr(self.scheduler, "preemptions", 0) if turn else 0
         self.scheduler.start(requests, self.cache, self._budget)
         if preempted > getattr(self.scheduler, "preemptions", 0):  # it counts anew

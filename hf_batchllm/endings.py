@@ -7,7 +7,7 @@ tokens are looked at when they are collected, and whatever a row has run beyond 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,12 +198,14 @@ class Endings:
                 waiting.setdefault((began if since is None else since, seconds), []).append(request)
         self._deadlines = sorted(waiting.items(), key=lambda item: -sum(item[0]))  # the next one is the last
         self._late: dict[Request, None] = {}
+        self.turn: Container[Request] | None = None  # whose turn it is, where not all requests run in one go
 
     # -- time --------------------------------------------------------------------------------------------------
 
     def late(self) -> list[Request]:
         """Who has not ended though there is no time left."""
-        return [] if self._time_by_token else list(self._overdue())
+        late = [] if self._time_by_token else list(self._overdue())
+        return late if self.turn is None else [request for request in late if request in self.turn]
 
     def _overdue(self) -> dict[Request, None]:
         now = time.time() if self._deadlines else 0.0
