@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,25 +31,20 @@ def pages_at_once(
     page_size: int,
     widths: Sequence[int] | None = None,
 ) -> int:
-    """Pages that the whole list takes when as much of it as ever is in the cache at the same time.
+    """Pages that the whole list takes when all of it is in the cache at the same time.
 
-    Prompts with different keys take turns; what others share may be there all the while, if prefixes are kept.
     That is never less than any of its requests takes without its prefixes: fewer ends of pages are left empty then.
     ``widths``: of a beam search, how many beams each prompt has, each of which takes a page more than it fills.
     """
-    beams = np.zeros(len(prompts), dtype=np.int64)
+    beams = 0
     if widths is not None:
-        beams = np.asarray(widths) * (2 - (1 - np.asarray(max_new_tokens)) // page_size)
+        beams = sum(width * (2 - (1 - new) // page_size) for width, new in zip(widths, max_new_tokens, strict=True))
         max_new_tokens = [1] * len(prompts)
     ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
     own -= ends[plan.parents]
     shared = np.array([len(segment) for segment in plan.segments], dtype=np.int64)
-    keys: dict[Hashable, int] = {}
-    turns = np.array([keys.setdefault(prompt.key, len(keys)) for prompt in prompts], dtype=np.int64)
-    in_turn = np.zeros(max(len(keys), 1), dtype=np.int64)
-    np.add.at(in_turn, turns, -(-own // page_size) + beams)
-    return int(in_turn.max() + (-(-shared // page_size)).sum())
+    return int((-(-own // page_size)).sum() + (-(-shared // page_size)).sum()) + beams
 
 
 def most_pages_alone(

@@ -81,7 +81,7 @@ def test_on_a_gpu(targets: list[str], steps_per_sync: int) -> None:
     model = wrapped(lora(targets), lora(targets, use_rslora=True)).to("cuda")
     given, names = thrice(prompts(12))
     options = {"max_new_tokens": 24, "eos_token_id": None}
-    with BatchGenerator(model, steps_per_sync=steps_per_sync, **PAGES) as generator:
+    with BatchGenerator(model, steps_per_sync=steps_per_sync, **PAGES | {"page_size": 16}) as generator:
         before = [each.requires_grad for each in model.parameters()]
         result = generator.generate(given, adapter=names, progress=False, **options)
         assert "graph" in result.report.graphs
