@@ -22,7 +22,7 @@ from .lookups import AT_ONCE, Lookups, looked_up
 from .options import Options
 from .prompts import Prompt
 from .recorder import Recorder
-from .recording import Recording, Wanted
+from .recording import Recording, ScoreCounts
 from .request import Request
 from .results import RunReport
 from .runner import ModelRunner, current_device
@@ -132,15 +132,15 @@ class Scoring(Recording):
         super().__init__([])
         self._work = work
         self.lookups = Lookups(work.inputs.items, work.readers)
-        self.scores = self._wanted(range(len(work.work.prompts)))
+        self.scores = self._counts(range(len(work.work.prompts)))
 
     @property
     def watched(self) -> Lookups:
         return self.lookups
 
     def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
-        every = self._wanted(request.index for request in requests)
-        ended = self._wanted(request.index for request in requests if request.done)
+        every = self._counts(request.index for request in requests)
+        ended = self._counts(request.index for request in requests if request.done)
         tokens = every.prompt_tokens
         needed = round((1 - report.saving) * report.prompt_tokens)
         return replace(
@@ -153,11 +153,11 @@ class Scoring(Recording):
             scored_tokens=ended.scored_tokens,
         )
 
-    def _wanted(self, prompts: Iterable[int]) -> Wanted:
+    def _counts(self, prompts: Iterable[int]) -> ScoreCounts:
         """Of what is read from these prompts of the work."""
         work = self._work
         items = [work.inputs.items[number] for prompt in prompts for number in work.readers[prompt]]
-        return Wanted(
+        return ScoreCounts(
             len(items),
             sum(len(item.ids) - 1 for item in items),
             sum(len(item.ids) - item.first for item in items),

@@ -13,6 +13,10 @@ import pytest
 import torch
 from families import build, random_prompts
 from harness import pages_of_memory
+from interpreted import plain
+from memory_device import Device, tight
+from memory_device import device as device  # a fixture
+from memory_device import rehearsed as rehearsed  # a fixture
 from test_interrupts import CRITICAL, Stop
 from untouched import FAMILY, fingerprint
 from words import word_tokenizer
@@ -146,6 +150,20 @@ def test_what_does_not_fit_into_the_cache_is_said_of_contexts() -> None:
     result = generator.score(contexts, choices=[[5], [6]], on_error="record")
     assert [score.error is None for score in result] == [True, True, False, False, True, True]
     assert result.report is not None and result.report.sequences == 4
+
+
+@plain
+@pytest.mark.filterwarnings("ignore:steps of this call")
+@pytest.mark.parametrize("part", [2.0, 0.4])
+def test_over_the_kernels_twins_with_little_memory(part: float, device: Device, rehearsed: list[int]) -> None:
+    """On a GPU the largest step is run beforehand where memory may be short."""
+    tight(device, CONTEXTS, part, build("llama"))
+    with BatchGenerator(build("llama"), page_size=4, min_shared_tokens=1, max_batch_tokens=64) as generator:
+        result = generator.score(CONTEXTS, choices=CHOICES, progress=False)
+    assert bool(rehearsed) == (part < 2)
+    every = BatchGenerator(build("llama"), share_prefixes=False).score(CONTEXTS, choices=CHOICES, progress=False)
+    for score, other in zip(result, every, strict=True):
+        assert score.logprobs == pytest.approx(other.logprobs, abs=1e-4) and score.is_greedy == other.is_greedy
 
 
 def test_dropout_is_warned_of() -> None:
