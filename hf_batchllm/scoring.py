@@ -76,13 +76,16 @@ class ScoreWork:
         ends = np.cumsum(np.bincount(self.sources, minlength=len(self.work.prompts)))
         return [some.tolist() for some in np.split(order, ends[:-1])] if len(ends) else []
 
-    def _move_problems(self, problems: Mapping[int, str]) -> None:
-        """From sequences to the items that are read from them."""
+    def _move_problems(self, problems: Mapping[int, str], strict: bool) -> None:
+        """From sequences to the items that are read from them; ``strict``: those alone that are as long."""
         for prompt, why in problems.items():
             for number in self.readers[prompt]:
                 item = self.inputs.items[number]
                 place = item.index, item.choice
-                self.inputs.problems[place] = why
+                shorter = len(item.ids) - 1 < len(self.work.prompts[prompt])
+                if shorter and strict:
+                    continue
+                self.inputs.problems[place] = f"would be read from a longer one, which {why}" if shorter else why
                 if item.text is not None:
                     self.inputs.texts[place] = item.text
 
@@ -92,9 +95,9 @@ class ScoreWork:
         try:
             yield
         except PromptError as error:
-            self._move_problems(error.problems)
+            self._move_problems(error.problems, strict=True)
             raise self.inputs.error() from None
-        self._move_problems(self.work.problems)
+        self._move_problems(self.work.problems, strict=False)
 
     def failures(self) -> Iterator[Score]:
         for (index, choice), why in self.inputs.problems.items():

@@ -22,6 +22,7 @@ from untouched import FAMILY, fingerprint
 from words import word_tokenizer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, PromptError, progress
+from hf_batchllm.bench.score import main
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.runner import ModelRunner
 from hf_batchllm.scores import Score, ScoreResult
@@ -150,6 +151,12 @@ def test_what_does_not_fit_into_the_cache_is_said_of_contexts() -> None:
     result = generator.score(contexts, choices=[[5], [6]], on_error="record")
     assert [score.error is None for score in result] == [True, True, False, False, True, True]
     assert result.report is not None and result.report.sequences == 4
+    contexts.append([6] * 10)  # would fit alone
+    with pytest.raises(PromptError) as caught:
+        generator.score(contexts, [[5], [5], [5], [6]])
+    assert caught.value.problems.keys() == {1}
+    result = generator.score(contexts, [[5], [5], [5], [6]], on_error="record")
+    assert result[3].error is not None and result[3].error.startswith("would be read from a longer one, which has 30")
 
 
 @plain
@@ -267,3 +274,16 @@ def test_a_table() -> None:
     assert len(table) == 6 and table.groupby("index").logprob.idxmax().notna().all()
     failed = make().score([[5], [300]], choices=[[6]], on_error="record").to_pandas()
     assert failed.error.notna().tolist() == [False, True] and failed.logprob.isna().tolist() == [False, True]
+
+
+# -- the benchmark ---------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--questions", "4", "--shots", "1", "--question", "6", "--answer", "3", "--choices", "2"]
+    runs = ["--runs", "1", "--rival-questions", "3", "--batch-sizes", "1,2,8"]
+    assert main(["--config", "tiny", "--device", "cpu", *sizes, *runs]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"hf_batchllm +4 ", said) and re.search(r"loop, batches of \d +3 .* x$", said, re.MULTILINE)
+    apart = re.search(r"log-probabilities of answers differ by (\S+) at most", said)
+    assert apart is not None and float(apart[1]) < 1e-3 and "scored tokens" in said
