@@ -175,25 +175,26 @@ class Call:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
         if cannot_rehearse(self.model):
             return None
-        config, device, kinds = self.config, self.architecture.device, self.work.kinds
+        config, device = self.config, self.architecture.device
         vocabulary = self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
         if self.work.widths is not None:
             step = replace(step, samples=min(step.tokens, step.samples * max(self.work.widths)))
-        reason = self._picked_by_host(_DEPTH.get(device.type, 1))
-        penalised = self.work.penalised
-        copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
         rows = self.recording.most_rows(vocabulary)
         if rows is None:
-            picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
-        else:  # nothing is picked, and the logits are the rehearsed step's
-            step, picking = replace(step, samples=min(step.tokens, rows)), 0
+            kinds, penalised = self.work.kinds, self.work.penalised
+            limits = any(options.config.min_new_tokens or options.config.min_length for options in kinds)
+            by_host = self._picked_by_host(_DEPTH.get(device.type, 1)) is not None
+            copied = penalised > 0 or limits
+            picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=by_host)
+        else:  # nothing is picked, and all logits are the rehearsed step's
+            step, by_host, picking = replace(step, samples=min(step.tokens, rows)), True, 0
         picking += self.recording.step_bytes(step.tokens, vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)
             self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-            graphs = config.cuda_graphs and reason is None and rows is None
+            graphs = config.cuda_graphs and not by_host
             return self.home.rehearsals.beside_the_cache(self._runner, step, graphs, picking, self.home.memory)
         finally:
             storage.release()

@@ -46,7 +46,7 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScoreCounts:
     """Scores that are to be read from a call's sequences."""
 
     scores: int
@@ -61,7 +61,7 @@ class Recording:
         self.tensors: StepTensors | None = None
         self.new_tokens: NewTokenLogProbs | None = None
         self.prompts: PromptLogProbs | None = None
-        self.scores: Wanted | None = None  # where tokens are not what is wanted
+        self.scores: ScoreCounts | None = None  # where tokens are not what is wanted
         if not options:
             return
         config, given = options[0].config, options[0].given

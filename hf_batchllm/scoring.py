@@ -22,7 +22,7 @@ from .lookups import AT_ONCE, Lookups, looked_up
 from .options import Options
 from .prompts import Prompt
 from .recorder import Recorder
-from .recording import Recording, Wanted
+from .recording import Recording, ScoreCounts
 from .request import Request
 from .results import RunReport
 from .runner import ModelRunner, current_device
@@ -77,13 +77,16 @@ class ScoreWork:
         ends = np.cumsum(np.bincount(self.sources, minlength=len(self.work.prompts)))
         return [some.tolist() for some in np.split(order, ends[:-1])] if len(ends) else []
 
-    def _move_problems(self, problems: Mapping[int, str]) -> None:
-        """From sequences to the items that are read from them."""
+    def _move_problems(self, problems: Mapping[int, str], strict: bool) -> None:
+        """From sequences to the items that are read from them; ``strict``: those alone that are as long."""
         for prompt, why in problems.items():
             for number in self.readers[prompt]:
                 item = self.inputs.items[number]
                 place = item.index, item.choice
-                self.inputs.problems[place] = why
+                shorter = len(item.ids) - 1 < len(self.work.prompts[prompt])
+                if shorter and strict:
+                    continue
+                self.inputs.problems[place] = f"would be read from a longer one, which {why}" if shorter else why
                 if item.text is not None:
                     self.inputs.texts[place] = item.text
 
@@ -93,9 +96,9 @@ class ScoreWork:
         try:
             yield
         except PromptError as error:
-            self._move_problems(error.problems)
+            self._move_problems(error.problems, strict=True)
             raise self.inputs.error() from None
-        self._move_problems(self.work.problems)
+        self._move_problems(self.work.problems, strict=False)
 
     def failures(self) -> Iterator[Score]:
         for (index, choice), why in self.inputs.problems.items():
@@ -133,15 +136,15 @@ class Scoring(Recording):
         super().__init__([])
         self._work = work
         self.lookups = Lookups(work.inputs.items, work.readers)
-        self.scores = self._wanted(range(len(work.work.prompts)))
+        self.scores = self._counts(range(len(work.work.prompts)))
 
     @property
     def watched(self) -> Lookups:
         return self.lookups
 
     def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
-        every = self._wanted(request.index for request in requests)
-        ended = self._wanted(request.index for request in requests if request.done)
+        every = self._counts(request.index for request in requests)
+        ended = self._counts(request.index for request in requests if request.done)
         tokens = every.prompt_tokens
         needed = round((1 - report.saving) * report.prompt_tokens)
         return replace(
@@ -154,11 +157,11 @@ class Scoring(Recording):
             scored_tokens=ended.scored_tokens,
         )
 
-    def _wanted(self, prompts: Iterable[int]) -> Wanted:
+    def _counts(self, prompts: Iterable[int]) -> ScoreCounts:
         """Of what is read from these prompts of the work."""
         work = self._work
         items = [work.inputs.items[number] for prompt in prompts for number in work.readers[prompt]]
-        return Wanted(
+        return ScoreCounts(
             len(items),
             sum(len(item.ids) - 1 for item in items),
             sum(len(item.ids) - item.first for item in items),

@@ -13,11 +13,16 @@ import pytest
 import torch
 from families import build, random_prompts
 from harness import pages_of_memory
+from interpreted import plain
+from memory_device import Device, tight
+from memory_device import device as device  # a fixture
+from memory_device import rehearsed as rehearsed  # a fixture
 from test_interrupts import CRITICAL, Stop
 from untouched import FAMILY, fingerprint
 from words import word_tokenizer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, PromptError, progress
+from hf_batchllm.bench.score import main
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.runner import ModelRunner
 from hf_batchllm.scores import Score, ScoreResult
@@ -146,6 +151,26 @@ def test_what_does_not_fit_into_the_cache_is_said_of_contexts() -> None:
     result = generator.score(contexts, choices=[[5], [6]], on_error="record")
     assert [score.error is None for score in result] == [True, True, False, False, True, True]
     assert result.report is not None and result.report.sequences == 4
+    contexts.append([6] * 10)  # would fit alone
+    with pytest.raises(PromptError) as caught:
+        generator.score(contexts, [[5], [5], [5], [6]])
+    assert caught.value.problems.keys() == {1}
+    result = generator.score(contexts, [[5], [5], [5], [6]], on_error="record")
+    assert result[3].error is not None and result[3].error.startswith("would be read from a longer one, which has 30")
+
+
+@plain
+@pytest.mark.filterwarnings("ignore:steps of this call")
+@pytest.mark.parametrize("part", [2.0, 0.4])
+def test_over_the_kernels_twins_with_little_memory(part: float, device: Device, rehearsed: list[int]) -> None:
+    """On a GPU the largest step is run beforehand where memory may be short."""
+    tight(device, CONTEXTS, part, build("llama"))
+    with BatchGenerator(build("llama"), page_size=4, min_shared_tokens=1, max_batch_tokens=64) as generator:
+        result = generator.score(CONTEXTS, choices=CHOICES, progress=False)
+    assert bool(rehearsed) == (part < 2)
+    every = BatchGenerator(build("llama"), share_prefixes=False).score(CONTEXTS, choices=CHOICES, progress=False)
+    for score, other in zip(result, every, strict=True):
+        assert score.logprobs == pytest.approx(other.logprobs, abs=1e-4) and score.is_greedy == other.is_greedy
 
 
 def test_dropout_is_warned_of() -> None:
@@ -249,3 +274,16 @@ def test_a_table() -> None:
     assert len(table) == 6 and table.groupby("index").logprob.idxmax().notna().all()
     failed = make().score([[5], [300]], choices=[[6]], on_error="record").to_pandas()
     assert failed.error.notna().tolist() == [False, True] and failed.logprob.isna().tolist() == [False, True]
+
+
+# -- the benchmark ---------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--questions", "4", "--shots", "1", "--question", "6", "--answer", "3", "--choices", "2"]
+    runs = ["--runs", "1", "--rival-questions", "3", "--batch-sizes", "1,2,8"]
+    assert main(["--config", "tiny", "--device", "cpu", *sizes, *runs]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"hf_batchllm +4 ", said) and re.search(r"loop, batches of \d +3 .* x$", said, re.MULTILINE)
+    apart = re.search(r"log-probabilities of answers differ by (\S+) at most", said)
+    assert apart is not None and float(apart[1]) < 1e-3 and "scored tokens" in said
