@@ -130,7 +130,8 @@ class BeamScheduler(_Base):
         if not self.running:
             # Alone it always fits (that was checked before the call began), whatever has to go for it.
             return self._make_room_alone(root, root.length, group.all_pages)
-        needed = self.cache.missing_with_ancestors(root, root.length) + self._expected_pages(group) + promised
+        beams = max(self._expected_pages(group), group.all_pages)  # what comes back has pages of its own for each
+        needed = self.cache.missing_with_ancestors(root, root.length) + beams + promised
         return self._could_have(needed) and self.cache.evict(needed)
 
     def _expected_pages(self, group: Group) -> int:

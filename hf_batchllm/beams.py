@@ -1,7 +1,8 @@
 """The beams of a prompt as units of the cache: they stand on each other, each up to where it parted.
 
-Of the beams that go on from one, the best stays in its pages and the others begin pages of their own. So nothing is
-ever moved or copied. A beam that nobody follows any more leaves what others read of it.
+Of the beams that go on from one, the best stays in its pages and the others begin pages of their own: no beam is ever
+copied. One that nobody follows any more leaves what others read of it. Where that is a single one, the few tokens that
+this has of its own are put behind what it read, or each parting of the way would leave a page half empty for good.
 """
 
 from __future__ import annotations
