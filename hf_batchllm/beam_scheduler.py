@@ -130,13 +130,14 @@ class BeamScheduler(_Base):
         if not self.running:
             # Alone it always fits (that was checked before the call began), whatever has to go for it.
             return self._make_room_alone(root, root.length, group.all_pages)
-        needed = self.cache.missing_with_ancestors(root, root.length) + self._expected_pages(group) + promised
+        beams = max(self._expected_pages(group), group.all_pages)  # what comes back has pages of its own for each
+        needed = self.cache.missing_with_ancestors(root, root.length) + beams + promised
         return self._could_have(needed) and self.cache.evict(needed)
 
     def _expected_pages(self, group: Group) -> int:
-        """Of all beams together, at the end."""
+        """Of all beams together, at the end: most of their past is common, and each of its pieces ends a page."""
         tokens = max(self.expected.of(group.root), group.made + 1)
-        return group.width * self.cache.pages_for(min(tokens, group.root.max_new_tokens - 1) or 1)
+        return self.cache.pages_for(min(tokens, group.root.max_new_tokens - 1)) + 2 * (group.width - 1)
 
     def _growth(self, group: Group) -> int:
         return max(0, self._expected_pages(group) - group.pages)

@@ -1,8 +1,8 @@
 """Beam searches at random, and what ``generate`` gives for each prompt alone. Run by hand, it tries many:
 
-python tests/beam_cases.py 300 [seed] [twins]
+python tests/beam_cases.py 300 [seed] [twins] [tight]
 
-``twins``: over the kernels' twins, as on a GPU.
+``twins``: over the kernels' twins, as on a GPU. ``tight``: memory for little more than one prompt.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def assert_as_generate(case: Case, model: Any, result: BatchResult) -> int:
         same = [g.token_ids for g in mine] == rows
         pairs = zip(mine, scores, strict=True)
         close = all(math.isclose(g.score, score, rel_tol=NEAR, abs_tol=NEAR) for g, score in pairs)
-        if not same and close:
+        if not same and (close or any(map(math.isnan, scores))):  # 0 times infinity, of penalties that meet
             near += 1
             continue
         assert same and close, (
@@ -91,7 +91,7 @@ def random_prompts(rng: random.Random, vocabulary: int, most: int = 6, longest: 
 
 def random_options(rng: random.Random, vocabulary: int) -> dict[str, Any]:
     width = rng.randrange(2, 9)
-    options: dict[str, Any] = {"num_beams": width, "max_new_tokens": rng.randrange(1, 16)}
+    options: dict[str, Any] = {"num_beams": width, "max_new_tokens": rng.randrange(1, rng.choice([4, 16, 16, 30]))}
     if rng.random() < 0.6:
         options["num_return_sequences"] = rng.randrange(1, width + 1)
     if rng.random() < 0.7:
@@ -123,7 +123,7 @@ def random_options(rng: random.Random, vocabulary: int) -> dict[str, Any]:
     return options
 
 
-def random_case(rng: random.Random, families: Sequence[str] = FAMILIES) -> Case:
+def random_case(rng: random.Random, families: Sequence[str] = FAMILIES, tight: bool = False) -> Case:
     family = rng.choice(families)
     vocabulary = build(family).config.get_text_config().vocab_size
     options = random_options(rng, vocabulary)
@@ -131,10 +131,10 @@ def random_case(rng: random.Random, families: Sequence[str] = FAMILIES) -> Case:
     if rng.random() < 0.5:
         config["max_batch_tokens"] = rng.choice([1, 2, 3, 5, 8, 20, 64])
     case = Case(family, random_prompts(rng, vocabulary), options, config)
-    if rng.random() < 0.5:
+    if tight or rng.random() < 0.5:
         size, new = config["page_size"], options["max_new_tokens"] - 1
         least = max(-(-len(prompt) // size) for prompt in case.prompts) - options["num_beams"] * (-new // size)
-        case.pages = least + rng.choice([0, 0, 1, 3, 10])  # depth apart: see _set_apart
+        case.pages = least + rng.choice([0, 0, 1, 3, 10])
     return case
 
 
@@ -179,7 +179,7 @@ def main(count: int, seed: int) -> None:
     torch.set_num_threads(1)
     prompts = near = preempted = failed = again = 0
     for number in range(count):
-        case = random_case(rng)
+        case = random_case(rng, tight="tight" in sys.argv)
         try:
             result, close = run(case)
         except Exception as error:

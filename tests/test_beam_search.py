@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import GenerationMixin
 from hf_batchllm.beam_search import NEVER, Rules, Searches
 
 TOKENS = 12
+_TAKES_VOCABULARY = "vocab_size" in inspect.signature(GenerationMixin._get_top_k_continuations).parameters  # 5.17
 
 
 class Reference:
@@ -43,6 +45,7 @@ class Reference:
             beams_to_keep=rules.candidates,
             num_beams=width,
             batch_size=1,
+            **({"vocab_size": TOKENS} if _TAKES_VOCABULARY else {}),
         )
         last = sequences[:, :, made]
         ends = torch.isin(last, torch.tensor(sorted(stops))) | (made + 1 >= self.longest)

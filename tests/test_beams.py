@@ -203,6 +203,14 @@ def test_a_prompt_alone_goes_on_when_its_pages_are_spent() -> None:
     assert report.computed_tokens == len(prompt)
 
 
+def test_beams_that_part_again_and_again_take_few_pages() -> None:
+    """Each parting begins a page; what only one of them reads is put together with it."""
+    width, new, size = 4, 60, 16
+    with proved() as held, BatchGenerator(build("gpt2"), page_size=size) as generator:
+        generator.generate(PROMPTS[4:5], num_beams=width, max_new_tokens=new)
+    assert max(held) <= 1 + -(-new // size) + 2 * width
+
+
 def test_what_does_not_fit_is_named_with_its_beams() -> None:
     model = build(FAMILY)
     pages = least(PROMPTS, 4)
