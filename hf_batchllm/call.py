@@ -168,16 +168,7 @@ class Call:
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         gather_rows = _GATHER_ROWS.get(self.architecture.device.type, 0)
         return beam_engine(
-            runner,
-            self.storage,
-            self.lineup,
-            self.cache,
-            work,
-            self.recording,
-            self.recorder,
-            self._clock,
-            gather_rows,
-            self.notices,
+            runner, self.lineup, self.cache, work, self.recording, self.recorder, self._clock, gather_rows, self.notices
         )
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
