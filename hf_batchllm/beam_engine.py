@@ -84,8 +84,9 @@ class BeamEngine:
             self.recorder.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             finished = []
-            for candidates in self.scores(groups, logits) if groups else []:
-                finished += self.choose(candidates)
+            with self.runner.adapted():  # guidance runs the model
+                for candidates in self.scores(groups, logits) if groups else []:
+                    finished += self.choose(candidates)
         self.recorder.collected(stretch)
         return finished, groups
 

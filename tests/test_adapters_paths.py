@@ -170,6 +170,19 @@ def test_what_runs_the_model_between_steps_has_the_adapter() -> None:
             assert row.token_ids == reference_generate(model, row.prompt_token_ids, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 2.5}])
+def test_beams(options: dict[str, Any]) -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False, **options}
+    given, names = thrice(GIVEN[:3])
+    before = fingerprint(model)
+    result = BatchGenerator(model, **PAGES).generate(given, adapter=names, **options)
+    assert fingerprint(model) == before
+    for row, name in zip(result, names, strict=True):
+        with having(model, name):
+            assert row.token_ids == reference_generate(model, row.prompt_token_ids, **options)
+
+
 def test_log_probabilities_of_prompts_too() -> None:
     given, names = thrice(GIVEN[:3])
     both = generate("lora", given, names, logprobs=2, prompt_logprobs=1)
