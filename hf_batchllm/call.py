@@ -12,24 +12,22 @@ import torch
 from torch import nn
 
 from .adapters import AdapterTurns
-from .ahead import Ahead, SeatedSampler
+from .ahead import Ahead
 from .architecture import Architecture
-from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
+from .backends import check_backend, fused_kernels, make_backend
 from .batch import BatchBuilder
 from .beam_call import beam_engine
 from .beam_engine import BeamEngine
 from .call_report import report_of
 from .config import BatchConfig
-from .decode_graphs import graphs_for
-from .decode_rows import Seats
-from .device_sampling import picked_by_host
 from .endings import Endings
-from .engine import AtOnce, Engine, Launcher, runs_ahead
+from .engine import Engine
 from .errors import PromptError
+from .launching import launcher_for, why_by_host
 from .lineup import Lineup, line_up, most_pages_alone, pages_at_once
 from .memory import CacheHome
 from .notices import Notices
-from .pace import times_in_a_row, tokens_in_a_step
+from .pace import tokens_in_a_step
 from .patches.fused import FusedLayers, Fusion
 from .progress import Progress, progress_bar
 from .prompts import Prompt
@@ -39,7 +37,6 @@ from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
 from .request import Branch, Request, Step
 from .results import RunReport
 from .runner import ModelRunner
-from .sampling import Sampler
 from .scheduler import Scheduler, make_scheduler
 from .sharing import SharingPlan, plan_sharing
 from .streaming import Feed
@@ -48,8 +45,6 @@ from .work import Work
 
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.
 _GATHER_ROWS = {"cpu": 128}
-_DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
-_LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, and each row keeps room for it
 
 
 class Call:
@@ -151,7 +146,17 @@ class Call:
             self.engine = self._beams(work, self._runner)
             self.scheduler, self.answers = self.engine.scheduler, self.engine.answers
             return
-        launcher, depth = self._launcher(work)
+        launcher, depth = launcher_for(
+            self._runner,
+            self.lineup.requests,
+            work,
+            self.config,
+            self.scheduler,
+            self.recording,
+            self.recorder,
+            self.notices,
+        )
+        self._ahead = launcher if isinstance(launcher, Ahead) else None
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
             self.config.page_size,
@@ -182,9 +187,9 @@ class Call:
             step = replace(step, samples=min(step.tokens, step.samples * max(self.work.widths)))
         rows = self.recording.most_rows(vocabulary)
         if rows is None:
-            kinds, penalised = self.work.kinds, self.work.penalised
-            limits = any(options.config.min_new_tokens or options.config.min_length for options in kinds)
-            by_host = self._picked_by_host(_DEPTH.get(device.type, 1)) is not None
+            work, penalised = self.work, self.work.penalised
+            limits = any(options.config.min_new_tokens or options.config.min_length for options in work.kinds)
+            by_host = why_by_host(self.model, self.architecture, work, self.recording) is not None
             copied = penalised > 0 or limits
             picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=by_host)
         else:  # nothing is picked, and all logits are the rehearsed step's
@@ -210,54 +215,6 @@ class Call:
             budget = tokens_in_a_step(self.model, self.architecture.device, self.home.within_reach())
         in_order = self.config.scheduler == "groups" and not self.config.keep_prefixes and self.work.adapters is None
         return self.recording.most_tokens(budget, self.architecture.vocab_size, self.plan if in_order else None)
-
-    def _launcher(self, work: Work) -> tuple[Launcher, int]:
-        """What runs the steps, and how many of them may be on their way at a time."""
-        assert self._runner is not None
-        device = self.architecture.device
-        launcher = self.recording.launcher(self._runner, self.recorder)
-        if launcher is not None:
-            return launcher, _DEPTH.get(device.type, 1)
-        depth = self.config.steps_per_sync
-        if depth is None:
-            depth = 2 * times_in_a_row(self.model) if device.type == "cuda" else 1
-        reason = self._picked_by_host(depth)
-        if reason is not None:
-            if device.type == "cuda":
-                self.notices(f"host: {reason}", reason)
-            tensors = self.recording.tensors
-            record = None if tensors is None else tensors.record
-            sampler = Sampler(self.model, work.options, work.seed, record=record, notices=self.notices)
-            return AtOnce(self._runner, self.recording.around(sampler), self.recorder), 1
-        kernels = sampling_kernels(device)
-        requests = self.lineup.requests
-        pick = SeatedSampler(requests, work.options, work.seed, device, kernels)
-        places = Seats.of([work.rules[request.index].stop_tokens for request in requests], device)
-        longest = max((request.max_new_tokens for request in requests), default=1)
-        # One burst runs, one waits for its turn.
-        times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if runs_ahead(self.scheduler) else 1
-        graphs = graphs_for(self.config, self._runner, places, pick, kernels.advance, times, self.notices)
-        if graphs is None and self.config.steps_per_sync is None:
-            depth = _DEPTH.get(device.type, 1)
-        self._ahead = Ahead(self._runner, pick, places, graphs, device)
-        if device.type == "cuda" and not runs_ahead(self.scheduler):
-            self.notices(
-                "scheduler",
-                f"{type(self.scheduler).__name__} does not run ahead, so the device waits while a step is prepared: "
-                "see `runs_ahead` in hf_batchllm.scheduler.Scheduler",
-            )
-        return self._ahead, depth
-
-    def _picked_by_host(self, depth: int) -> str | None:
-        """Why tokens are not picked on the device; None if they are."""
-        work, architecture = self.work, self.architecture
-        if self.recording.why_by_host is not None:
-            return self.recording.why_by_host
-        if work.widths is not None:
-            return "beams are chosen by the host, which waits for each step"
-        return picked_by_host(
-            work.kinds, self.model, architecture.device, depth, work.penalised, architecture.vocab_size
-        )
 
     def _endings(self, work: Work) -> Endings:
         by_token = not getattr(self.scheduler, "ends_waiting", False)

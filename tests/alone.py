@@ -13,7 +13,7 @@ from families import build, random_prompts
 from harness import NEAR_TIE
 from transformers import SynthIDTextWatermarkingConfig
 
-from hf_batchllm import BatchResult, call
+from hf_batchllm import BatchResult, launching
 from hf_batchllm.request import Request
 from hf_batchllm.sampling import Sampler
 
@@ -62,7 +62,7 @@ class Trace:
 @pytest.fixture
 def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     trace = Trace()
-    monkeypatch.setattr(call, "Sampler", lambda *args, **given: Sampler(*args, **given | {"record": trace}))
+    monkeypatch.setattr(launching, "Sampler", lambda *args, **given: Sampler(*args, **given | {"record": trace}))
     return trace
 
 

@@ -58,8 +58,8 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
         self.captured += 1
 
     monkeypatch.setattr("hf_batchllm.call.make_backend", make_backend)
-    monkeypatch.setattr("hf_batchllm.call.graphs_for", graphs_for)
-    monkeypatch.setattr("hf_batchllm.call.picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.launching.graphs_for", graphs_for)
+    monkeypatch.setattr("hf_batchllm.launching.picked_by_host", lambda *_: None)
     monkeypatch.setattr("hf_batchllm.call.fused_kernels", lambda config, _: FUSED_TWINS if config.fuse else None)
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
 
