@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .generator import BatchGenerator
     from .results import BatchResult, Generation, RunReport
+    from .scores import Score, ScoreResult
     from .sharing import SharingPlan, plan_prompts
 
 _HOME = {  # public name -> the module that holds it
@@ -50,6 +51,8 @@ _HOME = {  # public name -> the module that holds it
     "PromptError": "errors",
     "PromptsTypeError": "errors",
     "RunReport": "results",
+    "Score": "scores",
+    "ScoreResult": "scores",
     "SharingPlan": "sharing",
     "TokenizerError": "errors",
     "UnsupportedModelError": "errors",
@@ -72,6 +75,8 @@ __all__ = [
     "PromptError",
     "PromptsTypeError",
     "RunReport",
+    "Score",
+    "ScoreResult",
     "SharingPlan",
     "TokenizerError",
     "UnsupportedModelError",

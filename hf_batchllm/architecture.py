@@ -53,6 +53,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     wrapped = hasattr(model, "get_base_model") and not isinstance(model, type)
     inner = model.get_base_model() if wrapped else model
+    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "peft_config"):  # PEFT's of adapters of several kinds
+        inner = getattr(getattr(inner, "base_model", None), "model", inner)
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(
             f"BatchGenerator(model, tokenizer) takes a transformers model with a language-model head, "

@@ -6,7 +6,7 @@ for each token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -94,7 +94,7 @@ class ModelBatch:
 class BatchBuilder:
     """``most_times``: how often decode rows may run in a row; 0 where there is nothing to do so.
 
-    ``wanted`` gives the part of a chunk whose logits are asked for, sampled or not; None for none of it.
+    ``wanted`` gives the parts of a chunk whose logits are asked for, sampled or not.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class BatchBuilder:
         pin_memory: bool = False,
         short_chunk: int = 0,
         most_times: int = 0,
-        wanted: Callable[[Chunk], Chunk | None] | None = None,
+        wanted: Callable[[Chunk], Sequence[Chunk]] | None = None,
     ) -> None:
         self.page_size = page_size
         self.most_times = most_times
@@ -133,7 +133,7 @@ class BatchBuilder:
             positions.append(np.arange(chunk.begin, chunk.end))
             slots.append(table.slots(place[chunk.unit], chunk.begin, chunk.end, self.page_size))
             last[chunk] = token - 1
-            if self.wanted is not None and (part := self.wanted(chunk)) is not None:
+            for part in self.wanted(chunk) if self.wanted is not None else ():
                 asked[part] = begin + part.begin - chunk.begin
         logits_rows = [*range(rows), *(last[chunk] for chunk in step.chunks if chunk.samples)]
         for part, first in asked.items():

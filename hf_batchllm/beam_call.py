@@ -15,13 +15,11 @@ from .recorder import Recorder
 from .recording import Recording
 from .request import Branch
 from .runner import ModelRunner
-from .storage import KVStorage
 from .work import Work
 
 
 def beam_engine(
     runner: ModelRunner,
-    storage: KVStorage,
     lineup: Lineup,
     cache: PagedCache,
     work: Work,
@@ -39,7 +37,6 @@ def beam_engine(
         BeamScheduler(groups, gather_rows),
         BatchBuilder(cache.page_size, device.type == "cuda", runner.backend.short_chunk),
         runner,
-        storage,
         groups,
         BeamScores(runner.model, work.options, groups, work.seed, notices, tensors),
         BeamEndings(lineup.requests, work.rules, clock, device, rows=work.rows, scores=scores),

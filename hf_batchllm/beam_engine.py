@@ -15,7 +15,6 @@ from .beams import Found, Group
 from .recorder import Recorder
 from .request import Branch, FinishReason, Request, Step
 from .runner import ModelRunner, current_device
-from .storage import KVStorage
 
 
 class BeamEngine:
@@ -24,7 +23,6 @@ class BeamEngine:
         scheduler: BeamScheduler,
         builder: BatchBuilder,
         runner: ModelRunner,
-        storage: KVStorage,
         groups: Sequence[Group],
         scores: BeamScores,
         endings: BeamEndings,
@@ -33,7 +31,6 @@ class BeamEngine:
         self.scheduler = scheduler
         self.builder = builder
         self.runner = runner
-        self.storage = storage
         self.groups = groups
         self.answers = [answer for group in groups for answer in group.answers]
         self.scores = scores
@@ -87,9 +84,9 @@ class BeamEngine:
             self.recorder.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             finished = []
-            for candidates in self.scores(groups, logits) if groups else []:
-                finished += self.choose(candidates)
-            self._move(groups)
+            with self.runner.adapted():  # guidance runs the model
+                for candidates in self.scores(groups, logits) if groups else []:
+                    finished += self.choose(candidates)
         self.recorder.collected(stretch)
         return finished, groups
 
@@ -119,15 +116,6 @@ class BeamEngine:
         if rows == list(range(len(rows))):
             return complete, logits[: len(rows)]
         return complete, logits[torch.tensor(rows, device=logits.device)]
-
-    def _move(self, groups: Sequence[Group]) -> None:
-        """What pages hold that have been put together."""
-        moved = [each for group in groups for each in group.moved]
-        if moved:
-            before, after = (np.concatenate(slots) for slots in zip(*moved, strict=True))
-            self.storage.move(before, after)
-        for group in groups:
-            group.moved.clear()
 
     def choose(self, candidates: Candidates) -> list[Group]:
         """Who goes on, and which answers there are. Returns the groups whose search is over."""

@@ -135,9 +135,9 @@ class BeamScheduler(_Base):
         return self._could_have(needed) and self.cache.evict(needed)
 
     def _expected_pages(self, group: Group) -> int:
-        """Of all beams together, at the end: most of their past is common, and each of its pieces ends a page."""
+        """Of all beams together, at the end."""
         tokens = max(self.expected.of(group.root), group.made + 1)
-        return self.cache.pages_for(min(tokens, group.root.max_new_tokens - 1)) + 2 * (group.width - 1)
+        return group.width * self.cache.pages_for(min(tokens, group.root.max_new_tokens - 1) or 1)
 
     def _growth(self, group: Group) -> int:
         return max(0, self._expected_pages(group) - group.pages)

@@ -1,16 +1,13 @@
 """The beams of a prompt as units of the cache: they stand on each other, each up to where it parted.
 
 Of the beams that go on from one, the best stays in its pages and the others begin pages of their own: no beam is ever
-copied. One that nobody follows any more leaves what others read of it. Where that is a single one, the few tokens that
-this has of its own are put behind what it read, or each parting of the way would leave a page half empty for good.
+copied. One that nobody follows any more leaves what others read of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from .cache import PagedCache
 from .request import Branch, Request, units_below
@@ -41,7 +38,6 @@ class Group:
         self.made = 0  # new tokens of each beam
         self.parents: list[list[int]] = []  # [beams]: which beam each of their tokens was picked from
         self.slots: list[Found] = [Found([], []) for _ in range(self.width)]
-        self.moved: list[tuple[np.ndarray, np.ndarray]] = []  # slots, and where what lay in them belongs now
         self._cache = cache
         self._tokens: list[list[int]] = []  # of the beams, while there are none
 
@@ -97,7 +93,6 @@ class Group:
                 self._leave(unit)
         if len(stays) < len(before):
             self._trim()
-            self._join()
 
     def dissolve(self) -> None:
         """Give up all that its beams have computed; their tokens are known."""
@@ -121,17 +116,6 @@ class Group:
         self.beams = []
         self.logits.clear()
         self._leave(self.root)
-
-    def _join(self) -> None:
-        """Put a unit from which nobody goes on together with its only reader, where that frees a page."""
-        size = self._cache.page_size
-        for unit in units_below(self.beams):
-            base = unit.base
-            if not isinstance(base, Branch) or base.held or base.refs > 1 or unit.computed - unit.start > size:
-                continue
-            pages = self._cache.pages_for(unit.computed - base.start)
-            if pages < len(unit.pages) + len(base.pages):
-                self.moved.append(self._cache.join(unit))
 
     def _stand_on_the_prompt(self, tokens: Sequence[list[int]]) -> None:
         for own in tokens:

@@ -171,32 +171,6 @@ class PagedCache:
             ending = base
         self._trim()
 
-    def join(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
-        """``unit`` takes over the one it stands on, which is there for it alone: fewer pages are left half empty.
-
-        Returns the slots where its own tokens lay, and those where they belong from now on.
-        """
-        base, begin = unit.base, unit.start
-        assert base is not None and base.refs == 1 and base.computed == begin
-        before = self._slots(unit, begin)
-        for page in unit.pages:
-            heapq.heappush(self._free, page)
-        self.requests += _counts(unit) * (not unit.pages) - _counts(base) * bool(base.pages)
-        unit.pages, base.pages = base.pages, []
-        unit.start = unit.lost = base.start
-        unit.base, base.base, base.refs = base.base, None, 0
-        self._holders.pop(base, None)
-        self._holders[unit] = None
-        self.reserve(unit, unit.computed)
-        return before, self._slots(unit, begin)
-
-    def _slots(self, unit: Unit, begin: int) -> np.ndarray:
-        """Where the tokens of a unit from position ``begin`` on lie that have been computed."""
-        offsets = np.arange(begin - unit.start, unit.computed - unit.start)
-        return (
-            np.array(unit.pages, dtype=np.int64)[offsets // self.page_size] * self.page_size + offsets % self.page_size
-        )
-
     @property
     def evictable_pages(self) -> int:
         """At most so many pages would ``evict`` free."""

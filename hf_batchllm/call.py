@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from .adapters import AdapterTurns
 from .ahead import Ahead, SeatedSampler
 from .architecture import Architecture
 from .backends import check_backend, fused_kernels, make_backend, sampling_kernels
@@ -75,18 +76,24 @@ class Call:
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
         self._ahead: Ahead | None = None
+        self._adapters: AdapterTurns | None = None
         self.engine: Engine | BeamEngine
 
-    def begin(self, work: Work, strict: bool) -> None:
-        """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record."""
+    def begin(self, work: Work, strict: bool, recording: Recording | None = None) -> None:
+        """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record.
+
+        ``recording``: of what is wanted beside tokens, if the work's options do not say it.
+        """
         self.recorder.switch("planning")
         self.work = work
-        self.recording = Recording(work.options)
+        self.recording = Recording(work.options) if recording is None else recording
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
         samples, widths = work.runs, work.widths
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
-        self.prompts = [prompt for prompt, count in zip(work.prompts, samples, strict=True) for _ in range(count)]
+        self._adapters = AdapterTurns(self.model, work.adapters)
+        keyed = self._adapters.keyed(work.prompts, work.places)
+        self.prompts = [prompt for prompt, count in zip(keyed, samples, strict=True) for _ in range(count)]
         limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = self._planned(limits)
         self.planning_seconds = self.recorder.seconds
@@ -106,7 +113,7 @@ class Call:
         self.recorder.switch("planning")
         can_stop = [work.rules[place].can_stop for place in work.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
-        prompts_watched = self.recording.prompts  # of kept prefixes there are K and V, and no logits
+        watched = self.recording.watched
         self.lineup = line_up(
             self.prompts,
             self.plan,
@@ -114,7 +121,7 @@ class Call:
             self.cache,
             samples,
             can_stop=stops,
-            use_kept=prompts_watched is None,
+            reach=None if watched is None else watched.reach(self.prompts),
             widths=widths,
         )
         for request in self.lineup.requests:
@@ -135,9 +142,11 @@ class Call:
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
         self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-        if prompts_watched is not None:
-            prompts_watched.start(self.lineup.requests)
-            self._runner.record = self.recorder.around("tokens", prompts_watched.record)
+        self._runner.adapters = self._adapters.swap
+        if watched is not None:
+            watched.start(self.lineup.requests)
+        if self.recording.prompts is not None:
+            self._runner.record = self.recorder.around("tokens", self.recording.prompts.record)
         if widths is not None:
             self.engine = self._beams(work, self._runner)
             self.scheduler, self.answers = self.engine.scheduler, self.engine.answers
@@ -149,7 +158,7 @@ class Call:
             pin_memory=device.type == "cuda",
             short_chunk=backend.short_chunk,
             most_times=0 if graphs is None else graphs.most_times,
-            wanted=None if prompts_watched is None else prompts_watched.wanted,
+            wanted=None if watched is None else watched.wanted,
         )
         self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
         self.recorder.switch("outside")  # results that are known already, a progress bar
@@ -159,37 +168,33 @@ class Call:
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         gather_rows = _GATHER_ROWS.get(self.architecture.device.type, 0)
         return beam_engine(
-            runner,
-            self.storage,
-            self.lineup,
-            self.cache,
-            work,
-            self.recording,
-            self.recorder,
-            self._clock,
-            gather_rows,
-            self.notices,
+            runner, self.lineup, self.cache, work, self.recording, self.recorder, self._clock, gather_rows, self.notices
         )
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
         """Bytes that the call takes beside a KV cache of at most so many pages; None where that cannot be found out."""
         if cannot_rehearse(self.model):
             return None
-        config, device, kinds = self.config, self.architecture.device, self.work.kinds
+        config, device = self.config, self.architecture.device
         vocabulary = self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
         if self.work.widths is not None:
             step = replace(step, samples=min(step.tokens, step.samples * max(self.work.widths)))
-        reason = self._picked_by_host(_DEPTH.get(device.type, 1))
-        penalised = self.work.penalised
-        copied = penalised > 0 or any(options.config.min_new_tokens or options.config.min_length for options in kinds)
-        picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=reason is not None)
+        rows = self.recording.most_rows(vocabulary)
+        if rows is None:
+            kinds, penalised = self.work.kinds, self.work.penalised
+            limits = any(options.config.min_new_tokens or options.config.min_length for options in kinds)
+            by_host = self._picked_by_host(_DEPTH.get(device.type, 1)) is not None
+            copied = penalised > 0 or limits
+            picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=by_host)
+        else:  # nothing is picked, and all logits are the rehearsed step's
+            step, by_host, picking = replace(step, samples=min(step.tokens, rows)), True, 0
         picking += self.recording.step_bytes(step.tokens, vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)
             self._runner = ModelRunner(self.model, self.architecture, backend, self._fused)
-            graphs = config.cuda_graphs and reason is None
+            graphs = config.cuda_graphs and not by_host
             return self.home.rehearsals.beside_the_cache(self._runner, step, graphs, picking, self.home.memory)
         finally:
             storage.release()
@@ -203,12 +208,16 @@ class Call:
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = tokens_in_a_step(self.model, self.architecture.device, self.home.within_reach())
-        return self.recording.most_tokens(budget, self.architecture.vocab_size)
+        in_order = self.config.scheduler == "groups" and not self.config.keep_prefixes and self.work.adapters is None
+        return self.recording.most_tokens(budget, self.architecture.vocab_size, self.plan if in_order else None)
 
     def _launcher(self, work: Work) -> tuple[Launcher, int]:
         """What runs the steps, and how many of them may be on their way at a time."""
         assert self._runner is not None
         device = self.architecture.device
+        launcher = self.recording.launcher(self._runner, self.recorder)
+        if launcher is not None:
+            return launcher, _DEPTH.get(device.type, 1)
         depth = self.config.steps_per_sync
         if depth is None:
             depth = 2 * times_in_a_row(self.model) if device.type == "cuda" else 1
@@ -266,12 +275,25 @@ class Call:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         self._started = True
         self.recorder.start(self.cache)
-        self.scheduler.start(self.lineup.requests, self.cache, self._budget)
-        yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
+        assert self._adapters is not None
+        for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
+            self._start(requests, turn)
+            yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
         if any(not request.done for request in self.answers):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
         self.recorder.switch("outside")
         self._complete = True
+
+    def _start(self, requests: list[Request], turn: int) -> None:
+        """The scheduler begins with all requests, or with those of one adapter."""
+        if len(requests) < len(self.lineup.requests):
+            self.engine.endings.take_turn(requests)
+        preempted = getattr(self.scheduler, "preemptions", 0) if turn else 0
+        self.scheduler.start(requests, self.cache, self._budget)
+        if preempted > getattr(self.scheduler, "preemptions", 0):  # it counts anew
+            self.scheduler.preemptions = preempted
+        if turn and self._ahead is not None:
+            self._ahead.back()  # what graphs have captured is another adapter's
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:
@@ -291,6 +313,8 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         try:
+            if self._adapters is not None:
+                self._adapters.restore()
             if self._ahead is not None:
                 self._ahead.close()
         except BaseException:
@@ -298,7 +322,7 @@ class Call:
             raise
         finally:
             if self._complete:
-                self.home.settle()
+                self._settle()
             elif self._opened:
                 # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
                 refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
@@ -307,6 +331,13 @@ class Call:
                     self.recording.tensors.release()
                 forget_tensors(error)
             self._left = True
+
+    def _settle(self) -> None:
+        assert self._adapters is not None
+        if self._adapters.were_switched:  # between results: nobody knows what was computed with which
+            self.home.clear()
+        else:
+            self.home.settle()
 
     def make_sure(self) -> None:
         """Leave, if an interrupt came in the way of that."""
@@ -323,6 +354,8 @@ class Call:
     def _let_go_of_the_model(self) -> None:
         if self._runner is not None:
             self._runner.restore()
+        if self._adapters is not None:
+            self._adapters.restore()
         if self._fused is not None:  # a traceback may keep this call, and it the weights that close() takes apart
             self._fused.release()
 
@@ -347,15 +380,17 @@ class Call:
     def progress(self, wanted: bool | None) -> AbstractContextManager[Progress]:
         """A bar over what ``run`` will do."""
         to_compute = self.plan.computed_tokens - self.lineup.cached_tokens
-        lengths = sum(len(prompt.ids) for prompt in self.prompts)
-        return progress_bar(self.answers, to_compute, 1 - to_compute / max(lengths, 1), wanted)
+        scores = self.recording.scores
+        lengths = sum(len(prompt.ids) for prompt in self.prompts) if scores is None else scores.prompt_tokens
+        saving = 1 - to_compute / max(lengths, 1)
+        return progress_bar(self.answers, to_compute, saving, wanted, scores=None if scores is None else scores.scores)
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""
         if not self._started:
             return None
         ahead = self._ahead
-        return report_of(
+        report = report_of(
             self.engine,
             self.scheduler,
             self.cache,
@@ -371,16 +406,21 @@ class Call:
             fused=self.fusion.summary if self._fused is not None else "",
             graphs=ahead.summary if ahead is not None else "",
         )
+        return self.recording.in_report(report, self.lineup.requests)
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:
         problems = {}
         for place, pages in lineup.too_long.items():
             request = lineup.requests[place]
             have, size = self.cache.num_pages * self.cache.page_size, pages * self.home.page_bytes
-            beams = f" in each of {request.width:,} beams" if isinstance(request, Branch) else ""
+            grows, lower = f" and may grow by {request.max_new_tokens:,}", ", or lower `max_new_tokens`"
+            if isinstance(request, Branch):
+                grows += f" in each of {request.width:,} beams"
+            elif request.max_new_tokens == 1:  # which is not run
+                grows = lower = ""
             problems[request.index] = (
-                f"has {len(request.prompt_ids):,} tokens and may grow by {request.max_new_tokens:,}{beams}; the KV "
-                f"cache has room for {have:,}: raise `kv_memory` to {size:,} bytes at least, or lower `max_new_tokens`"
+                f"has {len(request.prompt_ids):,} tokens{grows}; the KV cache has room for {have:,}: raise `kv_memory` "
+                f"to {size:,} bytes at least{lower}"
             )
         if problems and strict:
             raise PromptError({**self.work.problems, **problems})

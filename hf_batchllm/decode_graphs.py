@@ -97,7 +97,10 @@ class DecodeGraphs:
         """The owner may do anything to the model between two results."""
         if not self.look_again or (self._given_up and not any(graph.captured for graph in self._graphs.values())):
             return
-        state, self.look_again = owners_state(self._runner.model, self._seats.last.device), False
+        adapters = self._runner.adapters
+        of_steps = None if adapters is None else adapters.name  # which the owner's model has in steps alone
+        state = owners_state(self._runner.model, self._seats.last.device), of_steps
+        self.look_again = False
         if state == self._state:
             return
         for graph in [graph for graph in self._graphs.values() if graph.captured]:

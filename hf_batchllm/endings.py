@@ -198,12 +198,18 @@ class Endings:
                 waiting.setdefault((began if since is None else since, seconds), []).append(request)
         self._deadlines = sorted(waiting.items(), key=lambda item: -sum(item[0]))  # the next one is the last
         self._late: dict[Request, None] = {}
+        self._turn: frozenset[Request] | None = None  # whose it is; None: everybody's
 
     # -- time --------------------------------------------------------------------------------------------------
 
+    def take_turn(self, requests: Sequence[Request]) -> None:
+        """The others are not with the scheduler now: should their time be over, they end in a turn of their own."""
+        self._turn = frozenset(requests)
+
     def late(self) -> list[Request]:
         """Who has not ended though there is no time left."""
-        return [] if self._time_by_token else list(self._overdue())
+        late = [] if self._time_by_token else list(self._overdue())
+        return late if self._turn is None else [request for request in late if request in self._turn]
 
     def _overdue(self) -> dict[Request, None]:
         now = time.time() if self._deadlines else 0.0

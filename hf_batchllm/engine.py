@@ -55,7 +55,8 @@ class AtOnce:
         with current_device(self.runner.architecture.device):
             logits = self.runner.step(batch)
             self.recorder.switch("tokens")
-            tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
+            with self.runner.adapted():
+                tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
     def back(self) -> None:

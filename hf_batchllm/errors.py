@@ -27,27 +27,27 @@ def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 
 
 class PromptError(BatchLLMError, ValueError):
-    """Some prompts cannot be run. ``problems`` maps each bad index to the reason."""
+    """Some prompts cannot be run. ``problems`` maps each bad index to the reason. ``what``: is counted by the index."""
 
-    def __init__(self, problems: Mapping[int, str]) -> None:
+    def __init__(self, problems: Mapping[int, str], what: str = "prompt") -> None:
         self.problems = dict(sorted(problems.items()))
         alike: dict[str, list[int]] = {}
         for index, why in self.problems.items():
             alike.setdefault(why, []).append(index)
-        lines = [f"{_named(indices)} {why}" for why, indices in alike.items()]
+        lines = [f"{_named(indices, what)} {why}" for why, indices in alike.items()]
         if len(lines) > 1:
             hidden = sum(map(len, list(alike.values())[_SHOWN:]))
             shown = [f"  {line}" for line in lines[:_SHOWN]]
             if hidden:
                 shown.append(f"  ... and {hidden:,} more (all of them in .problems)")
-            lines = [f"{len(self.problems):,} prompts cannot be run:", *shown]
+            lines = [f"{len(self.problems):,} {what}s cannot be run:", *shown]
         super().__init__("\n".join(lines))
 
 
-def _named(indices: list[int]) -> str:
+def _named(indices: list[int], what: str) -> str:
     """``prompt 3``, or ``prompts 0-2, 7: each``."""
     if len(indices) == 1:
-        return f"prompt {indices[0]}"
+        return f"{what} {indices[0]}"
     stretches: list[list[int]] = []
     for index in indices:
         if stretches and index == stretches[-1][1] + 1:
@@ -56,7 +56,7 @@ def _named(indices: list[int]) -> str:
             stretches.append([index, index])
     named = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in stretches[:_SHOWN])
     more = sum(last - first + 1 for first, last in stretches[_SHOWN:])
-    return f"prompts {named}{f' and {more:,} more' if more else ''}: each"
+    return f"{what}s {named}{f' and {more:,} more' if more else ''}: each"
 
 
 class PromptsTypeError(BatchLLMError, TypeError):

@@ -97,6 +97,8 @@ def not_of_generate(given: dict[str, Any]) -> Exception | None:
     for name in ("stopping_criteria", "logits_processor"):
         if callable(given.get(name)) and not isinstance(given[name], list | tuple):  # to a generator, a factory
             return ValueError(f"`{name}` is not a list")
+    if given.get("adapter_names") is not None:  # PEFT's, of a model with several
+        return UnsupportedOptionError("adapter_names", "goes to BatchGenerator.generate, where it is called `adapter`")
     if isinstance(given.get("generation_config"), list | tuple):
         return ValueError("`generation_config` is a list")
     if given.get("cache_implementation") == "paged":

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
+from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import base_model, inspect_model, look_again
 from .backends import check_backend
 from .beam_outputs import beam_output, filling
@@ -24,9 +25,12 @@ from .memory import CacheHome
 from .notices import Notices
 from .options import Options
 from .patches.fused import Fusion
+from .prompts import Prompt
 from .recording import Recording
 from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
+from .scores import Score, ScoreResult
+from .scoring import ScoreWork, Scoring
 from .sharing import SharingPlan
 from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
@@ -73,7 +77,7 @@ class BatchGenerator:
         self._home = CacheHome(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
-        self.interrupted: BatchResult | None = None
+        self.interrupted: BatchResult | ScoreResult | None = None
         self._running: _Turn | None = None
         self._closed = False
 
@@ -119,6 +123,8 @@ class BatchGenerator:
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
         generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
             ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
+        adapter: of a model with PEFT adapters, the name of one, or None for the model without any; or a list, one for
+            each prompt. Left out, the active adapters are used as they are.
         logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
             Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator.
@@ -181,13 +187,67 @@ class BatchGenerator:
             raise
         return self._results(work, on_error == "raise", progress or False)
 
-    def plan(self, prompts: Any) -> SharingPlan:
-        """What sharing these prompts would save. Runs no model."""
+    def score(
+        self,
+        contexts: Any,
+        continuations: Any = None,
+        *,
+        choices: Any = None,
+        adapter: Any = AS_IT_IS,
+        on_error: str = "raise",
+        progress: bool | None = None,
+    ) -> ScoreResult:
+        """How likely continuations are: their tokens' log-probabilities, each given its context and those before it.
+
+        contexts: as the prompts of ``generate``; or None to score whole texts, from their second token on (the first
+            stands for nothing but itself, and is BOS where the tokenizer begins with one).
+        continuations: one for each context, a string or token ids, or a list of several; or the texts.
+        choices: instead of continuations, a list of those that all contexts have.
+        adapter: as for ``generate``; a list has one for each context (or text).
+        on_error, progress: as for ``generate``.
+
+        What contexts have in common is computed once, and so is each context, however many continuations it has. The
+        LM head runs where a continuation is looked up and nowhere else.
+
+        A string after a string is encoded together with it, as one text, and is scored from the first token on that
+        the context by itself does not begin with: a token that goes over the end of the context belongs to the
+        continuation. After token ids and chats, continuations are encoded by themselves, without special tokens.
+        """
+        done: list[Score] = []
+        total, report, turn = 0, None, None
+        try:  # everything: an interrupt may come at any moment
+            turn = _Turn()
+            _check_progress(progress)
+            with self._busy(turn) as call:
+                inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
+                work = ScoreWork.of(inputs)
+                total, self.interrupted = len(inputs.items), None
+                recording = Scoring(work)
+                with work.problems_named():
+                    call.begin(work.work, on_error == "raise", recording)
+                try:
+                    with call.progress(progress) as bar:
+                        for request in call.run(bar.step):
+                            scores = list(recording.lookups.scores(request, self._tokenizer.decode))
+                            done += scores
+                            bar.finish(request, len(scores))
+                finally:
+                    self.last_report = report = self._report(call)
+            return ScoreResult([*done, *work.failures()], report)
+        except KeyboardInterrupt:
+            self._end(turn)
+        call = turn = work = recording = None  # out here, for the same reason as in `generate`
+        self.interrupted = ScoreResult(done, report, complete=False)
+        raise GenerationInterrupted(self.interrupted, len(done), total)
+
+    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
+        """What sharing these prompts would save. Runs no model. ``adapter``: as in ``generate``."""
         self._refuse_if_closed()
         checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
             raise PromptError(problems)
-        prepared = [prompt for prompt in checked if prompt is not None]
+        adapters = adapter_of_each(self.model, adapter, len(checked)) or [None] * len(checked)
+        prepared = [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
         plan = make_plan(prepared, self.config, 1)
         label_segments(plan, prepared, self._tokenizer.decode_if_loaded)
         return plan

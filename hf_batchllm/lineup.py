@@ -66,13 +66,14 @@ def line_up(
     cache: PagedCache,
     samples: int | Sequence[int] = 1,
     can_stop: bool | Sequence[bool] = True,
-    use_kept: bool = True,
+    reach: Sequence[int] | None = None,
     widths: Sequence[int] | None = None,
 ) -> Lineup:
     """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers.
 
-    ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them. ``use_kept``: whether to
-    stand on prefixes that an earlier call has kept. ``widths``: of a beam search, how many beams each prompt has.
+    ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them. ``reach``: how many tokens of
+    each prompt may be taken from prefixes that an earlier call has kept, of which there are no logits; None: all.
+    ``widths``: of a beam search, how many beams each prompt has.
     """
     if isinstance(samples, int):
         samples = [samples] * (len(prompts) // samples)
@@ -80,15 +81,20 @@ def line_up(
     stops = [can_stop] * len(prompts) if isinstance(can_stop, bool) else can_stop
     prefixes: list[Prefix] = []
     lineup = Lineup([], prefixes)
+    rank = np.empty(len(prompts), dtype=np.int64)
+    rank[plan.order] = np.arange(len(prompts))
+    most = None if reach is None else np.asarray(reach, dtype=np.int64)
     for segment in plan.segments:
         prompt = prompts[segment.prompt]
         below = prefixes[segment.parent] if segment.parent >= 0 else None
         prefix = Prefix(prompt.ids, segment.start, segment.end, key=prompt.key)
-        lineup.cached_tokens += _attach(prefix, below, segment.end, cache, use_kept)
+        limit = segment.end
+        if most is not None:
+            first = int(rank[segment.prompt])
+            limit = min(limit, int(most[plan.order[first : first + segment.members]].min()))
+        lineup.cached_tokens += _attach(prefix, below, limit, cache)
         prefixes.append(prefix)
     found: list[int] = []
-    rank = np.empty(len(prompts), dtype=np.int64)
-    rank[plan.order] = np.arange(len(prompts))
     for place, prompt in enumerate(prompts):
         parent = int(plan.parents[place])
         below = prefixes[parent] if parent >= 0 else None
@@ -104,7 +110,8 @@ def line_up(
         )
         if isinstance(request, Branch) and widths is not None:
             request.width = widths[place]
-        found.append(_attach(request, below, len(prompt.ids) - 1, cache, use_kept))
+        limit = len(prompt.ids) - 1
+        found.append(_attach(request, below, limit if most is None else min(limit, int(most[place])), cache))
         lineup.requests.append(request)
     # A prefix that only an empty one stood on (a kept prefix took its place) has lost its readers: it goes.
     for prefix in reversed(prefixes):
@@ -118,14 +125,14 @@ def line_up(
     return lineup
 
 
-def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache, use_kept: bool) -> int:
+def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache) -> int:
     """Put ``unit`` on the prefix below it in the plan, or on a kept one that reaches further into its tokens.
 
     Returns how many of its tokens were found in the kept one.
     """
     found = 0
     inside = below is None or _is_cached(below)
-    if use_kept and cache.kept_prefixes and inside and limit > unit.start:
+    if cache.kept_prefixes and inside and limit > unit.start:
         ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids  # type: ignore[attr-defined]
         kept, reach = cache.match(ids, limit, unit.key)
         if kept is not None and reach > unit.start:

@@ -13,6 +13,7 @@ from .config import BatchConfig
 from .device_memory import DeviceMemory, device_memory, is_out_of_memory
 from .errors import CacheMemoryError
 from .notices import Notices
+from .patches.adapter_swap import adapted_layers
 from .rehearsal import Rehearsals
 from .results import shown_size
 from .storage import KVStorage, autocast_dtype, kv_dtype
@@ -241,8 +242,8 @@ class CacheHome:
 
 
 def weights_fingerprint(model: nn.Module) -> object:
-    """Changes when weights do (in place and behind PyTorch's back, too), when adapters are switched or scaled, and
-    when autocast has keys and values computed in another dtype.
+    """Changes when weights do (in place and behind PyTorch's back, too), when adapters are merged or scaled, and when
+    autocast has keys and values computed in another dtype. Which adapters are active is in the prompts' keys.
 
     Hooks are left out: most only watch, and what one does cannot be seen.
     """
@@ -250,9 +251,7 @@ def weights_fingerprint(model: nn.Module) -> object:
     # Writing through .data moves no version counter: what the weights add up to shows it.
     sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
     identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
-    adapters = []
-    for module in model.modules():
-        if hasattr(module, "disable_adapters"):  # PEFT's layers
-            fields = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-            adapters.append([str(getattr(module, name, None)) for name in fields])
+    adapters = [
+        [str(getattr(layer, name, None)) for name in ("merged_adapters", "scaling")] for layer in adapted_layers(model)
+    ]
     return identity, torch.stack(sums).tolist(), adapters, autocast_dtype(tensors[0].device)

@@ -91,7 +91,10 @@ _ELSEWHERE = {
         _CHAT,
     ),
     **dict.fromkeys(("chat_template_kwargs", "apply_chat_template"), _CHAT),
-    "lora_request": "is not taken: give BatchGenerator the model with its adapter (PEFT)",
+    **dict.fromkeys(
+        ("lora_request", "adapter_name", "adapter_names", "lora", "lora_name", "lora_path"),
+        "is called `adapter` here: the name of a PEFT adapter that the model has, or a list with one for each prompt",
+    ),
     **dict.fromkeys(
         ("guided_decoding", "structured_outputs", "response_format", "guided_json", "guided_regex", "grammar"),
         "is not an option of transformers: pass `logits_processor=factory`, where factory(index, prompt_token_ids) "

@@ -80,6 +80,13 @@ TABLE: dict[str, Row] = {
             "One for all prompts; or, with a list of prompts, a list with one for each. Keyword arguments win over "
             "it, and it wins over `model.generation_config`.",
         ),
+        _ours(
+            "adapter",
+            None,
+            "Of a model with PEFT adapters: the name of one, or `None` for the model without any; or a list, one for "
+            "each prompt. Left out, the adapters that are active are used as they are. The model's own state is not "
+            "touched, and prompts share what they begin with only where they have the same adapter.",
+        ),
         _argument("tokenizer", None, "For `stop_strings`, where it is not to be the one that the BatchGenerator has."),
         _refused(
             "inputs_embeds",

@@ -22,6 +22,7 @@ class Progress:
     def __init__(self, bar: tqdm, sequences: int, kind: str, prompt_tokens: int, saving: float) -> None:
         self._bar = bar
         self._sequences = sequences
+        self._kind = kind
         self._count = f"{sequences:,} {kind}"
         self._prompt_tokens = prompt_tokens  # still to be computed
         self._saved = f", {saving:.0%} saved" if saving >= 0.005 else ""
@@ -36,8 +37,8 @@ class Progress:
         self._show()
         self._bar.update(prompt_tokens + new_tokens)
 
-    def finish(self, request: Request) -> None:
-        self._finished += 1
+    def finish(self, request: Request, results: int = 1) -> None:
+        self._finished += results
         self._bar.total -= request.max_new_tokens - len(request.generated)  # it ended sooner than it might have
         if self._finished == self._sequences:
             self._bar.total = self._bar.n  # out of time, not all prompts have been computed
@@ -50,21 +51,30 @@ class Progress:
             return
         self._bar.set_description_str(f"{self._finished:,}/{self._count}", refresh=False)
         elapsed = self._bar.format_dict["elapsed"]
-        rate = self._new_tokens / elapsed if elapsed else 0.0
-        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s{self._saved}", refresh=False)
+        done, unit = (self._finished, "scores") if self._kind == "scores" else (self._new_tokens, "tokens")
+        rate = done / elapsed if elapsed else 0.0
+        self._bar.set_postfix_str(f"{rate:,.0f} {unit}/s{self._saved}", refresh=False)
 
 
 @contextmanager
 def progress_bar(
-    requests: Sequence[Request], prompt_tokens: int, saving: float, wanted: bool | None
+    requests: Sequence[Request],
+    prompt_tokens: int,
+    saving: float,
+    wanted: bool | None,
+    scores: int | None = None,
 ) -> Iterator[Progress]:
-    """``prompt_tokens`` are to be computed; ``wanted`` None: for long lists, where transformers shows bars, too."""
-    show = len(requests) >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
-    kind = "samples" if any(request.sample for request in requests) else "prompts"
+    """``prompt_tokens`` are to be computed; ``wanted`` None: for long lists, where transformers shows bars, too.
+
+    ``scores``: how many are read from the requests, where those are no answers.
+    """
+    results = len(requests) if scores is None else scores
+    show = results >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
+    kind = "samples" if any(request.sample for request in requests) else "prompts" if scores is None else "scores"
     total = prompt_tokens + sum(request.max_new_tokens for request in requests)
     file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
-    desc = f"0/{len(requests):,} {kind}"
+    desc = f"0/{results:,} {kind}"
     # Steps differ so much in their tokens that each of them is a chance to draw the bar anew.
     with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=desc, file=file) as bar:
-        yield Progress(bar, len(requests), kind, prompt_tokens, saving)
+        yield Progress(bar, results, kind, prompt_tokens, saving)
         bar.refresh()

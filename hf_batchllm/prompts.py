@@ -74,7 +74,7 @@ def check_prompts(
     when a string or a chat is met. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt.
     A ``prompts`` that is not a list of prompts at all is a ``PromptsTypeError``.
     """
-    given = _as_list(prompts)
+    given = as_list(prompts)
     id_limit = _ID_LIMIT if vocab_size is None else min(vocab_size, _ID_LIMIT)
     checked: list[Prompt | None] = [None] * len(given)
     problems: dict[int, str] = {}
@@ -139,21 +139,21 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _as_list(prompts: Any) -> Sequence[Any]:
-    """The prompts one by one; a bare prompt is a list of one."""
+def as_list(prompts: Any, name: str = "prompts") -> Sequence[Any]:
+    """The prompts one by one; a bare prompt is a list of one. ``name``: of the argument, for messages."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "UTO":
         prompts = prompts.tolist()  # a column of strings or of lists, not of token ids
     if is_array(prompts):
         if prompts.ndim == 0:
-            raise PromptsTypeError(f"prompts is a 0-D {kind(prompts)}; {A_PROMPT_IS}")
+            raise PromptsTypeError(f"{name} is a 0-D {kind(prompts)}; {A_PROMPT_IS}")
         if prompts.ndim != 1:
-            raise PromptsTypeError(f"prompts is a {prompts.ndim}-D {kind(prompts)}; {_PADDED_TENSOR}")
+            raise PromptsTypeError(f"{name} is a {prompts.ndim}-D {kind(prompts)}; {_PADDED_TENSOR}")
         return [prompts]
     why = no_list(prompts)
     if why is not None:
-        raise PromptsTypeError(f"prompts is {why}")
+        raise PromptsTypeError(f"{name} is {why}")
     listed = prompts if isinstance(prompts, (list, tuple)) else read_all(prompts)
     return [listed] if _is_bare(listed) else listed
 

@@ -7,19 +7,51 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from .options import Options
+from .prompts import Prompt
 from .request import Chunk, Request, Unit
+
+if TYPE_CHECKING:
+    from .engine import Launcher
+    from .recorder import Recorder
+    from .results import RunReport
+    from .runner import ModelRunner
+    from .sharing import SharingPlan
 
 LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
 Sample = Callable[[torch.Tensor, Sequence[Request]], list[int]]
 
 _MOST_LOGITS = 1 << 28  # numbers that a step gives where each of its tokens is asked for
 _AT_ONCE = 1 << 25  # numbers that are looked at at a time
+
+
+class Watched(Protocol):
+    """Looks at logits of prompts."""
+
+    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """Of each prompt of the call, the tokens at its beginning at which no logits are needed."""
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """The call's requests, attached to their prefixes."""
+
+    def wanted(self, chunk: Chunk) -> Sequence[Chunk]:
+        """The parts of a chunk, which is about to be run, whose logits are asked for."""
+
+
+@dataclass(frozen=True)
+class ScoreCounts:
+    """Scores that are to be read from a call's sequences."""
+
+    scores: int
+    prompt_tokens: int  # that each of them would have to run by itself, added up
+    scored_tokens: int
 
 
 class Recording:
@@ -29,6 +61,7 @@ class Recording:
         self.tensors: StepTensors | None = None
         self.new_tokens: NewTokenLogProbs | None = None
         self.prompts: PromptLogProbs | None = None
+        self.scores: ScoreCounts | None = None  # where tokens are not what is wanted
         if not options:
             return
         config, given = options[0].config, options[0].given
@@ -42,6 +75,19 @@ class Recording:
             self.prompts = PromptLogProbs(int(given.prompt_logprobs))
 
     @property
+    def watched(self) -> Watched | None:
+        """What wants to see the logits of prompts."""
+        return self.prompts
+
+    def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
+        """In the terms of whoever reads it. ``requests``: of the call."""
+        return report
+
+    def launcher(self, runner: ModelRunner, recorder: Recorder) -> Launcher | None:
+        """What runs the steps, where tokens are not what is wanted of them."""
+        return None
+
+    @property
     def why_by_host(self) -> str | None:
         """Why tokens have to be picked by the host; None where nothing is asked for."""
         names = [] if self.tensors is None else list(self.tensors.names)
@@ -51,8 +97,15 @@ class Recording:
         quoted = " and ".join(f"`{name}`" for name in names)
         return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
 
-    def most_tokens(self, budget: int, vocabulary: int) -> int:
-        """How many tokens a step may have, of the ``budget`` that there is."""
+    def most_rows(self, vocabulary: int) -> int | None:
+        """How many rows of logits a step gives at most; None where that is as many as there are sequences."""
+        return None
+
+    def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
+        """How many tokens a step may have, of the ``budget`` that there is.
+
+        ``plan``: in whose order prompts run, if they do, and from their beginning.
+        """
         return budget if self.prompts is None else max(1, min(budget, _MOST_LOGITS // vocabulary))
 
     def results_bytes(self, steps: int, vocabulary: int) -> int:
@@ -175,6 +228,9 @@ class PromptLogProbs:
         self._chains: dict[Request, list[tuple[_Known, int]]] = {}
         self._known: WeakValueDictionary[Unit, _Known] = WeakValueDictionary()
 
+    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        return [0] * len(prompts)
+
     def start(self, requests: Sequence[Request]) -> None:
         """The call's requests, attached to their prefixes."""
         for request in requests:
@@ -195,13 +251,13 @@ class PromptLogProbs:
                 chain.append((known, cut))
             self._chains[request] = chain
 
-    def wanted(self, chunk: Chunk) -> Chunk | None:
-        """The part of a chunk whose logits are asked for."""
+    def wanted(self, chunk: Chunk) -> list[Chunk]:
+        """The part of a chunk whose logits are asked for, if there is one."""
         known = self._known.get(chunk.unit)
         if known is None:
-            return None
+            return []
         begin, end = max(chunk.begin, known.seen), min(chunk.end, known.last)
-        return Chunk(chunk.unit, begin, end) if begin < end else None
+        return [Chunk(chunk.unit, begin, end)] if begin < end else []
 
     def record(self, parts: Sequence[Chunk], logits: torch.Tensor) -> None:
         """``logits`` [tokens, vocabulary] of the tokens of all parts."""

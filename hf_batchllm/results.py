@@ -76,6 +76,8 @@ class RunReport:
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     idle_tokens: tokens run for answers that turned out to have ended before.
+    scored_tokens: of a call of ``score``, the tokens whose log-probability was wanted. Its sequences are the
+        continuations, each with its context; what counts as its prompt tokens is all of them but the last.
     timeline: what steps ran over in the course of time, and where the time went (a Timeline).
     """
 
@@ -100,11 +102,13 @@ class RunReport:
     graphs: str = ""
     idle_tokens: int = 0
     device_memory: int = 0
+    scored_tokens: int = 0
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property
     def tokens_per_second(self) -> float:
-        return self.new_tokens / self.seconds if self.seconds else 0.0
+        """New ones; of a call of ``score``, those scored."""
+        return (self.scored_tokens or self.new_tokens) / self.seconds if self.seconds else 0.0
 
     def _repr_html_(self) -> str:
         from .views.report import report_html  # only who looks at it needs it
@@ -116,8 +120,9 @@ class RunReport:
         count = f"{self.sequences:,} sequence{'' if self.sequences == 1 else 's'}"
         if self.finished < self.sequences:
             count = f"interrupted: {self.finished:,} of {count}"
+        tokens, kind = (self.scored_tokens, "scored") if self.scored_tokens else (self.new_tokens, "new")
         lines = [
-            f"{count}, {self.new_tokens:,} new tokens in {seconds} ({self.tokens_per_second:,.0f} new tokens/s)",
+            f"{count}, {tokens:,} {kind} tokens in {seconds} ({self.tokens_per_second:,.0f} {kind} tokens/s)",
             f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
             f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",

@@ -20,6 +20,7 @@ from .attention import (
 )
 from .batch import ModelBatch
 from .errors import UnsupportedModelError
+from .patches.adapter_swap import AdapterSwap
 from .patches.attention_swap import AttentionSwap
 from .patches.cpu_head import HeadSwap
 from .patches.fused import FusedLayers
@@ -47,19 +48,24 @@ class ModelRunner:
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
+        self.adapters: AdapterSwap | None = None  # where prompts say which they are for
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # gets the logits asked for beside
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
         """Run the step's tokens; the logits of those rows that are sampled, as the model gives them."""
-        with self._as_inference():
-            logits = self._step(batch)
+        logits = self.every_row(batch)
         if not batch.asked:
             return logits
         samples = len(batch.tokens.sample_seats)
         assert self.record is not None
         self.record(batch.asked, logits[samples:])
         return logits[:samples]
+
+    def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
+        """Run the step's tokens; the logits of those that are sampled, then of those asked for beside."""
+        with self._as_inference():
+            return self._step(batch)
 
     def rows(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext
@@ -90,8 +96,9 @@ class ModelRunner:
     ) -> torch.Tensor:  # [samples, vocabulary]
         keep = {"logits_to_keep": logits_rows} if self._selects_rows and logits_rows is not None else {}
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
+        adapted = nullcontext() if self.adapters is None else self.adapters.applied()
         fused = nullcontext() if self._fused is None else self._fused.applied()
-        with self._swap.applied(ATTENTION_NAME), fused, self._head.applied(), attention_context(context):
+        with self._swap.applied(ATTENTION_NAME), adapted, fused, self._head.applied(), attention_context(context):
             output = self.model(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -107,6 +114,10 @@ class ModelRunner:
             )
         logits = output.logits[0]
         return logits if self._selects_rows or logits_rows is None else logits[logits_rows]
+
+    def adapted(self) -> AbstractContextManager[None]:
+        """For what else may run the model between steps: processors."""
+        return nullcontext() if self.adapters is None else self.adapters.applied_alone()
 
     @torch.no_grad()
     def in_float32(self, logits: torch.Tensor) -> torch.Tensor:
@@ -124,6 +135,8 @@ class ModelRunner:
         self._head.restore()
         if self._fused is not None:
             self._fused.restore()
+        if self.adapters is not None:
+            self.adapters.restore()
         self._swap.restore()
         if self._outside is not None:
             grad_mode, context = self._outside

@@ -42,7 +42,10 @@ class Scheduler(Protocol):
     preemptions: int
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
-        """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready."""
+        """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready.
+
+        Where prompts have different adapters it begins with those of one, and again when none of them is left.
+        """
 
     def next(self) -> Step | None:
         """The next step, or None when every request has finished, or only waits for tokens that were not seen yet."""

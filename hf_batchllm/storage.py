@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -78,14 +77,6 @@ class KVStorage:
             k, v = (pair.view(self.num_pages, self.page_size, *pair.shape[1:]) for pair in self._layers[layer])
             self._paged[layer] = made_by(k), made_by(v)
         return self._paged[layer]
-
-    @torch.no_grad()
-    def move(self, before: np.ndarray, after: np.ndarray) -> None:
-        """What lay in the slots ``before`` is to be found in ``after``. All of it is read first."""
-        for k, v in self._layers.values():
-            source, target = (torch.from_numpy(slots).to(k.device) for slots in (before, after))
-            for tensor in (k, v):
-                tensor[target] = tensor[source]
 
     def grow(self, num_pages: int) -> None:
         """Room for more pages; what the present ones hold stays."""

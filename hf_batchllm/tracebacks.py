@@ -12,7 +12,8 @@ import traceback
 
 _PACKAGE = __name__.rpartition(".")[0]
 _ATTENTION = tuple(f"{_PACKAGE}.{name}" for name in ("attention", "cascade", "kernel_attention", "storage", "kernels"))
-_AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in ("runner", "decode_graphs", "decode_rows", "patches"))
+_WITH_LOGITS = ("runner", "decode_graphs", "decode_rows", "lookups", "scoring")
+_AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in (*_WITH_LOGITS, "patches"))
 
 
 def forget_tensors(error: BaseException | None) -> None:

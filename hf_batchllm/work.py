@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from .adapters import AS_IT_IS, adapter_of_each
 from .architecture import Architecture, base_model
 from .beam_options import check_beams
 from .device_sampling import penalised_by
@@ -22,6 +24,7 @@ from .notices import Notices
 from .options import Options, inferred_mask, resolve_each
 from .processing import check_guidance
 from .prompts import Prompt, check_prompts
+from .score_inputs import Reading, ScoreInputs, check_scores
 from .streaming import Feed, feed_for
 from .tensors import PaddedBatch
 from .text import TokenizerLoader
@@ -40,6 +43,7 @@ class Work:
     rules: list[Rules]  # what ends the sequences, as ``options``
     feed: Feed | None = None  # where somebody is told of the tokens as they come
     rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
+    adapters: list[str | None] | None = None  # as ``options``; None: whatever is active, for all of them
 
     @property
     def samples(self) -> list[int]:
@@ -91,13 +95,13 @@ class Checks:
         generate_kwargs: dict[str, Any],
     ) -> Work:
         """Everything that can be said before any work."""
-        if on_error not in ("raise", "record"):
-            raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
+        _check_on_error(on_error)
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
         if seed is not None:
             seed = _checked_seed(seed)
+        adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
         if padded is None:
@@ -113,6 +117,7 @@ class Checks:
                 )
         else:
             resolved *= len(checked)
+        adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
         check_guidance(resolved, self._notices)
         check_beams(resolved, self._notices)
         rules = rules_of_each(self._model, resolved, self._tokenizer.required, padded is not None, self._notices)
@@ -140,7 +145,20 @@ class Checks:
             seed = None
         elif seed is None:
             seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows)
+        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows, adapters)
+
+    def scores(
+        self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
+    ) -> ScoreInputs:
+        """The same for a call of ``score``."""
+        _check_on_error(on_error)
+        self._warn_of_dropout()
+        read = Reading(self._tokenizer.required, architecture.vocab_size)
+        adapters = partial(adapter_of_each, self._model, adapter)
+        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
+        if inputs.problems and on_error == "raise":
+            raise inputs.error()
+        return inputs
 
     def _warn_of_dropout(self) -> None:
         if not self._model.training:
@@ -188,6 +206,11 @@ class Checks:
                 "scales its rotary embedding by the length, which is not supported yet"
             )
         return None
+
+
+def _check_on_error(on_error: Any) -> None:
+    if on_error not in ("raise", "record"):
+        raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
 
 
 def _checked_seed(seed: Any) -> int:

@@ -1,14 +1,12 @@
 """What the tests of small kernels share: where they run, and their random inputs.
 
 Without a GPU kernels run under Triton's interpreter. It must be chosen before anything imports Triton, and then holds
-for the whole process; so unless it was, one test of a file runs the file's others in a process of their own.
+for the whole process; so unless it was, ``test_interpreted`` runs them in a process of their own.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,19 +17,8 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 
-kernel = pytest.mark.skipif(not GPU and not INTERPRETED, reason="is run by test_under_the_interpreter")
+kernel = pytest.mark.skipif(not GPU and not INTERPRETED, reason="is run by test_interpreted")
 plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
-starts_interpreter = pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
-
-
-def run_under_interpreter(file: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def draw(rng: np.random.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:

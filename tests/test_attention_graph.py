@@ -15,16 +15,11 @@ import pytest
 import torch
 from attention_cases import NAN, Tensors, Variant, assert_near
 from decode_cases import DecodeCase, decode_case
-from interpreted import DEVICE, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, kernel, plain
 
 from hf_batchllm.kernels import cascade_torch
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 def mixes(variant: Variant, rows: int, most: int) -> list[DecodeCase]:
@@ -143,9 +138,9 @@ def test_twins(variant: Variant) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="test_one_graph_for_all_mixes does more")
 def test_kernels() -> None:
     variant = PLAIN[0]
-    step = Step(ct, variant, rows=10, pages=200, device=DEVICE)
-    cases = mixes(variant, rows=7, most=30)
-    for case in (cases[0], cases[1], cases[3]):
+    step = Step(ct, variant, rows=8, pages=200, device=DEVICE)
+    cases = mixes(variant, rows=5, most=30)
+    for case in (cases[1], cases[3]):
         step.check(case, step)
 
 

@@ -11,18 +11,13 @@ import pytest
 import torch
 from attention_cases import NAN, Variant
 from decode_cases import DecodeCase, check_decode, decode_case
-from interpreted import DEVICE, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, kernel, plain
 
 from hf_batchllm.kernels import cascade_torch
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 # -- the twins, and with them the lists --------------------------------------------------------------------------

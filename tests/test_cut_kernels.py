@@ -10,18 +10,13 @@ import numpy as np
 import pytest
 import torch
 from chance import assert_drawn_from, brief, processors_of
-from interpreted import DEVICE, INTERPRETED, copies, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, INTERPRETED, copies, kernel, plain
 from test_sample_kernels import gap, keys
 from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from hf_batchllm.kernels import cut_torch, cut_triton, past_torch, past_triton, sample_triton, small_torch
 
 INF, NAN = float("inf"), float("nan")
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from chance import assert_drawn_from, brief, processors_of
 from families import build
-from interpreted import DEVICE, GPU, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, GPU, kernel, plain
 from test_drawing import Discouraging, requests_of, sampler
 from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
 
@@ -24,11 +24,6 @@ from hf_batchllm.request import Request
 FAMILY, VOCABULARY = "llama", 101
 EVERY: dict[str, Any] = {"top_k": 0, "eos_token_id": None}
 INF = float("inf")
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 def resolved(**options: Any) -> Options:

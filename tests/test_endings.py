@@ -286,7 +286,7 @@ def test_the_options_length_is_still_where_they_force_an_eos(further: int) -> No
     options = {"forced_eos_token_id": 99, "max_new_tokens": 5, "pad_token_id": 0}
     options |= {"stopping_criteria": [MaxLengthCriteria(len(prompt) + further)]}
     result = make().generate([prompt], **options)
-    assert result.token_ids[0] == alone(prompt, **options) and (99 in result.token_ids[0]) == (further == 9)
+    assert result.token_ids[0] == generated(prompt, **options) and (99 in result.token_ids[0]) == (further == 9)
 
 
 def test_with_tensors_a_max_length_counts_the_padding() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-from interpreted import DEVICE, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, kernel, plain
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -29,11 +29,6 @@ SHARED_MEMORY = 232_448  # bytes that a block may have on Hopper
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32"}
 NAN = float("nan")
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 class Compiler:

@@ -66,7 +66,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"skip_special_tokens": False}, "use tokenizer.decode on `token_ids`"),
     ({"padding": True}, "prompts are encoded as the tokenizer does by default"),
     ({"tools": []}, "apply the template yourself"),
-    ({"lora_request": object()}, "give BatchGenerator the model with its adapter"),
+    ({"lora_request": object()}, "`lora_request` is called `adapter` here: the name of a PEFT adapter"),
     ({"guided_decoding": object()}, "pass `logits_processor=factory`, where factory(index, prompt_token_ids) makes"),
     ({"guided_json": {}}, "(docs/generate.md)"),
     ({"logits_processors": []}, "`logits_processors` is called `logits_processor` here"),

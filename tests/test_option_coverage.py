@@ -47,4 +47,5 @@ def test_the_real_model_is_asked_for_each_of_them() -> None:
 
 
 def test_what_is_ours_is_not_an_option_of_generate() -> None:
-    assert names(kind=Kind.OURS) == {"logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
+    ours = {"adapter", "logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
+    assert names(kind=Kind.OURS) == ours

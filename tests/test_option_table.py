@@ -118,7 +118,7 @@ def test_every_option_of_transformers_is_in_the_table() -> None:
 
 
 def test_our_own_arguments_are_in_the_table_too() -> None:
-    ours = set(inspect.signature(BatchGenerator.generate).parameters) - {"self", "generate_kwargs"}
+    ours = set(inspect.signature(BatchGenerator.generate).parameters) - {"self", "generate_kwargs"} | {"adapter"}
     taken = set(options.ARGUMENTS)
     assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=Kind.FIELD)
     tensors = {"inputs", "input_ids", "attention_mask"}

@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import Variant
-from interpreted import DEVICE, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, kernel, plain
 from prefill_cases import PrefillCase, check_prefill, prefill_case
 
 from hf_batchllm.kernels import cascade_torch
 from hf_batchllm.kernels import prefill_triton as pt
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 # -- the twin, and with it the lists -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _ask(page, question):
     return f"{INSTRUCTION}{page}\n\nQuestion: {question}"
 
 
-ABOUT_LONG = [_ask(page, question) for page in LONG for question in QUESTIONS[:3]]
+ABOUT_LONG = [_ask(page, question) for page in LONG for question in QUESTIONS[:2]]
 ABOUT_SHORT = [_ask(page, question) for page in SHORT for question in QUESTIONS]
 ALONE = [
     "The capital of France is",
@@ -180,7 +180,7 @@ def test_memory_so_small_that_sequences_wait_and_yield(model, tokenizer, referen
 
 def test_log_probabilities(model, tokenizer, reference):
     """Of prompts, too, through a window that is left behind; the head runs in steps of many rows."""
-    prompts = [ABOUT_LONG[0], *ABOUT_SHORT[:2], ALONE[0]]
+    prompts = [ABOUT_LONG[0], ABOUT_SHORT[0], ALONE[0]]
     result = BatchGenerator(model, tokenizer).generate(
         prompts, max_new_tokens=NEW_TOKENS, logprobs=2, prompt_logprobs=1
     )
@@ -215,9 +215,9 @@ def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, referenc
     assert mixed.texts == [tokenizer.decode(reference[prompt], skip_special_tokens=True) for prompt in prompts]
 
 
-@pytest.mark.parametrize("strings", [["\n"], [". ", ", and", "the", "def fibonacci(n):\n    if"]])
+@pytest.mark.parametrize("strings", [[". ", ", and", "the", "def fibonacci(n):\n    if"]])
 def test_strings_end_real_text_where_they_do_in_generate(model, tokenizer, strings):
-    prompts = ALONE
+    prompts = ALONE[1:]
     with BatchGenerator(model, tokenizer) as generator:
         result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, stop_strings=strings)
     ended = 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, copies, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, copies, kernel, plain
 from test_cut_kernels import NATIVE, assert_near_the_edge, bits_of, random_options, rows_of
 from test_sample_kernels import PAGE, gap, keys, random_rows
 
@@ -18,11 +18,6 @@ from hf_batchllm.kernels.small_torch import Rows
 
 INF, NAN = float("inf"), float("nan")
 KINDS = ["normal", "flat", "peaked", "bfloat16", "many ties", "forbidden", "sorted"]
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 def random_recipes(rng: np.random.Generator, vocabulary: int) -> list[Recipe]:

@@ -45,6 +45,8 @@ def settings_of(device: str, family: str, depth: int) -> list[dict[str, bool]]:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_every_setting_gives_the_same_tokens(family: str, depth: int, device: str, watched: list[Any]) -> None:
+    if device == "cpu" and (FAMILIES.index(family) + DEPTHS.index(depth)) % 2:
+        pytest.skip("a GPU runs every depth with every family, a CPU every other one")
     prompts, model = mixed_prompts(1), model_on(device, family)
     drawn = DRAWN[DEPTHS.index(depth) % 2]
     greedy_results, drawn_results = [], []

@@ -7,17 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, copies, draw, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, copies, draw, kernel, plain
 
 from hf_batchllm.kernels import sample_triton, small_torch
 from hf_batchllm.kernels.small_torch import FULL, NO_PAGE, NO_TOKEN, PADDING, RUNNING, STOPPED, Rows
 
 NAN = float("nan")
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 # -- greedy ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, copies, draw, kernel, plain, run_under_interpreter, starts_interpreter
+from interpreted import DEVICE, copies, draw, kernel, plain
 
 from hf_batchllm.kernels import small_torch, small_triton
 
@@ -16,11 +16,6 @@ NAN = float("nan")
 # The whole range of what rounding may do: parts of a row's largest value, and the share of elements that differ at all.
 # Natively exp, rsqrt and the order of sums differ in their last bit; that changes few elements in half precision.
 TOLERANCE = {torch.float32: (2e-6, 1.0), torch.float16: (2**-9, 0.01), torch.bfloat16: (2**-6, 0.01)}
-
-
-@starts_interpreter
-def test_under_the_interpreter() -> None:
-    run_under_interpreter(__file__)
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, exact: bool = False) -> None:

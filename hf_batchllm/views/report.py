@@ -28,11 +28,12 @@ def figures(report: RunReport) -> list[tuple[str, str]]:
     finished = f"{report.finished:,}"
     if report.finished < report.sequences:
         finished += f" of {report.sequences:,}"
+    tokens, kind = (report.scored_tokens, "scored") if report.scored_tokens else (report.new_tokens, "new")
     return [
         (finished, "sequence" if report.sequences == 1 else "sequences"),
-        (f"{report.new_tokens:,}", "new tokens"),
+        (f"{tokens:,}", f"{kind} tokens"),
         (seconds(report.seconds), "in all"),
-        (f"{report.tokens_per_second:,.0f}", "new tokens / s"),
+        (f"{report.tokens_per_second:,.0f}", f"{kind} tokens / s"),
         (percent(report.saving), "of prompt tokens saved"),
     ]
 
