@@ -209,7 +209,7 @@ def test_a_prompt_alone_goes_on_when_its_pages_are_spent() -> None:
 
 
 def test_beams_that_part_again_and_again_take_few_pages() -> None:
-    """Each parting begins a page; what only one of them reads is put together with it."""
+    """Each parting begins a page; what nobody reads any more goes at once."""
     width, new, size = 4, 60, 16
     with proved() as held, BatchGenerator(build("gpt2"), page_size=size) as generator:
         generator.generate(PROMPTS[4:5], num_beams=width, max_new_tokens=new)
