@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from .beams import Group
@@ -24,6 +25,7 @@ class BeamScheduler(_Base):
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
         self.expected = ExpectedLength()
+        self._ended_pages, self._ended_tokens = 1, 6  # while nothing is known
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
@@ -52,6 +54,8 @@ class BeamScheduler(_Base):
         group = self.groups[request]
         if group.made:
             self.expected.learn(group.made)
+            self._ended_pages += group.pages
+            self._ended_tokens += group.made
         if request in self.running:
             self._leave(request)
         else:
@@ -135,9 +139,13 @@ class BeamScheduler(_Base):
         return self._could_have(needed) and self.cache.evict(needed)
 
     def _expected_pages(self, group: Group) -> int:
-        """Of all beams together, at the end."""
-        tokens = max(self.expected.of(group.root), group.made + 1)
-        return group.width * self.cache.pages_for(min(tokens, group.root.max_new_tokens - 1) or 1)
+        """Of all beams together, at the end: what each would take alone, or what it came to for those that have ended.
+
+        Each parting of the ways begins a page, so a long search may have many that are half empty.
+        """
+        tokens = min(max(self.expected.of(group.root), group.made + 1), group.root.max_new_tokens - 1) or 1
+        partings = tokens * self._ended_pages / self._ended_tokens
+        return max(group.width * self.cache.pages_for(tokens), math.ceil(partings))
 
     def _growth(self, group: Group) -> int:
         return max(0, self._expected_pages(group) - group.pages)

@@ -12,6 +12,8 @@ from .prompts import Prompt
 from .request import Branch, Prefix, Request, Unit
 from .sharing import SharingPlan
 
+_TOKENS_TO_A_PARTING = 4  # of a beam search that parts often; of language models ten or so
+
 
 @dataclass
 class Lineup:
@@ -34,11 +36,12 @@ def pages_at_once(
     """Pages that the whole list takes when all of it is in the cache at the same time.
 
     That is never less than any of its requests takes without its prefixes: fewer ends of pages are left empty then.
-    ``widths``: of a beam search, how many beams each prompt has, each of which takes a page more than it fills.
+    ``widths``: of a beam search, how many beams each prompt has. Each parting of their ways begins a page.
     """
     beams = 0
     if widths is not None:
-        beams = sum(width * (2 - (1 - new) // page_size) for width, new in zip(widths, max_new_tokens, strict=True))
+        for width, new in zip(widths, max_new_tokens, strict=True):
+            beams += width * (2 - (1 - new) // page_size) + int(new) // _TOKENS_TO_A_PARTING
         max_new_tokens = [1] * len(prompts)
     ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1

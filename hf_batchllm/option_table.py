@@ -190,8 +190,10 @@ TABLE: dict[str, Row] = {
             "num_beams",
             Where.STEP,
             "More than 1 for a beam search. `num_return_sequences`, up to as many, says how many answers there are, "
-            "the best first; their `score` is the `sequences_scores` of `generate`. Prompts of a call may have "
-            "different widths, but not 1 beside others.",
+            "the best first; their `score` is the `sequences_scores` of `generate`. Processors and criteria of your "
+            "own see all beams of a prompt at once, as in `generate`; a factory makes them for a prompt. Prompts of a "
+            "call may have different widths, but not 1 beside others. `logprobs`, `prompt_logprobs`, `streamer` and "
+            "`negative_prompt_ids` do not go with it.",
             takes=Takes.WHOLE,
             nothing=1,
         ),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from beam_cases import FAMILIES, Case, assert_as_generate, expected, proved, random_case, run
+from chance import SIDES, assert_drawn_from, critical_value
 from device_loop import device as device  # a fixture
 from device_loop import model_on
 from families import build
@@ -32,6 +36,7 @@ from hf_batchllm import (
     accelerated,
 )
 from hf_batchllm.beam_engine import BeamEngine
+from hf_batchllm.beam_scores import draw
 
 FAMILY = "llama"
 RNG = random.Random(5)
@@ -204,7 +209,7 @@ def test_a_prompt_alone_goes_on_when_its_pages_are_spent() -> None:
 
 
 def test_beams_that_part_again_and_again_take_few_pages() -> None:
-    """Each parting begins a page; what only one of them reads is put together with it."""
+    """Each parting begins a page; what nobody reads any more goes at once."""
     width, new, size = 4, 60, 16
     with proved() as held, BatchGenerator(build("gpt2"), page_size=size) as generator:
         generator.generate(PROMPTS[4:5], num_beams=width, max_new_tokens=new)
@@ -416,3 +421,35 @@ def test_what_is_drawn_hangs_on_seed_and_place_alone() -> None:
     drawn = BatchGenerator(model).generate(PROMPTS, **DRAWN)
     torch.manual_seed(3)
     assert BatchGenerator(model).generate(PROMPTS, **DRAWN).token_ids == drawn.token_ids
+
+
+def test_candidates_are_drawn_one_after_the_other() -> None:
+    """Each from what those before it have left, whichever prompts share the step."""
+    count, width = 20_000, 2
+    sums = torch.tensor([[0.3, -1.0, 1.2, 0.0, -2.5, 0.9]])  # of two beams and three tokens
+    drawn = draw(sums.expand(count, -1), 3, width, 2**64 - 7, range(count), [5] * count)
+    share = sums[0].double().softmax(dim=-1).tolist()
+    ways = list(itertools.permutations(range(6), 3))
+    chances = [share[a] * share[b] / (1 - share[a]) * share[c] / (1 - share[a] - share[b]) for a, b, c in ways]
+    number = {way: place for place, way in enumerate(ways)}
+    assert_drawn_from(np.array(chances), [number[tuple(row)] for row in drawn.tolist()])
+    some = draw(sums.expand(3, -1), 3, width, 2**64 - 7, [7, 100, 3], [5] * 3)
+    assert torch.equal(some, drawn[[7, 100, 3]])
+    assert not torch.equal(draw(sums.expand(count, -1), 3, width, 1, range(count), [5] * count), drawn)
+
+
+def test_answers_come_as_often_as_from_generate() -> None:
+    count, model, prompt = 800, build(FAMILY), PROMPTS[4]
+    options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 2, "do_sample": True, "top_k": 3}
+    options |= {"temperature": 2.0, "eos_token_id": STOPS, "pad_token_id": 1}
+    torch.manual_seed(1)
+    theirs = model.generate(torch.tensor([prompt] * count), **options)[:, len(prompt) :].view(count, 2, -1)
+    mine = BatchGenerator(model).generate([prompt] * count, seed=2, progress=False, **options).token_ids
+    filled = [tuple(row + [1] * (2 - len(row))) for row in mine]
+    found = Counter(zip(filled[::2], filled[1::2], strict=True))
+    wanted = Counter(tuple(map(tuple, pair)) for pair in theirs.tolist())
+    often = [pair for pair in found | wanted if found[pair] + wanted[pair] >= 16]
+    pairs = [(found[pair], wanted[pair]) for pair in often]
+    pairs.append((count - sum(a for a, _ in pairs), count - sum(b for _, b in pairs)))
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in pairs if a + b)
+    assert len(often) > 5 and statistic < critical_value(len(often), SIDES)

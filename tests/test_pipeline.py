@@ -64,6 +64,7 @@ class Endless(IterableDataset):
         {"min_new_tokens": 3, "eos_token_id": list(range(40))},
         {"return_dict_in_generate": True},
         {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+        {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": list(range(40))},
     ],
     ids=str,
 )
