@@ -14,7 +14,7 @@ from .chats import is_chat
 from .errors import OptionValueError, PromptError
 from .kinds import a_kind, is_array, is_number
 from .notices import Notices
-from .prompts import Prompt, as_list, check_prompts
+from .prompts import Prompt, as_list, check_prompts, no_list, read_all
 
 _A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
 _JOINED_AT_ONCE = 4096  # texts: contexts are joined to each of their continuations, which takes memory
@@ -116,7 +116,14 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         return None, [_several(entry) or [entry] for entry in as_list(continuations, "continuations")]
     given = as_list(contexts, "contexts")
     if choices is not None:
+        if not (isinstance(choices, (str, list, tuple)) or is_array(choices) or no_list(choices)):
+            choices = read_all(choices)
         shared = list(as_list(choices, "choices"))
+        if len(shared) == 1 and shared[0] is choices and not isinstance(choices, str) and not is_chat(choices):
+            # Ids that are a choice each, more often than not, and they would run as a single one.
+            raise OptionValueError(
+                "choices", "must be a list of choices, not of numbers: [[5], [6]] are two of a token, [[5, 6]] is one"
+            )
         if not shared:
             raise OptionValueError("choices", "is empty: there is nothing to score")
         return given, [shared] * len(given)
