@@ -267,6 +267,16 @@ def test_merged_adapters_cannot_be_chosen() -> None:
         BatchGenerator(model).generate(GIVEN, adapter="b", max_new_tokens=2)
 
 
+@pytest.mark.parametrize("leave", ["unload", "merge_and_unload"])
+def test_unloaded_adapters_cannot_be_chosen(leave: str) -> None:
+    model = wrapped(lora(), lora(["o_proj"]))  # whose list of adapters PEFT leaves as it is
+    generator = BatchGenerator(model, **PAGES)
+    getattr(model, leave)()
+    with pytest.raises(OptionValueError, match=r"`adapter` is 'b', and the model's layers have no adapters any more"):
+        generator.generate(GIVEN, adapter="b", max_new_tokens=1)
+    assert len(generator.generate(GIVEN, adapter=None, max_new_tokens=1)) == len(GIVEN)
+
+
 def test_biases_that_were_trained_stay_and_that_is_said() -> None:
     model = wrapped(lora(bias="lora_only"), lora(["k_proj"]), family="qwen2")
     generator = BatchGenerator(model, **PAGES)
