@@ -285,6 +285,8 @@ def test_biases_that_were_trained_stay_and_that_is_said() -> None:
     with warnings.catch_warnings(), having(model, None):
         warnings.simplefilter("ignore")
         assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=3) for prompt in GIVEN]
+    with pytest.warns(UserWarning, match="'a' has trained biases of the model itself, which stay"):
+        BatchGenerator(model, **PAGES).score(GIVEN, choices=[[5]], adapter=None)
 
 
 def test_an_activated_lora_is_refused_by_name() -> None:
