@@ -111,7 +111,8 @@ class ScoreResult(Sequence[Score]):
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
-        None for a context of which a continuation could not be scored (or the model's logits are no numbers). After an interrupt nobody can say.
+        None for a context of which a continuation could not be scored, or has a log-probability that is not a number.
+            After an interrupt nobody can say.
         """
         if not self.complete:
             raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
