@@ -126,6 +126,12 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
             )
         if not shared:
             raise OptionValueError("choices", "is empty: there is nothing to score")
+        if any(_several(choice) for choice in shared):
+            raise OptionValueError(
+                "choices",
+                "are the same for every context, and here one of them is a list of several: what each context has of "
+                "its own goes to `continuations`",
+            )
         return given, [shared] * len(given)
     listed = as_list(continuations, "continuations")
     if len(given) == 1 and given[0] is contexts and len(listed) > 1:
@@ -144,6 +150,8 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
 
 def _several(entry: Any) -> list[Any] | None:
     """The continuations in an entry that is a list of them; None if it is a single one."""
+    if isinstance(entry, np.ndarray) and entry.ndim == 1 and entry.dtype.kind in "UTO":  # in a column of a table
+        entry = entry.tolist()
     if not isinstance(entry, (list, tuple)) or not entry:
         return None
     first = entry[0]

@@ -69,6 +69,12 @@ def test_several_for_a_context() -> None:
     assert [[score.choice for score in scores] for scores in result.by_context] == [[0, 1], [0]]
 
 
+def test_several_for_each_context_in_arrays_as_tables_have_them() -> None:
+    answers = [np.array([" w8", " w9"], dtype=object), np.array([" w4"])]
+    result = words().score(["w5 w6", "w7"], answers)
+    assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9], 2), ([7, 4], 1))
+
+
 def test_the_same_for_all() -> None:
     result = generator().score([[5, 6], [7]], choices=[[8], [9, 10]])
     assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9, 10], 2), ([7, 8], 1), ([7, 9, 10], 1))
@@ -191,6 +197,12 @@ def test_continuations_as_text() -> None:
             {"choices": [7, 8]},
             r"`choices` must be a list of choices, not of numbers: \[\[5\], \[6\]\] are two",
         ),
+        (
+            ([[5], [6]],),
+            {"choices": [["a", "b"], ["c", "d"]]},
+            "what each context has of its own goes to `continuations`",
+        ),
+        (([[5], [6]],), {"choices": [[[7], [8]], [[9]]]}, "what each context has of its own goes to `continuations`"),
         (([[5]],), {"choices": np.array([7, 8])}, "`choices` must be a list of choices"),
         (([[5]],), {"choices": torch.tensor([7])}, "`choices` must be a list of choices"),
         (([[5]],), {"choices": range(7, 9)}, "`choices` must be a list of choices"),
