@@ -227,6 +227,9 @@ def _continued(
                 alone = read([wanted[place]], special_tokens=False)[1]  # the context by itself is in order
                 refuse(place, alone.get(0, problems[number]))
                 continue
+            if np.array_equal(prompt.ids, context.ids[: len(prompt.ids)]):  # white space that is stripped, say
+                refuse(place, "leaves no trace: with it the tokenizer gives the tokens that it gives without it")
+                continue
             first = _parting(context.ids, prompt.ids)
             if first == 0:
                 refuse(place, f"begins inside the first token of the context, so {_NO_CONTEXT}: begin with a BOS token")

@@ -150,6 +150,14 @@ def test_one_token_is_scored_where_the_tokens_are_the_contexts_own() -> None:
     assert_scored(generator(normalizer).score("ddd", "d"), ([9, 9], 1))  # dd|d and dd|dd
 
 
+def test_a_continuation_of_which_the_tokenizer_makes_nothing() -> None:
+    given = ["w5 w6", "w5 w6", "w7"], [["  ", " w8"], " w6", "\n"]
+    result = words().score(*given, on_error="record")
+    assert [bool(score.error) for score in result] == [True, False, False, True]
+    with pytest.raises(PromptError, match=r"context 0 has a continuation \(0\) that leaves no trace: with it the"):
+        words(bos=True).score(*given)
+
+
 def test_a_token_that_goes_over_the_whole_context() -> None:
     with pytest.raises(PromptError, match=r"context 0 has a continuation that begins inside the first token"):
         generator(merging_tokenizer()).score("a", "bd")
