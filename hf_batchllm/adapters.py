@@ -57,6 +57,11 @@ def adapter_of_each(
             why = f"cannot be chosen for a call: {shown(name)} takes the place of whole layers. Activate it beforehand"
             raise OptionValueError("adapter", why)
     layers = adapted_layers(model)
+    if asked and not layers:  # unloaded: the model would run without it, or with what was merged
+        raise OptionValueError(
+            "adapter",
+            f"is {shown(next(iter(asked)))}, and the model's layers have no adapters any more: load them again",
+        )
     merged = {name for layer in layers for name in getattr(layer, "merged_adapters", ())}
     if merged:
         raise OptionValueError(

@@ -14,7 +14,7 @@ from .chats import is_chat
 from .errors import OptionValueError, PromptError
 from .kinds import a_kind, is_array, is_number
 from .notices import Notices
-from .prompts import Prompt, as_list, check_prompts
+from .prompts import Prompt, as_list, check_prompts, no_list, read_all
 
 _A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
 _JOINED_AT_ONCE = 4096  # texts: contexts are joined to each of their continuations, which takes memory
@@ -116,9 +116,22 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         return None, [_several(entry) or [entry] for entry in as_list(continuations, "continuations")]
     given = as_list(contexts, "contexts")
     if choices is not None:
+        if not (isinstance(choices, (str, list, tuple)) or is_array(choices) or no_list(choices)):
+            choices = read_all(choices)
         shared = list(as_list(choices, "choices"))
+        if len(shared) == 1 and shared[0] is choices and not isinstance(choices, str) and not is_chat(choices):
+            # Ids that are a choice each, more often than not, and they would run as a single one.
+            raise OptionValueError(
+                "choices", "must be a list of choices, not of numbers: [[5], [6]] are two of a token, [[5, 6]] is one"
+            )
         if not shared:
             raise OptionValueError("choices", "is empty: there is nothing to score")
+        if any(_several(choice) for choice in shared):
+            raise OptionValueError(
+                "choices",
+                "are the same for every context, and here one of them is a list of several: what each context has of "
+                "its own goes to `continuations`",
+            )
         return given, [shared] * len(given)
     listed = as_list(continuations, "continuations")
     if len(given) == 1 and given[0] is contexts and len(listed) > 1:
@@ -137,6 +150,8 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
 
 def _several(entry: Any) -> list[Any] | None:
     """The continuations in an entry that is a list of them; None if it is a single one."""
+    if isinstance(entry, np.ndarray) and entry.ndim == 1 and entry.dtype.kind in "UTO":  # in a column of a table
+        entry = entry.tolist()
     if not isinstance(entry, (list, tuple)) or not entry:
         return None
     first = entry[0]
@@ -211,6 +226,9 @@ def _continued(
             if prompt is None:
                 alone = read([wanted[place]], special_tokens=False)[1]  # the context by itself is in order
                 refuse(place, alone.get(0, problems[number]))
+                continue
+            if np.array_equal(prompt.ids, context.ids[: len(prompt.ids)]):  # white space that is stripped, say
+                refuse(place, "leaves no trace: with it the tokenizer gives the tokens that it gives without it")
                 continue
             first = _parting(context.ids, prompt.ids)
             if first == 0:

@@ -111,7 +111,8 @@ class ScoreResult(Sequence[Score]):
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
-        None for a context of which a continuation could not be scored. After an interrupt nobody can say.
+        None for a context of which a continuation could not be scored, or has a log-probability that is not a number.
+            After an interrupt nobody can say.
         """
         if not self.complete:
             raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
@@ -122,9 +123,10 @@ class ScoreResult(Sequence[Score]):
         value = _PER[per]
 
         def likeliest(scores: list[Score]) -> int | None:
-            if any(score.error is not None for score in scores):
+            values = [value(score) for score in scores]  # of an error, not a number
+            if any(map(math.isnan, values)):
                 return None
-            return max(scores, key=value).choice
+            return scores[values.index(max(values))].choice
 
         return [likeliest(scores) for scores in self.by_context]
 

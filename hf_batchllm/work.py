@@ -154,7 +154,7 @@ class Checks:
         _check_on_error(on_error)
         self._warn_of_dropout()
         read = Reading(self._tokenizer.required, architecture.vocab_size)
-        adapters = partial(adapter_of_each, self._model, adapter)
+        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)
         inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
         if inputs.problems and on_error == "raise":
             raise inputs.error()

@@ -6,7 +6,7 @@ What these notes are for an adapter is found out once, by PEFT's own means; then
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,10 +52,13 @@ def active_of(layer: nn.Module) -> tuple[str, ...]:
 class AdapterSwap:
     """The swap for one model. ``restore`` may be called again and again: an interrupt may come in the midst of it."""
 
-    def __init__(self, model: nn.Module, adapters: Container[str]) -> None:
+    def __init__(self, model: nn.Module, adapters: Mapping[str, Any]) -> None:
         self._model = model
-        self._adapters = adapters  # those that there are, whatever the owner does meanwhile
+        self._adapters = adapters  # those that there are, whatever the owner does meanwhile, and their configs
         self._layers = adapted_layers(model)
+        self._needed: dict[str | None, Any] = {}  # configs of those that the call needs, as they were at first
+        self._known: dict[str, Any] = {}  # configs when the notes were found out
+        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []  # where the layers are
         self._attention = AttentionSwap(model)
         self._notes: dict[str | None, list[Note]] = {}
         self._before: list[Note] = []
@@ -66,10 +69,19 @@ class AdapterSwap:
         """What the notes are for each of the adapters (None: for the model without any), as ``active_in`` says it."""
         found: dict[str | None, Hashable] = {}
         with self._attention.others_wait():
+            self._layers, self._known = adapted_layers(self._model), dict(self._adapters)
+            layers = set(self._layers)
+            self._places = [
+                (module._modules, name, child)
+                for module in self._model.modules()
+                for name, child in module._modules.items()
+                if child in layers
+            ]
             try:
                 self._trained = [(each, each.requires_grad) for each in self._model.parameters()]
                 self._before = self._as_they_are()
                 for name in names:
+                    self._needed.setdefault(name, self._adapters.get(name))  # type: ignore[arg-type]
                     self._activate(name)
                     self._notes[name], found[name] = self._as_they_are(), active_in(self._layers)
             finally:
@@ -92,8 +104,7 @@ class AdapterSwap:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """While the block runs, the model has the adapter ``name``. The caller sees to it that other threads wait."""
-        if self.name is not None and self.name not in self._adapters:  # layers would do without it and say nothing
-            raise RuntimeError(f"the adapter {self.name!r} is not there any more: it was deleted while a call needs it")
+        self._look_again()
         notes = self._notes[self.name]
         self._before = [(own, note, own.get(note, _ABSENT)) for own, note, _ in notes]
         try:
@@ -101,6 +112,19 @@ class AdapterSwap:
             yield
         finally:
             self.restore()
+
+    def _look_again(self) -> None:
+        """At what the owner may have done since the step before: layers say nothing of it."""
+        there, known = self._adapters, self._known
+        if self.name is not None and there.get(self.name) is not self._needed[self.name]:
+            raise RuntimeError(f"the adapter {self.name!r} is not there any more: it was deleted while a call needs it")
+        if any(children.get(name) is not layer for children, name, layer in self._places):
+            raise RuntimeError("the adapters are not there any more: they were unloaded while a call needs them")
+        if any(vars(layer).get("merged_adapters") for layer in self._layers):  # PEFT's would undo it in a forward
+            raise RuntimeError("adapters were merged into the weights while a call needs each of them by itself")
+        if len(there) != len(known) or any(there.get(name) is not config for name, config in known.items()):
+            # New ones may have brought layers with them, in which they are active.
+            self.learn([name for name, config in self._needed.items() if name is None or there.get(name) is config])
 
     @contextmanager
     def applied_alone(self) -> Iterator[None]:

@@ -139,6 +139,54 @@ def test_an_adapter_that_goes_while_it_is_needed() -> None:
     assert len(generator.generate(GIVEN, adapter="a", max_new_tokens=2)) == 6
 
 
+@pytest.mark.parametrize("activate", [True, False])
+def test_an_adapter_that_comes_meanwhile_changes_nothing(activate: bool) -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    given, names = thrice(GIVEN)
+    generator, rows = BatchGenerator(model, max_batch_tokens=40, **PAGES), {}
+    for row in generator.stream(given, adapter=names, max_new_tokens=NEW_TOKENS):
+        rows[row.index] = row
+        if len(rows) == 1:
+            model.add_adapter("c", lora(["k_proj", "q_proj"]))  # where there was no layer of PEFT's, too
+            if activate:
+                model.set_adapter("c")
+            before = fingerprint(model)
+        assert fingerprint(model) == before
+    assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
+
+
+def _unload(model: Any) -> None:
+    model.unload()
+
+
+def _merge(model: Any) -> None:
+    model.merge_adapter(["b"])
+
+
+def _exchange(model: Any) -> None:
+    model.delete_adapter("b")
+    model.add_adapter("b", lora(["o_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("b", _unload, "they were unloaded while a call needs them"),
+        (None, _unload, "they were unloaded while a call needs them"),
+        ("a", _merge, "adapters were merged into the weights while a call"),
+        (None, _merge, "adapters were merged into the weights while a call"),
+        ("b", _exchange, "the adapter 'b' is not there any more"),
+    ],
+)
+def test_adapters_that_become_something_else_while_they_are_needed(name: str | None, change: Any, why: str) -> None:
+    model = wrapped(lora(), lora(["o_proj"]))
+    stream = BatchGenerator(model, max_batch_tokens=40, **PAGES).stream(GIVEN, adapter=name, max_new_tokens=3)
+    next(stream)
+    change(model)
+    with pytest.raises(RuntimeError, match=why):
+        list(stream)
+
+
 def test_prompts_that_cannot_be_run_have_an_adapter_too() -> None:
     given: list[list[int]] = [GIVEN[0], [], GIVEN[1], [7, -1]]
     generator = BatchGenerator(build("lora"), **PAGES)
@@ -267,6 +315,16 @@ def test_merged_adapters_cannot_be_chosen() -> None:
         BatchGenerator(model).generate(GIVEN, adapter="b", max_new_tokens=2)
 
 
+@pytest.mark.parametrize("leave", ["unload", "merge_and_unload"])
+def test_unloaded_adapters_cannot_be_chosen(leave: str) -> None:
+    model = wrapped(lora(), lora(["o_proj"]))  # whose list of adapters PEFT leaves as it is
+    generator = BatchGenerator(model, **PAGES)
+    getattr(model, leave)()
+    with pytest.raises(OptionValueError, match=r"`adapter` is 'b', and the model's layers have no adapters any more"):
+        generator.generate(GIVEN, adapter="b", max_new_tokens=1)
+    assert len(generator.generate(GIVEN, adapter=None, max_new_tokens=1)) == len(GIVEN)
+
+
 def test_biases_that_were_trained_stay_and_that_is_said() -> None:
     model = wrapped(lora(bias="lora_only"), lora(["k_proj"]), family="qwen2")
     generator = BatchGenerator(model, **PAGES)
@@ -275,6 +333,8 @@ def test_biases_that_were_trained_stay_and_that_is_said() -> None:
     with warnings.catch_warnings(), having(model, None):
         warnings.simplefilter("ignore")
         assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=3) for prompt in GIVEN]
+    with pytest.warns(UserWarning, match="'a' has trained biases of the model itself, which stay"):
+        BatchGenerator(model, **PAGES).score(GIVEN, choices=[[5]], adapter=None)
 
 
 def test_an_activated_lora_is_refused_by_name() -> None:

@@ -244,6 +244,13 @@ def test_the_likeliest_of_each_context() -> None:
         without.best(per="character")
 
 
+def test_nothing_is_the_likeliest_where_the_model_gives_no_number() -> None:
+    scores = [Score(0, 0, "a", [5], [math.nan], False), Score(0, 1, "b", [6], [-1.0], False)]
+    sure = [Score(1, 0, "a", [5], [-2.0], False), Score(1, 1, "b", [6], [-1.0], False)]
+    never = [Score(2, choice, "a", [5], [-math.inf], False) for choice in (0, 1)]
+    assert ScoreResult([*scores, *sure, *never], None).best() == [None, 1, 0]
+
+
 def test_figures_of_a_score() -> None:
     score = a_result()[1]
     assert score.logprob == -2.5 and score.mean_logprob == pytest.approx(-2.5 / 3)

@@ -69,6 +69,12 @@ def test_several_for_a_context() -> None:
     assert [[score.choice for score in scores] for scores in result.by_context] == [[0, 1], [0]]
 
 
+def test_several_for_each_context_in_arrays_as_tables_have_them() -> None:
+    answers = [np.array([" w8", " w9"], dtype=object), np.array([" w4"])]
+    result = words().score(["w5 w6", "w7"], answers)
+    assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9], 2), ([7, 4], 1))
+
+
 def test_the_same_for_all() -> None:
     result = generator().score([[5, 6], [7]], choices=[[8], [9, 10]])
     assert_scored(result, ([5, 6, 8], 2), ([5, 6, 9, 10], 2), ([7, 8], 1), ([7, 9, 10], 1))
@@ -144,6 +150,14 @@ def test_one_token_is_scored_where_the_tokens_are_the_contexts_own() -> None:
     assert_scored(generator(normalizer).score("ddd", "d"), ([9, 9], 1))  # dd|d and dd|dd
 
 
+def test_a_continuation_of_which_the_tokenizer_makes_nothing() -> None:
+    given = ["w5 w6", "w5 w6", "w7"], [["  ", " w8"], " w6", "\n"]
+    result = words().score(*given, on_error="record")
+    assert [bool(score.error) for score in result] == [True, False, False, True]
+    with pytest.raises(PromptError, match=r"context 0 has a continuation \(0\) that leaves no trace: with it the"):
+        words(bos=True).score(*given)
+
+
 def test_a_token_that_goes_over_the_whole_context() -> None:
     with pytest.raises(PromptError, match=r"context 0 has a continuation that begins inside the first token"):
         generator(merging_tokenizer()).score("a", "bd")
@@ -186,6 +200,20 @@ def test_continuations_as_text() -> None:
         (([[5]], [[7], [8]]), {}, r"has 2 for 1 context: .* several of one context are a list of their own"),
         ((None,), {"choices": [[7]]}, r"`choices` goes with contexts"),
         (([[5]],), {"choices": []}, "`choices` is empty"),
+        (
+            ([[5]],),
+            {"choices": [7, 8]},
+            r"`choices` must be a list of choices, not of numbers: \[\[5\], \[6\]\] are two",
+        ),
+        (
+            ([[5], [6]],),
+            {"choices": [["a", "b"], ["c", "d"]]},
+            "what each context has of its own goes to `continuations`",
+        ),
+        (([[5], [6]],), {"choices": [[[7], [8]], [[9]]]}, "what each context has of its own goes to `continuations`"),
+        (([[5]],), {"choices": np.array([7, 8])}, "`choices` must be a list of choices"),
+        (([[5]],), {"choices": torch.tensor([7])}, "`choices` must be a list of choices"),
+        (([[5]],), {"choices": range(7, 9)}, "`choices` must be a list of choices"),
         (([[5]], [[6]]), {"on_error": "skip"}, "`on_error` must be"),
         (([[5]], [[6]]), {"progress": 1}, "`progress` must be"),
     ],
