@@ -158,6 +158,7 @@ class BeamEngine:
         scores = searches.scores[place].tolist()
         for answer, found, score in zip(group.answers, group.slots, scores, strict=False):
             answer.generated, answer.parents = found.tokens, found.parents
+            answer.searched = group.made + (otherwise is not FinishReason.TIME)  # with the one just chosen
             answer.score = None if otherwise is FinishReason.TIME and not group.made else score
             answer.end(FinishReason.STOP if found.stopped else otherwise)
         group.root.end(otherwise)
