@@ -40,8 +40,13 @@ class BeamEngine:
         self.model_tokens = 0
         self.idle_tokens = 0
         self.beam_tokens = 0  # of those, all but prompts'
-        self.decoded = 0  # and those among them that were run for the first time
+        self._decoded = 0  # and those among them that were run for the first time, and chosen from
         self._of = {group.root: group for group in groups}
+
+    @property
+    def decoded(self) -> int:
+        """Of the beams' tokens, those that were run for the first time."""
+        return self._decoded + sum(len(group.logits) for group in self.groups if group.beams)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Answers as they are found, those of a prompt together.
@@ -129,7 +134,7 @@ class BeamEngine:
         for number, group in enumerate(groups):
             own = parents[number].tolist(), tokens[number].tolist(), stops[number].tolist()
             self._keep(group, choice.kept[number], own)
-            self.decoded += len(group.beams)
+            self._decoded += len(group.beams)
             if choice.over[number]:
                 self._finish(group, FinishReason.LENGTH)
                 finished.append(group)
@@ -158,6 +163,7 @@ class BeamEngine:
         scores = searches.scores[place].tolist()
         for answer, found, score in zip(group.answers, group.slots, scores, strict=False):
             answer.generated, answer.parents = found.tokens, found.parents
+            answer.searched = group.made + (otherwise is not FinishReason.TIME)  # with the one just chosen
             answer.score = None if otherwise is FinishReason.TIME and not group.made else score
             answer.end(FinishReason.STOP if found.stopped else otherwise)
         group.root.end(otherwise)
@@ -168,6 +174,7 @@ class BeamEngine:
     def _out_of_time(self, group: Group) -> None:
         """The beams that there are take their places among the answers; a prompt that had not begun has none."""
         if group.made:
+            self._decoded += len(group.logits)
             searches, place = self.scores.place(group)
             tokens = group.all_tokens()
             running = searches.running[[place]]

@@ -16,11 +16,16 @@ from .request import Branch, Request, units_below
 class Answer(Request):
     """One of a prompt's results, to be filled in when the search is over."""
 
-    __slots__ = ("parents",)
+    __slots__ = ("parents", "searched")
 
     def __init__(self, root: Branch, sample: int) -> None:
         super().__init__(root.index, root.prompt_ids, root.max_new_tokens, sample=sample, rank=root.rank)
         self.parents: list[int] = []  # which beam each of its tokens was picked from
+        self.searched = 0  # new tokens that the search has looked at: its own may be fewer
+
+    @property
+    def made(self) -> int:
+        return self.searched
 
 
 class Group:

@@ -338,7 +338,7 @@ class Call:
         """A bar over what ``run`` will do."""
         to_compute = self.plan.computed_tokens - self.lineup.cached_tokens
         scores = self.recording.scores
-        lengths = sum(len(prompt.ids) for prompt in self.prompts) if scores is None else scores.prompt_tokens
+        lengths = sum(len(each.prompt_ids) for each in self.answers) if scores is None else scores.prompt_tokens
         saving = 1 - to_compute / max(lengths, 1)
         return progress_bar(self.answers, to_compute, saving, wanted, scores=None if scores is None else scores.scores)
 

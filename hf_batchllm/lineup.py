@@ -154,7 +154,7 @@ def _is_cached(prefix: Prefix) -> bool:
 def _set_apart(request: Request, cache: PagedCache, lineup: Lineup, place: int) -> None:
     """Pages are ragged: a deep tree may take a few more than the request alone. Then it goes without the tree."""
     cache.retire(request, keep=False)
-    request.start = request.computed = 0
+    request.start = request.computed = request.lost = 0
     if cache.fits_alone(request):
         lineup.apart += 1
     else:

@@ -39,7 +39,7 @@ class Progress:
 
     def finish(self, request: Request, results: int = 1) -> None:
         self._finished += results
-        self._bar.total -= request.max_new_tokens - len(request.generated)  # it ended sooner than it might have
+        self._bar.total -= request.max_new_tokens - request.made  # it ended sooner than it might have
         if self._finished == self._sequences:
             self._bar.total = self._bar.n  # out of time, not all prompts have been computed
         if (widget := getattr(self._bar, "container", None)) is not None:

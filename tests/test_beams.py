@@ -393,6 +393,38 @@ def test_after_an_interrupt_all_pages_are_free(monkeypatch: pytest.MonkeyPatch) 
     assert generator._home.cache is None
 
 
+def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt some beams have been run, and the others have not."""
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=2)
+    now, done = [0.0], 0
+    monkeypatch.setattr("hf_batchllm.endings.time.time", lambda: now[0])
+    monkeypatch.setattr("hf_batchllm.call.time.time", lambda: now[0])
+
+    def late(self: BeamEngine, given: Any) -> Any:
+        nonlocal done
+        result = step(self, given)
+        if any(0 < len(group.logits) < len(group.beams) for group in self.groups):
+            done += 1
+            if done == 2:
+                if error is None:
+                    now[0] = 10.0
+                else:
+                    raise error
+        return result
+
+    step = BeamEngine._step
+    monkeypatch.setattr(BeamEngine, "_step", late)
+    for error in (None, ValueError("a hook of the user's")):
+        now[0], done = 0.0, 0
+        try:
+            generator.generate(PROMPTS[:1], max_time=3.5, **OPTIONS)
+        except ValueError:
+            assert error is not None
+        report = generator.last_report
+        assert report is not None and report.model_tokens > report.computed_tokens > 0
+        assert (report.preemptions, report.recomputed_tokens) == (0, 0)
+
+
 def test_prefixes_are_kept_and_found() -> None:
     model = build(FAMILY)
     with proved(), BatchGenerator(model, page_size=4, keep_prefixes=4) as generator:

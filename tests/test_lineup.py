@@ -242,6 +242,9 @@ def test_a_prompt_that_fits_only_without_its_prefixes_goes_without() -> None:
         assert_stands_on_its_own_tokens(request, row)
         assert cache.fits_alone(request)
     cache.check_integrity(lineup.requests)
+    for request in lineup.requests:  # their time is over before they have begun
+        cache.retire(request)
+    assert cache.lost_tokens == 0
 
 
 def test_what_a_prompt_set_apart_does_not_read_is_not_counted_as_cached() -> None:

@@ -64,6 +64,18 @@ def test_it_ends_full_when_answers_stop_early_and_when_memory_is_short(
     assert shown[-1][1] == "100" and shown[-1][2] == shown[-1][3] == str(len(result)) and shown[-1][4] == "samples"
 
 
+def test_a_beam_search_that_looks_further_than_its_answers_does_not_fill_it_twice(drawn: io.StringIO) -> None:
+    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": list(range(1, 90, 2)), "pad_token_id": 0}
+    options |= {"early_stopping": "never", "length_penalty": 0.3, "max_new_tokens": 30}
+    generator = BatchGenerator(build("llama"), max_batch_tokens=40, min_shared_tokens=4)
+    result = generator.generate(prompts(12), progress=True, **options)
+    shown = lines(drawn)
+    percent = [int(line[1]) for line in shown]
+    assert percent == sorted(percent) and percent[-1] == 100
+    assert len({line[2] for line in shown}) > 3  # some have finished before others
+    assert shown[-1][5].endswith(f"{result.report.saving:.0%} saved")
+
+
 def test_nothing_is_said_of_sharing_where_there_is_none(drawn: io.StringIO) -> None:
     BatchGenerator(build("llama")).generate([[5, 6], [7, 8]], max_new_tokens=2, progress=True)
     assert "saved" not in drawn.getvalue() and "tokens/s" in drawn.getvalue()
