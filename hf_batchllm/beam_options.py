@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .errors import UnsupportedOptionError
+from .errors import OptionValueError, UnsupportedOptionError
 from .notices import Notices
 from .options import Options
 
@@ -25,6 +25,10 @@ def check_beams(options: Sequence[Options], notices: Notices) -> None:
         why = "is 1 for some prompts and more for others: pass those with beams in a call of their own"
         raise UnsupportedOptionError("num_beams", why)
     for each in searching:
+        if each.config.length_penalty is None:
+            raise OptionValueError(
+                "length_penalty", "is None, and a beam search needs a number: leave it out, or pass 1.0"
+            )
         if each.config.guidance_scale not in (None, 1) and each.given.negative_prompt_ids is not None:
             why = "does not go with `num_beams`, in `generate` neither: leave it out"
             raise UnsupportedOptionError("negative_prompt_ids", why)

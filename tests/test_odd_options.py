@@ -86,6 +86,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 0}, "`num_beams` must be at least 1, but is 0"),
     ({"num_beams": 2, "early_stopping": "often"}, "`early_stopping` must be True, False or \"never\", not 'often'"),
     ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` is 3, and there are 2 beams"),
+    ({"num_beams": 2, "length_penalty": None}, "`length_penalty` is None, and a beam search needs a number"),
     ({"generation_config": {"max_new_tokens": 3}}, "not a dict: pass its items as keyword arguments"),
     ({"generation_config": 20}, "not an int: if it is a length, pass `max_new_tokens=20`"),
     ({"generation_config": "w5"}, "not a string: if it is a prompt, put all prompts into one list"),
