@@ -120,7 +120,7 @@ class AdapterSwap:
             raise RuntimeError(f"the adapter {self.name!r} is not there any more: it was deleted while a call needs it")
         if any(children.get(name) is not layer for children, name, layer in self._places):
             raise RuntimeError("the adapters are not there any more: they were unloaded while a call needs them")
-        if any(vars(layer).get("merged_adapters") for layer in self._layers):  # PEFT's would undo it in a forward
+        if any(vars(layer).get("merged_adapters") for layer in self._layers):  # PEFT undoes it to run without any
             raise RuntimeError("adapters were merged into the weights while a call needs each of them by itself")
         if len(there) != len(known) or any(there.get(name) is not config for name, config in known.items()):
             # New ones may have brought layers with them, in which they are active.
