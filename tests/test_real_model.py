@@ -54,7 +54,7 @@ def _ask(page, question):
     return f"{INSTRUCTION}{page}\n\nQuestion: {question}"
 
 
-ABOUT_LONG = [_ask(page, question) for page in LONG for question in QUESTIONS[:2]]
+ABOUT_LONG = [_ask(page, question) for page, count in zip(LONG, (3, 2), strict=True) for question in QUESTIONS[:count]]
 ABOUT_SHORT = [_ask(page, question) for page in SHORT for question in QUESTIONS]
 ALONE = [
     "The capital of France is",
