@@ -16,7 +16,7 @@ from .errors import ConfigError, GeneratorBusyError, UnsupportedModelError, Unsu
 from .option_checks import check_generation_config, unknown_option
 from .option_table import TABLE
 from .pipeline_calls import AROUND_THE_MODEL, Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read
-from .pipeline_import import LIKE, TASK
+from .pipeline_import import LIKE, TASK, register_task
 from .pipeline_inputs import Refused, as_inputs
 from .results import RunReport
 from .sharing import SharingPlan
@@ -186,3 +186,6 @@ def _check_generation_config(given: Any) -> None:
         why = "is a list: a pipeline has one for all prompts; BatchGenerator(model, tokenizer).generate takes a list"
         raise UnsupportedOptionError("generation_config", why)
     check_generation_config(given)
+
+
+register_task()  # whoever imported this first had transformers' pipelines loaded by it, before there was a class

@@ -34,9 +34,11 @@ def _add_to(pipelines: Any) -> None:
     if isinstance(tasks[LIKE]["impl"], str):  # resolved when it is used
         tasks[TASK] = {**tasks[LIKE], "impl": name}
     else:
-        from .pipeline import BatchTextGenerationPipeline
+        from . import pipeline
 
-        tasks[TASK] = {**tasks[LIKE], "impl": BatchTextGenerationPipeline}
+        if not hasattr(pipeline, "BatchTextGenerationPipeline"):
+            return  # it is what has transformers' pipelines loaded, and registers the task when it is complete
+        tasks[TASK] = {**tasks[LIKE], "impl": pipeline.BatchTextGenerationPipeline}
 
 
 class _AfterPipelines(MetaPathFinder):
