@@ -18,6 +18,7 @@ from .options import Options
 from .processing import Chains, Layout, look_back, run
 from .recording import StepTensors
 from .sampling import NO_DISTRIBUTION, rows_at_once
+from .seeds import Seeds, noise_of, signed
 
 _NOISE = 16  # times the memory that scores take
 
@@ -42,7 +43,7 @@ class BeamScores:
         model: nn.Module,
         options: Sequence[Options],
         groups: Sequence[Group],
-        seed: int | None,
+        seed: Seeds | None,
         notices: Notices,
         tensors: StepTensors | None = None,
     ) -> None:
@@ -105,7 +106,8 @@ class BeamScores:
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
         if layout.options.do_sample:
             assert self._seed is not None
-            index = draw(sums, rules.candidates, width, self._seed, [group.root.index for group in groups], made)
+            noise = [noise_of(self._seed, group.root.index) for group in groups]
+            index = draw(sums, rules.candidates, width, noise, made)
             best = sums.gather(1, index)
         else:
             best, index = sums.topk(rules.candidates)
@@ -117,8 +119,7 @@ def draw(
     sums: torch.Tensor,  # [groups, beams * vocabulary]
     count: int,
     width: int,
-    seed: int,
-    prompts: Sequence[int],  # [groups]
+    noise: Sequence[tuple[int, int]],  # [groups]  the seed, and the prompt's number
     made: Sequence[int],  # [groups]
 ) -> torch.Tensor:  # [groups, count]
     """So many of each group, one after the other and none twice, each from the softmax of what is left.
@@ -130,10 +131,10 @@ def draw(
         raise RuntimeError(NO_DISTRIBUTION)
     token = torch.arange(sums.shape[-1] // width, device=sums.device)
     beam = torch.arange(width, device=sums.device)[:, None]
-    prompt, position = (torch.tensor(values, device=sums.device)[:, None, None] for values in (prompts, made))
-    key = torch.tensor((seed + 2**63) % 2**64 - 2**63, device=sums.device)  # the same 64 bits, with a sign
-    noise = exponential(token, key, prompt, beam, position)  # [groups, width, tokens]
-    return (sums.double().log_softmax(dim=-1) - noise.flatten(1).log()).topk(count).indices
+    keys = [signed(seed) for seed, _ in noise], [number for _, number in noise], made
+    key, prompt, position = (torch.tensor(values, device=sums.device)[:, None, None] for values in keys)
+    drawn = exponential(token, key, prompt, beam, position)  # [groups, width, tokens]
+    return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices
 
 
 def rules_of(options: Options) -> Rules:

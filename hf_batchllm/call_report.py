@@ -12,6 +12,7 @@ from .recorder import Recorder
 from .request import Request
 from .results import RunReport
 from .scheduler import Scheduler
+from .seeds import Seeds
 from .sharing import SharingPlan
 
 
@@ -28,7 +29,7 @@ def report_of(
     planning_seconds: float,
     capture_seconds: float,
     device_memory: int,
-    seed: int | None,
+    seed: Seeds | None,
     fused: str,
     graphs: str,
 ) -> RunReport:

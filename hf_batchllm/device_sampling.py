@@ -19,6 +19,7 @@ from transformers.generation import logits_process as processors
 from .architecture import base_model
 from .kernels.recipes import Recipe, RecipeTable, RowRecipes
 from .options import Options, make_processors
+from .seeds import signed
 
 _SEEN_BYTES = 512 << 20  # at most, for the tokens that requests have had
 _WORD = 32  # tokens in each word of a row's bits
@@ -99,18 +100,19 @@ def torch_sampling() -> SamplingKernels:
 
 @dataclass(frozen=True)
 class RowsState:
-    """What sampling has to know of the rows of ``logits``, on their device, each of shape [rows] but for the last.
+    """What sampling has to know of the rows of ``logits``, on their device, each of shape [rows] but for ``seen``.
 
     ``kind``, ``minimum``, ``line`` and ``seen`` are those of a DeviceSampler, and only needed where it says so.
     """
 
-    prompt: torch.Tensor  # int32 or int64  the prompt's place in the list
+    prompt: torch.Tensor  # int32 or int64  the prompt's number among all of its seed
     sample: torch.Tensor  # int32 or int64  which of its samples
     made: torch.Tensor  # int32 or int64  tokens generated so far
     kind: torch.Tensor | None = None  # int32  where rows differ: how this one is picked
     minimum: torch.Tensor | None = None  # int32  tokens that a row must have before EOS
     line: torch.Tensor | None = None  # int32  its own in ``seen``, -1 if it needs none; None: as rows stand
     seen: torch.Tensor | None = None  # [lines, words] int32  a bit for each token
+    seed: torch.Tensor | None = None  # int64  where not all have that of the DeviceSampler
 
 
 def recipe_of(options: Options) -> Recipe:
@@ -203,7 +205,8 @@ def minimum_of(options: Options, prompt_tokens: int) -> int:
 class DeviceSampler:
     """The next token of each row. ``kinds``: the options that there are; for each ``why_not`` has found nothing.
 
-    Those of one kind to this class have one number: what it is picked by is the same.
+    Those of one kind to this class have one number: what it is picked by is the same. ``seed``: of all rows, unless
+    they bring theirs along.
     """
 
     def __init__(
@@ -219,7 +222,6 @@ class DeviceSampler:
         numbers: dict[tuple[Recipe, tuple[int, ...]], int] = {}
         self.kinds: dict[Options, int] = {}
         for options in kinds:
-            assert seed is not None or not options.do_sample
             what = recipe_of(options), self._held_back(options)
             self.kinds[options] = numbers.setdefault(what, len(numbers))
         recipes = [recipe for recipe, _ in numbers]
@@ -233,10 +235,9 @@ class DeviceSampler:
         most = max(map(len, held_back))
         self.needs_minimum = most > 0
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
-        wrapped = ((seed or 0) + 2**63) % 2**64 - 2**63  # the same 64 bits, with a sign
         with torch.inference_mode(False):  # steps may run outside
             self._eos = torch.tensor(padded if self.needs_kind else padded[0], dtype=torch.int64, device=device)
-            self._seed = torch.tensor([wrapped], dtype=torch.int64, device=device)
+            self._seed = torch.tensor([signed(seed or 0)], dtype=torch.int64, device=device)
 
     def _held_back(self, options: Options) -> tuple[int, ...]:
         """The tokens that may not come before a minimum length."""
@@ -287,7 +288,7 @@ class DeviceSampler:
             tokens = kernels.gumbel_sample(
                 logits,
                 recipe.temperature if by_row is None else by_row,
-                self._seed,
+                self._seed if rows.seed is None else rows.seed,
                 rows.prompt,
                 rows.sample,
                 rows.made,

@@ -31,6 +31,7 @@ from .request import FinishReason, Request
 from .results import BatchResult, Generation, RunReport
 from .scores import Score, ScoreResult
 from .scoring import ScoreWork, Scoring
+from .seeds import Seeds
 from .sharing import SharingPlan
 from .tensors import PaddedBatch, take_padded
 from .text import TokenizerLoader
@@ -89,7 +90,7 @@ class BatchGenerator:
         prompts: Any,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
-        seed: int | None = None,
+        seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
         **generate_kwargs: Any,
@@ -102,7 +103,7 @@ class BatchGenerator:
         *,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        seed: int | None = None,
+        seed: Seeds | None = None,
         progress: bool | None = None,
         **generate_kwargs: Any,
     ) -> Any: ...
@@ -111,7 +112,7 @@ class BatchGenerator:
         prompts: Any = None,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
-        seed: int | None = None,
+        seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
         **generate_kwargs: Any,
@@ -127,7 +128,8 @@ class BatchGenerator:
             each prompt. Left out, the active adapters are used as they are.
         logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
             Generation.
-        seed: of the sampling noise; by default one is drawn from torch's generator.
+        seed: of the sampling noise; by default one is drawn from torch's generator. Or a list with one for each prompt,
+            whose samples then do not depend on where it stands in the list, nor on what else is in it.
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
@@ -165,7 +167,7 @@ class BatchGenerator:
         prompts: Any = None,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
-        seed: int | None = None,
+        seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
         **generate_kwargs: Any,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
+from .seeds import Seeds
 from .sharing import SharingPlan
 from .table import as_table
 from .timeline import Timeline
@@ -72,7 +73,7 @@ class RunReport:
     device_memory: bytes of the device that PyTorch had given out at the same time, at most: the model, the KV cache and
         what steps take, and whatever else the process has there. 0 on a CPU, where nobody counts. To find it, a call
         sets PyTorch's peaks back (``torch.cuda.reset_peak_memory_stats``).
-    seed: of the sampling noise; None for greedy decoding.
+    seed: of the sampling noise, or a list with that of each prompt; None for greedy decoding.
     fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     idle_tokens: tokens run for answers that turned out to have ended before.
@@ -96,7 +97,7 @@ class RunReport:
     planning_seconds: float
     peak_memory: int
     kv_memory: int
-    seed: int | None
+    seed: Seeds | None
     plan: SharingPlan = field(repr=False)
     fused: str = ""
     graphs: str = ""
@@ -142,7 +143,8 @@ class RunReport:
         if self.idle_tokens:
             lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:
-            lines.append(f"seed       {self.seed}")
+            said = self.seed if isinstance(self.seed, int) else "one for each prompt"
+            lines.append(f"seed       {said}")
         return "\n".join(lines)
 
 

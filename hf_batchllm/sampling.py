@@ -1,6 +1,7 @@
 """From logits to tokens: greedy or sampled, through transformers' own processors.
 
-Noise depends on (seed, prompt index, sample index, position) alone, so it does not matter which requests share a step.
+Noise depends on (seed, prompt index, sample index, position) alone, so it does not matter which requests share a step;
+with a seed for each prompt, on (its seed, sample index, position).
 A token is drawn by inverting the distribution function in the order of the vocabulary, however it is computed.
 """
 
@@ -19,6 +20,7 @@ from .notices import Notices
 from .options import Options
 from .processing import Chain, Chains, Layout, look_back, run, to_device
 from .request import Request
+from .seeds import Seeds, noise_of
 
 # These cut off unlikely tokens, and do so in the order of the scores: the best ones may be all they need to see.
 _CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.MinPLogitsWarper)
@@ -51,7 +53,7 @@ class Sampler:
         self,
         model: nn.Module,
         options: Sequence[Options],
-        seed: int | None,
+        seed: Seeds | None,
         record: Record | None = None,
         notices: Notices | None = None,
     ) -> None:
@@ -227,26 +229,30 @@ def _pass(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
 # -- noise -----------------------------------------------------------------------------------------------------
 
 
-def uniforms(seed: int, requests: Sequence[Request]) -> np.ndarray:  # [requests] float64
+def uniforms(seeds: Seeds, requests: Sequence[Request]) -> np.ndarray:  # [requests] float64
     """A number in (0, 1), neither end included, that belongs to each request and its position."""
-    counter = [(len(request.generated), request.sample, request.index, 0) for request in requests]
-    bits = philox(np.array(counter, dtype=np.uint64).T, seed)
+    noise = [noise_of(seeds, request.index) for request in requests]
+    counter = [
+        (len(request.generated), request.sample, number, 0)
+        for request, (_, number) in zip(requests, noise, strict=True)
+    ]
+    bits = philox(np.array(counter, dtype=np.uint64).T, np.array([seed for seed, _ in noise], dtype=np.uint64))
     # 52 bits: with one more, the half that is added would round the largest number up to 1.
     return (((bits[0] << 20) | (bits[1] >> 12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def philox(counter: np.ndarray, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Philox4x32 with ten rounds: four words of 32 random bits for each four of ``counter`` [4, n] and a 64-bit key.
+def philox(counter: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Philox4x32 with ten rounds: four words of 32 random bits for each four of ``counter`` [4, n] and its ``key`` [n].
 
     No state, all rows at once, and arithmetic that a kernel can repeat bit for bit.
     """
-    low = 0xFFFFFFFF
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b, c, d = counter.astype(np.uint64)
-    key_a, key_b = key & low, key >> 32
+    key_a, key_b = key & low, key >> half
     for _ in range(10):
         x, y = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (y >> 32) ^ b ^ key_a, y & low, (x >> 32) ^ d ^ key_b, x & low
-        key_a, key_b = (key_a + 0x9E3779B9) & low, (key_b + 0xBB67AE85) & low
+        a, b, c, d = (y >> half) ^ b ^ key_a, y & low, (x >> half) ^ d ^ key_b, x & low
+        key_a, key_b = (key_a + np.uint64(0x9E3779B9)) & low, (key_b + np.uint64(0xBB67AE85)) & low
     return a, b, c, d
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from .options import Options, inferred_mask, resolve_each
 from .processing import check_guidance
 from .prompts import Prompt, check_prompts
 from .score_inputs import Reading, ScoreInputs, check_scores
+from .seeds import Seeds, checked_seeds
 from .streaming import Feed, feed_for
 from .tensors import PaddedBatch
 from .text import TokenizerLoader
@@ -39,7 +39,7 @@ class Work:
     problems: dict[int, str]  # why the others cannot
     options: list[Options]  # of each prompt of that list, those that cannot be run included; many have the same
     max_new_tokens: list[int]
-    seed: int | None
+    seed: Seeds | None  # of the sampling noise
     rules: list[Rules]  # what ends the sequences, as ``options``
     feed: Feed | None = None  # where somebody is told of the tokens as they come
     rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
@@ -90,7 +90,7 @@ class Checks:
         architecture: Architecture,
         prompts: Any,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: int | None,
+        seed: Any,
         on_error: str,
         generate_kwargs: dict[str, Any],
     ) -> Work:
@@ -99,8 +99,6 @@ class Checks:
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
-        if seed is not None:
-            seed = _checked_seed(seed)
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
@@ -117,6 +115,7 @@ class Checks:
                 )
         else:
             resolved *= len(checked)
+        seeds = None if seed is None else checked_seeds(seed, len(checked))
         adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
         check_guidance(resolved, self._notices)
         check_beams(resolved, self._notices)
@@ -142,10 +141,10 @@ class Checks:
         if problems and on_error == "raise":
             raise PromptError(problems)
         if not any(options.do_sample for options in resolved):
-            seed = None
-        elif seed is None:
-            seed = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seed, rules, feed, rows, adapters)
+            seeds = None
+        elif seeds is None:
+            seeds = int(torch.randint(2**63 - 1, ()).item())
+        return Work(good, places, problems, resolved, limits, seeds, rules, feed, rows, adapters)
 
     def scores(
         self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
@@ -211,13 +210,3 @@ class Checks:
 def _check_on_error(on_error: Any) -> None:
     if on_error not in ("raise", "record"):
         raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
-
-
-def _checked_seed(seed: Any) -> int:
-    try:
-        number = operator.index(seed)  # NumPy's integers, too
-    except TypeError:
-        number = -1
-    if isinstance(seed, bool) or not 0 <= number < 2**64:
-        raise OptionValueError("seed", f"must be a whole number from 0 to 2**64 - 1, not {shown(seed)}")
-    return number

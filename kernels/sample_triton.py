@@ -29,7 +29,7 @@ _INFINITY = tl.constexpr(float("inf"))
 _BEYOND = tl.constexpr(2**31 - 1)
 _BEST = tl.constexpr(recipes.BEST)
 # A row's numbers may be a line of a table of any rows: where it lies in memory is nothing to compile kernels for.
-_OF_ROWS = ["which", "prompt", "sample", "position"]
+_OF_ROWS = ["which", "seed", "prompt", "sample", "position"]
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _log2_exponential(high, low):
 def _words(seed, token, position, sample, prompt, row):
     zero = token * 0
     return tl.philox(
-        tl.load(seed),
+        seed,
         token,
         zero + tl.load(position + row).to(tl.int32),
         zero + tl.load(sample + row).to(tl.int32),
@@ -117,6 +117,7 @@ def _noisy_weight_of_block(
     BY_ROW: tl.constexpr,
     SOME_BEST: tl.constexpr,
     CUT: tl.constexpr,
+    SEEDS: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -130,6 +131,7 @@ def _noisy_weight_of_block(
     if SOME_BEST and factor == _BEST:
         score = tl.max(_without_nan(scores), 0)
     else:
+        seed = tl.load(seed + row if SEEDS else seed)
         score = _noisy_weight(scores, factor, threshold, seed, block * BLOCK, prompt, sample, position, row, CUT)
     tl.store(block_score + row * BLOCKS + block, score)
 
@@ -140,6 +142,7 @@ def _draw_from_best_block(
     BY_ROW: tl.constexpr,
     SOME_BEST: tl.constexpr,
     CUT: tl.constexpr,
+    SEEDS: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +157,7 @@ def _draw_from_best_block(
     if SOME_BEST and factor == _BEST:
         _, picked = _best(_without_nan(scores), token)
     else:
+        seed = tl.load(seed + row if SEEDS else seed)
         picked = _drawn(scores, factor, threshold, seed, token, prompt, sample, position, row, best, CUT)
     tl.store(out + row, picked.to(tl.int64))
 
@@ -191,7 +195,7 @@ def greedy(
 def gumbel_sample(
     logits: torch.Tensor,  # [rows, vocabulary]
     temperature: float | RowRecipes,  # or of each row what it is picked by
-    seed: torch.Tensor,  # [1] int64
+    seed: torch.Tensor,  # [1] or [rows] int64  of all rows, or of each
     prompt: torch.Tensor,  # [rows] int64 or int32  of each row, as are the next two
     sample: torch.Tensor,
     position: torch.Tensor,
@@ -219,7 +223,7 @@ def gumbel_sample(
     )  # fmt: skip
     shape = {
         "BY_ROW": by_row, "SOME_BEST": by_row and temperature.table.takes_best, "CUT": threshold is not None,
-        "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK,
+        "SEEDS": len(seed) > 1, "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK,
     }  # fmt: skip
     if rows:
         _noisy_weight_of_block[(rows * blocks,)](*given, **shape, num_warps=4)

@@ -125,7 +125,7 @@ def greedy(
 def gumbel_sample(
     logits: torch.Tensor,  # [rows, vocabulary]
     temperature: float | RowRecipes,  # or of each row what it is picked by
-    seed: torch.Tensor,  # [1] int64
+    seed: torch.Tensor,  # [1] or [rows] int64  of all rows, or of each
     prompt: torch.Tensor,  # [rows] int64 or int32  of each row, as are the next two
     sample: torch.Tensor,
     position: torch.Tensor,

@@ -449,6 +449,10 @@ def test_what_is_drawn_hangs_on_seed_and_place_alone() -> None:
     assert results[0] == results[1] == results[2]
     other = BatchGenerator(model).generate(PROMPTS, seed=5, **DRAWN)
     assert other.token_ids != results[0] and other.report is not None and other.report.seed == 5
+    seeds = list(range(len(PROMPTS)))
+    own = BatchGenerator(model).generate(PROMPTS, seed=seeds, **DRAWN).token_ids
+    turned = BatchGenerator(model).generate(PROMPTS[::-1], seed=seeds[::-1], **DRAWN).token_ids
+    assert [turned[2 * index : 2 * index + 2] for index in seeds[::-1]] == [own[2 * i : 2 * i + 2] for i in seeds]
     torch.manual_seed(3)
     drawn = BatchGenerator(model).generate(PROMPTS, **DRAWN)
     torch.manual_seed(3)
@@ -459,15 +463,16 @@ def test_candidates_are_drawn_one_after_the_other() -> None:
     """Each from what those before it have left, whichever prompts share the step."""
     count, width = 20_000, 2
     sums = torch.tensor([[0.3, -1.0, 1.2, 0.0, -2.5, 0.9]])  # of two beams and three tokens
-    drawn = draw(sums.expand(count, -1), 3, width, 2**64 - 7, range(count), [5] * count)
+    drawn = draw(sums.expand(count, -1), 3, width, [(2**64 - 7, number) for number in range(count)], [5] * count)
     share = sums[0].double().softmax(dim=-1).tolist()
     ways = list(itertools.permutations(range(6), 3))
     chances = [share[a] * share[b] / (1 - share[a]) * share[c] / (1 - share[a] - share[b]) for a, b, c in ways]
     number = {way: place for place, way in enumerate(ways)}
     assert_drawn_from(np.array(chances), [number[tuple(row)] for row in drawn.tolist()])
-    some = draw(sums.expand(3, -1), 3, width, 2**64 - 7, [7, 100, 3], [5] * 3)
+    some = draw(sums.expand(3, -1), 3, width, [(2**64 - 7, number) for number in (7, 100, 3)], [5] * 3)
     assert torch.equal(some, drawn[[7, 100, 3]])
-    assert not torch.equal(draw(sums.expand(count, -1), 3, width, 1, range(count), [5] * count), drawn)
+    other = draw(sums.expand(count, -1), 3, width, [(1, number) for number in range(count)], [5] * count)
+    assert not torch.equal(other, drawn)
 
 
 def test_answers_come_as_often_as_from_generate() -> None:

@@ -144,6 +144,10 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
         assert mine(scores, moved).tolist() != every, name
     other = DeviceSampler([resolved(**options)], 8, VOCABULARY, "cpu", device_sampling.torch_sampling())
     assert other(scores, state_of(requests, other)).tolist() != every
+    own = dataclasses.replace(state_of(requests, other), seed=torch.tensor([7, 8] * 12))
+    mixed = other(scores, own).tolist()
+    assert mixed[::2] == every[::2]
+    assert mixed[1::2] == other(scores, state_of(requests, other)).tolist()[1::2] != every[1::2]
     wide = DeviceSampler([resolved(**options)], 2**64 - 1, VOCABULARY, "cpu", device_sampling.torch_sampling())
     assert wide(scores, state_of(requests, wide)).min() >= 0
 

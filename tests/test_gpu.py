@@ -89,6 +89,10 @@ def test_preemption_and_processors_on_the_device(family: str, page_size: int, wa
     options |= {"repetition_penalty": 1.2, "min_new_tokens": 3, "top_p": 0.9, "temperature": 1.3}
     drawn = generator.generate(prompts, **options).token_ids
     assert drawn == BatchGenerator(model, share_prefixes=False).generate(prompts, **options).token_ids
+    options["seed"] = seeds = [2**63 + 7 * index for index in range(len(prompts))]
+    drawn = generator.generate(prompts, **options).token_ids
+    options["seed"] = seeds[3:8]
+    assert drawn[3:8] == BatchGenerator(model).generate(prompts[3:8], **options).token_ids
 
 
 @torch.no_grad()

@@ -116,6 +116,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": True}, "`seed` must be a whole number"),
     ({"seed": "42"}, "`seed` must be a whole number"),
     ({"seed": torch.Generator()}, "`seed` must be a whole number"),
+    ({"seed": [1, 2, 3, 4, 5, 6, 7]}, "`seed` is a list of 7 and there "),
+    ({"seed": []}, "`seed` is a list of 0 and there "),
     ({"on_error": "ignore"}, '`on_error` must be "raise" or "record", not \'ignore\''),
     ({"on_error": None}, '`on_error` must be "raise" or "record", not None'),
     ({"progress": "yes"}, "`progress` must be True, False, or None for long lists only, not a string"),

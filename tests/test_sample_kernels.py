@@ -73,7 +73,8 @@ def gap(scores: torch.Tensor, given: dict[str, torch.Tensor], row: int, *tokens:
     """How near two tokens were to each other: within their block, or their blocks if there are two."""
     size = small_torch.SAMPLE_BLOCK
     blocks = [token // size for token in tokens]
-    mine = [given["seed"], *(given[name][row : row + 1] for name in ("prompt", "sample", "position"))]
+    seed = given["seed"][row if len(given["seed"]) > 1 else 0]
+    mine = [seed, *(given[name][row : row + 1] for name in ("prompt", "sample", "position"))]
     if blocks[0] == blocks[1]:
         noisy = scores[list(tokens)] - small_torch.exponential(torch.tensor(tokens), *mine).log()
     else:
@@ -90,6 +91,8 @@ def check_gumbel(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
     if seed % 3 == 1:  # what a processor leaves of a vocabulary
         logits[torch.from_numpy(rng.random(logits.shape) < 0.9)] = -float("inf")
     temperature, given = float(rng.choice([0.3, 1.0, 2.5])), keys(rng, rows)
+    if seed % 2:
+        given["seed"] = torch.from_numpy(rng.integers(-(2**63), 2**63, rows))
     out = torch.full((rows,), -7, device=DEVICE)
     got = sample_triton.gumbel_sample(logits.to(DEVICE), temperature, **copies(given, DEVICE), out=out).cpu()
     want = small_torch.gumbel_sample(logits, temperature, **given)

@@ -221,6 +221,24 @@ def test_samples_duplicates_and_seeds_differ() -> None:
     assert len({tuple(tokens) for stream in streams for tokens in stream}) == 40
 
 
+def test_with_seeds_of_their_own_it_does_not_matter_where_prompts_stand() -> None:
+    given = prompts()
+    seeds = [2**64 - 1 - index // 2 for index in range(len(given))]
+    whole = sampled(given, seed=seeds, num_return_sequences=2)
+    assert whole.report.seed == seeds
+    assert "seed       one for each prompt" in str(whole.report)
+    some = [9, 3, 12]
+    moved = sampled([given[index] for index in some], seed=np.array([seeds[index] for index in some], dtype=np.uint64))
+    assert moved.token_ids == [whole[2 * index].token_ids for index in some]
+    assert sampled(given[:1], seed=seeds[0]).token_ids == whole.token_ids[:1]  # the first of a list, as ever
+    same = sampled([given[0]] * 3, seed=[5, 6, 5]).token_ids
+    assert same[0] == same[2] != same[1]
+    options = {"do_sample": True, "max_new_tokens": 6, "top_k": 0}
+    streamed = BatchGenerator(build(FAMILY)).stream(given, seed=seeds, **options)
+    alone = BatchGenerator(build(FAMILY)).generate(given, seed=seeds, **options)
+    assert {each.index: each.token_ids for each in streamed} == dict(enumerate(alone.token_ids))
+
+
 # -- seeds and other people's generators -----------------------------------------------------------------------
 
 
