@@ -70,7 +70,7 @@ class Bench:
         self.architecture = inspect_model(model)
         rng = np.random.default_rng(5)
         self.pages = 0
-        self.rows = [self._request(rng, context + 1) for _ in range(rows)]
+        self.rows = [self._request(rng, context, new=1) for _ in range(rows)]
         self.prompts = [self._request(rng, length) for _ in range(prompts)]
         self.backend = make_backend(BatchConfig(page_size=PAGE), self.device, KVStorage(self.pages, PAGE), Notices())
         self.builder = BatchBuilder(PAGE, short_chunk=self.backend.short_chunk)
@@ -84,10 +84,11 @@ class Bench:
             ),
         }
 
-    def _request(self, rng: np.random.Generator, length: int) -> Request:
-        vocabulary = self.architecture.vocab_size
-        request = Request(0, rng.integers(0, vocabulary, length).astype(np.int32), 1)
-        taken = -(-length // PAGE)
+    def _request(self, rng: np.random.Generator, length: int, new: int = 0) -> Request:
+        ids = rng.integers(0, self.architecture.vocab_size, length + new).astype(np.int32)
+        request = Request(0, ids[:length], new + 1)
+        request.generated += ids[length:].tolist()
+        taken = -(-(length + new) // PAGE)
         request.pages = list(range(self.pages, self.pages + taken))
         self.pages += taken
         return request
