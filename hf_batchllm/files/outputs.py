@@ -1,0 +1,413 @@
+"""Where results go: a file that a later run can go on with, or a stream.
+
+Beside ``out.jsonl`` stands its run record, ``out.jsonl.run.json``. A table (CSV, Parquet) is written at the end, from a
+journal ``out.csv.part.jsonl`` that goes when the table is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
+from ..notices import warn_user
+from .journal import Identify, Journal, identify
+from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside
+from .run_record import RunRecord, record_path
+from .sources import TABLES, Source, format_of, record_key
+from .syncing import seconds_of
+from .table_outputs import write_csv, write_parquet
+from .tables import import_pyarrow
+
+AFRESH = "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
+
+_STREAM_NAME = re.compile(r"-|/dev/(stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
+_ORDERS = ("input", "finished")
+
+
+def open_output(
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    source: Source | None = None,
+    fsync: str | float = "5s",
+    restart: bool = False,
+    identify: Identify = identify,
+    note: Callable[[str], None] | None = None,
+) -> Output:
+    """Locks the output and reads what is in it. Nothing is changed before ``begin``.
+
+    ``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdout; that, and whatever is no ordinary file,
+    takes JSON lines and cannot be gone on with. ``source`` must be another file. ``fsync``: always, never, or how often.
+    ``note`` is called with what a person should hear (without it: a warning).
+    """
+    path = os.fspath(path)
+    note = note or warn_user
+    seconds_of(fsync)
+    if _streams(path):
+        if format not in (None, "jsonl"):
+            raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
+        return StreamOutput(path)
+    kind = format_of(path, format, OutputFileError)
+    if kind == "parquet":
+        import_pyarrow()
+    return FileOutput(path, kind, source, fsync, restart, identify, note)
+
+
+def _streams(path: str) -> bool:
+    if _STREAM_NAME.fullmatch(path):
+        return True
+    try:
+        mode = os.stat(os.path.expanduser(path)).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+class Output:
+    """What the two kinds have in common; see the package's docstring for the order of the calls."""
+
+    path: str
+    streams: bool  # no resume, no order
+    complete = False  # a table that is there already: nothing to do
+    _count = 0  # records of the input
+
+    def __len__(self) -> int:
+        """Results in it."""
+        raise NotImplementedError
+
+    @property
+    def errors(self) -> np.ndarray:
+        """The numbers of the records whose result, of an earlier run, is an error."""
+        return np.zeros(0, dtype=np.int64)
+
+    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
+        """The record in force, with its seed. RunChangedError where a setting or an input that is done has changed."""
+        raise NotImplementedError
+
+    def missing(self, count: int | None = None) -> np.ndarray:
+        """The numbers of the records (the first ``count``) that have no result."""
+        return np.arange(self._count if count is None else min(count, self._count))
+
+    def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
+        """(index, a JSON object with ``index`` and ``key`` in one line without its newline) for each."""
+        raise NotImplementedError
+
+    def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
+        """When nothing is missing: in the input's order, or as they ``finished``; or as a table."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """What was appended stays."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StreamOutput(Output):
+    streams = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.name = "stdout" if path == "-" else path
+        self._written = 0
+        try:
+            self._descriptor = os.dup(1) if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
+
+    def __len__(self) -> int:
+        return self._written
+
+    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
+        self._count = source.count
+        return record.begin(None, source.summary())
+
+    def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
+        for _, line in lines:
+            rest = memoryview(line + b"\n")
+            while rest:
+                try:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                except BlockingIOError:  # somebody else has made it one that does not wait
+                    select.select([], [self._descriptor], [])
+                except OSError as error:
+                    raise OutputWriteError(
+                        f"{self.name} cannot be written to any more: {reason(error)}. "
+                        f"{self._written:,} results were written; a stream cannot be gone on with, a file can",
+                        kept=self._written,
+                        number=error.errno,
+                    ) from error
+            self._written += 1
+
+    def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+class FileOutput(Output):
+    streams = False
+
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        source: Source | None,
+        fsync: str | float,
+        restart: bool,
+        identify: Identify,
+        note: Callable[[str], None],
+    ) -> None:
+        self.path = real_path(path)
+        self.format = kind
+        self._table = kind in TABLES
+        self._record_path = record_path(self.path)
+        self._journal_path = f"{self.path}.part.jsonl" if self._table else self.path
+        self._restart = restart
+        self._note = note
+        self._record: RunRecord | None = None
+        self._ended = False
+        self._check_place(source)
+        self._make_journal = lambda: Journal(
+            self._journal_path, fsync=fsync, identify=identify, note=note, busy=self._busy
+        )
+        try:
+            self._journal = self._make_journal()
+        except OSError as error:
+            raise OutputFileError(f"{self.path} cannot be written to: {reason(error)}") from error
+        try:
+            if not restart:
+                self._look()
+        except OSError as error:
+            self._journal.close()
+            raise OutputFileError(f"{self.path} cannot be read: {reason(error)}") from error
+        except BaseException:
+            self._journal.close()
+            raise
+
+    # Before anything is changed
+
+    def _check_place(self, source: Source | None) -> None:
+        if os.path.isdir(self.path):
+            raise OutputFileError(f"{self.path} is a folder: give the name of a file in it")
+        folder = os.path.dirname(self.path)
+        if not os.path.isdir(folder):
+            raise OutputFileError(f"{self.path} cannot be written: there is no folder {folder}")
+        if source is not None and source.path != "-":
+            for ours in {self.path, self._journal_path, self._record_path, temporary_beside(self.path)}:
+                if same_file(source.path, ours):
+                    raise OutputFileError(f"{source.path} is the input, and would be written to: give another output")
+        probe = f"{temporary_beside(self.path)}.{os.getpid()}"
+        try:
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o600))
+            os.unlink(probe)
+        except OSError as error:
+            raise OutputFileError(
+                f"{folder} cannot be written to ({reason(error)}): the run record is kept there, beside the results"
+            ) from error
+        for file in (self._journal_path, self._record_path, self.path):
+            if os.path.exists(file) and not os.access(file, os.W_OK):
+                raise OutputFileError(f"{file} cannot be written to: it is read-only")
+
+    def _busy(self) -> str:
+        who = ""
+        with contextlib.suppress(FilesError):
+            record = RunRecord.read(self._record_path)
+            if record is not None and record.process:
+                known = record.process
+                who = f" (process {known.get('pid')} on {known.get('host')}, since {known.get('since')})"
+        return f"another run{who} is writing to {self.path}: wait for it, or give another output"
+
+    def _look(self) -> None:
+        self._journal.scan()
+        self._record = RunRecord.read(self._record_path)
+        begun = not self._journal.empty
+        afresh = AFRESH.format(path=self.path)
+        if begun and self._record is None:
+            raise OutputFileError(
+                f"{self._journal_path} is not empty, and {self._record_path}, which would say how its results were "
+                f"made, is not there: give another output, or {afresh}"
+            )
+        if self._table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
+            if self._record is None or self._record.finished is None:
+                raise OutputFileError(
+                    f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
+                )
+            self.complete = True
+        if not begun and not self.complete:
+            self._record = None  # of a run that came to no result, or whose results are gone
+
+    def __len__(self) -> int:
+        if self.complete and self._record is not None:
+            return int(self._record.input.get("records", 0))
+        return len(self._journal)
+
+    @property
+    def errors(self) -> np.ndarray:
+        return self._journal.errors
+
+    # A run
+
+    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
+        self._count = source.count
+        old = self._record
+        if old is not None:
+            self._compare(old, record, source)
+        if self.complete:
+            if retry_errors:
+                raise OutputFileError(
+                    f"{self.path} is complete, and single rows of a table cannot be run again: "
+                    f"write to a .jsonl file for that, or {AFRESH.format(path=self.path)}"
+                )
+            assert old is not None
+            return old
+        if self._restart:
+            self._move_away()
+        self._record = record.begin(old, source.summary())
+        with contextlib.suppress(OSError):
+            os.unlink(temporary_beside(self.path))
+        self._write_record()
+        self._journal.repair(drop_errors=retry_errors)
+        return self._record
+
+    def _compare(self, old: RunRecord, record: RunRecord, source: Source) -> None:
+        differences = old.differences(record)
+        afresh = f"give another output, or {AFRESH.format(path=self.path)}"
+        if differences:
+            raise RunChangedError(
+                f"{self.path} was begun with other settings: {'; '.join(differences)}. "
+                f"To go on, run it with the old ones; else {afresh}",
+                differences,
+            )
+        if old.input.get("digest") == source.digest and source.digest:
+            return
+        if self.complete:
+            was, now = old.input.get("records"), source.count
+            raise RunChangedError(
+                f"{self.path} is complete, and {source.name} has changed since (it had {was:,} records, and has "
+                f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",
+                [f"{source.name} has changed"],
+            )
+        self._compare_records(source, afresh)
+
+    def _compare_records(self, source: Source, afresh: str) -> None:
+        numbers, keys = self._journal.keys()
+        if len(numbers) and numbers[-1] >= source.count:
+            raise RunChangedError(
+                f"{self.path} has a result for record {int(numbers[-1]):,} (counted from 0), and {source.name} has only "
+                f"{source.count:,} records: it is another input, or it was cut. Give the old input; else {afresh}",
+                [f"{source.name} is shorter than it was"],
+            )
+        first = 0
+        for chunk in source.chunks(numbers):
+            found = np.array([int(record_key(raw), 16) for raw in source.records(chunk)], dtype=np.uint64)
+            changed = np.flatnonzero(found != keys[first : first + len(chunk)])
+            first += len(chunk)
+            if len(changed):
+                where = source.where(int(chunk[changed[0]]))
+                raise RunChangedError(
+                    f"{source.name}, {where}: this record has changed since {self.path} was begun, which has a result "
+                    f"for it. Give the old input (lines may be added at its end); else {afresh}",
+                    [f"{source.name}, {where} has changed"],
+                )
+
+    def _move_away(self) -> None:
+        """Never deleted, and never over another. The record goes first: killed in between, the results are still refused
+        for want of one, and the next ``restart`` takes them to the same number."""
+        there = [path for path in (self.path, self._journal_path) if os.path.exists(path) and os.path.getsize(path)]
+        if not there:
+            return
+        number = 1
+        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in ("", ".part.jsonl")):
+            number += 1
+        aside = f"{self.path}.bak-{number}"
+        try:
+            if os.path.exists(self._record_path):
+                os.rename(self._record_path, record_path(aside))
+            if self._table and os.path.exists(self.path):
+                os.rename(self.path, aside)
+            if os.path.getsize(self._journal_path):
+                os.rename(self._journal_path, f"{aside}.part.jsonl" if self._table else aside)
+                self._journal.close()
+                self._journal = self._make_journal()
+            sync_folder(self.path)
+        except OSError as error:
+            raise OutputFileError(f"{self.path} cannot be moved to {aside}: {reason(error)}") from error
+        self._note(f"what was in {self.path} is in {aside} now")
+
+    def _write_record(self) -> None:
+        assert self._record is not None
+        try:
+            self._record.write(self._record_path)
+        except OSError as error:
+            raise OutputWriteError(
+                f"{self._record_path} could not be written: {reason(error)}. {len(self):,} results are kept",
+                kept=len(self),
+                number=error.errno,
+            ) from error
+
+    def missing(self, count: int | None = None) -> np.ndarray:
+        count = self._count if count is None else min(count, self._count)
+        if self.complete:
+            return np.zeros(0, dtype=np.int64)
+        todo = np.ones(count, dtype=bool)
+        done = self._journal.indices
+        todo[done[done < count]] = False
+        return np.flatnonzero(todo)
+
+    def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
+        self._journal.append(lines)
+
+    def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
+        if order not in _ORDERS:
+            raise OutputFileError(f"order {order!r}: it is one of {', '.join(_ORDERS)}")
+        if self.complete:
+            return
+        assert self._record is not None, "begin() comes first"
+        if self._table:
+            self._journal.sync()
+            self._write_table()
+        else:
+            if order == "input":
+                self._journal.put_in_order()
+            self._journal.sync()
+        self._record.finish(figures)
+        self._write_record()
+        self._ended = self._table  # the journal goes last: until then the next run would only write the table again
+
+    def _write_table(self) -> None:
+        try:
+            with replacing(self.path) as descriptor:
+                if self.format == "parquet":
+                    write_parquet(descriptor, self._journal.in_order)
+                else:
+                    write_csv(descriptor, self._journal.in_order, "\t" if self.format == "tsv" else ",")
+            os.close(descriptor)
+        except OSError as error:
+            raise OutputWriteError(
+                f"{self.path} could not be written: {reason(error)}. All {len(self):,} results are kept, in "
+                f"{self._journal_path}: the same command makes the table of them",
+                kept=len(self),
+                number=error.errno,
+            ) from error
+
+    def close(self) -> None:
+        self._journal.close(remove=self._ended)
+        if self._ended:
+            sync_folder(self.path)
+        self._ended = False
