@@ -1,4 +1,4 @@
-"""What becomes of a record: its line of the output, plain. (``openai_outputs`` has OpenAI's form.)"""
+"""What becomes of a record: its line of the output, plain. (``openai_answers`` has OpenAI's form.)"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .openai_outputs import answer, refusal
+from .openai_answers import answer, refusal
 from .records import OPENAI, BadItem, Item
 from .token_texts import TokenTexts, finite, likeliest
 

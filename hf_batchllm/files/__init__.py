@@ -1,1 +1,0 @@
-"""Files in, files out: prompts from a file, results into another, whatever happens in between."""
