@@ -95,6 +95,42 @@ class CacheMemoryError(BatchLLMError, MemoryError):
     """There is no memory for a KV cache that would hold enough to begin with."""
 
 
+class FilesError(BatchLLMError):
+    """A run from a file to a file cannot go on, or cannot begin; the message says what is kept and what to do."""
+
+
+class InputFileError(FilesError, ValueError):
+    """The file with the prompts cannot be read as what it should be."""
+
+
+class OutputFileError(FilesError, ValueError):
+    """The output cannot be written to, or what is in it was not written by such a run. Nothing was changed."""
+
+
+class OutputBusyError(OutputFileError):
+    """Another process is writing to the same output."""
+
+
+class RunChangedError(OutputFileError):
+    """The output was begun with other settings, or another model, or the input has changed since.
+
+    ``differences`` names each of them.
+    """
+
+    def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
+        self.differences = list(differences)
+        super().__init__(message)
+
+
+class OutputWriteError(FilesError, OSError):
+    """A write failed: no space, a closed pipe, a broken disk. ``kept``: how many results are in the output."""
+
+    def __init__(self, message: str, kept: int = 0, number: int | None = None) -> None:
+        super().__init__(message)
+        self.kept = kept
+        self.errno = number
+
+
 class GenerationInterrupted(KeyboardInterrupt):
     """Ctrl-C during a call. ``result`` holds what had finished by then."""
 
