@@ -76,7 +76,8 @@ class Reader:
     """``base``: what the command line says. ``cells``: records come from a table, and its cells may be text.
 
     ``dialect``: PLAIN or OPENAI, see ``dialect_of``. ``where`` names a record's place to a person ("line 17").
-    ``second``: numbers of records whose custom_id was there before, see ``second_ids``.
+    ``second``: numbers of records whose custom_id was there before, see ``second_ids``. ``problems``: what is wrong
+    with rows that could not be read as records.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Reader:
         cells: bool = False,
         where: Callable[[int], str] | None = None,
         second: Mapping[int, int] | None = None,
+        problems: Mapping[int, str] | None = None,
     ) -> None:
         self.form = form or Form()
         self.base = base
@@ -95,12 +97,15 @@ class Reader:
         self.cells = cells
         self._where = where or (lambda number: f"record {number}")
         self._second = second or {}
+        self._problems = problems or {}
 
     def read(self, number: int, raw: bytes) -> Item | BadItem:
         record: dict[str, Any] = {}
         name = "custom_id" if self.dialect == OPENAI else "id"
         try:
             record = parse(raw)
+            if number in self._problems:
+                raise BadRecord(self._problems[number])
             if self.dialect == OPENAI:
                 return self._request(number, record)
             said = self._settings(record)
