@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .openai_answers import answer, refusal
@@ -21,7 +21,8 @@ class Writer:
     """Results -> lines of JSON, without the newline.
 
     ``tokens``: for log-probabilities. ``model`` and ``created`` stand in OpenAI's answers; the time is to be that of
-    the whole run, so that a run that was interrupted gives what another gives.
+    the whole run, so that a run that was interrupted gives what another gives. ``note``: is told, once, of requests
+    that name another model.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Writer:
         token_ids: bool = False,
         model: str = "",
         created: int = 0,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         self.dialect = dialect
         self._tokens = tokens or TokenTexts(None)
         self._token_ids = token_ids
         self._model = model
         self._created = created
+        self._note = note
 
     def result(self, item: Item, key: str, generations: Sequence[Generation]) -> bytes:
         """``generations``: all samples of the record, in their order."""
@@ -45,6 +48,7 @@ class Writer:
         if why is not None:
             return self.error(item, key, f"the prompt {why}")
         if self.dialect == OPENAI:
+            self._compare_model(item)
             return as_line(answer(item, key, generations, self._tokens, self._model, self._created))
         record = {"index": item.number, **_id(item)}
         made = [self._sample(item, each) for each in generations]
@@ -62,6 +66,12 @@ class Writer:
         if self.dialect == OPENAI:
             return as_line(refusal(item, key, said))
         return as_line({"index": item.number, **_id(item), "error": said, **_kept(item), "key": key})
+
+    def _compare_model(self, item: Item) -> None:
+        asked = None if item.request is None else item.request.model
+        if self._note is not None and asked is not None and asked != self._model:
+            self._note(f"requests name the model {asked!r}; all of them are answered by {self._model!r}")
+            self._note = None
 
     def _sample(self, item: Item, generation: Generation) -> dict[str, Any]:
         made: dict[str, Any] = {

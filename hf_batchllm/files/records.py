@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ class BadItem:
 
 
 class Reader:
-    """``base``: what the command line says. ``cells``: records come from a table, and its cells may be text.
+    """``base``: what the command line says, all but its seed: an Item has that of its own line. ``cells``: records come from a table, and its cells may be text.
 
     ``dialect``: PLAIN or OPENAI, see ``dialect_of``. ``where`` names a record's place to a person ("line 17").
     ``second``: numbers of records whose custom_id was there before, see ``second_ids``. ``problems``: what is wrong
@@ -92,7 +92,7 @@ class Reader:
         problems: Mapping[int, str] | None = None,
     ) -> None:
         self.form = form or Form()
-        self.base = base
+        self.base = replace(base, seed=None)
         self.dialect = dialect
         self.cells = cells
         self._where = where or (lambda number: f"record {number}")

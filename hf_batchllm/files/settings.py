@@ -117,18 +117,18 @@ def _bare(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter not in "_- ")
 
 
-def read_settings(fields: Mapping[str, Any], *, cells: bool = False, only_settings: bool = True) -> Settings:
-    """``fields``: by name. ``cells``: of a table, whose numbers may be text, and where an empty one says nothing.
+def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> Settings:
+    """``fields``: settings and nothing else, by name.
 
-    ``only_settings``: there is nothing else among them, so that an unknown name is an error.
+    ``cells``: of a table, whose numbers may be text, and where an empty one says nothing. ``settle``: a temperature
+    says whether tokens are drawn; in a GenerationConfig it does not.
     """
     options: dict[str, Any] = {}
     beside: dict[str, Any] = {}
     written: dict[str, str] = {}
     for name, value in fields.items():
-        if only_settings and name not in NAMES:
-            why = mistaken_name(name) or f"is not a setting of a line{_some_names()}"
-            raise SettingError(name, why)
+        if name not in NAMES:
+            raise SettingError(name, mistaken_name(name) or f"is not a setting{_some_names()}")
         if cells:
             value = _from_cell(name, value)
         if value is None:
@@ -143,7 +143,8 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, only_settin
             beside[known] = value
         else:
             options[known] = _checked(name, known, value)
-    _settle_temperature(options)
+    if settle:
+        _settle_temperature(options)
     return Settings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
 
 
