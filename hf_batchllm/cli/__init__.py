@@ -1,0 +1,28 @@
+"""The command ``hf-batchllm``: ``main`` picks what was asked for. Nothing here imports torch before it is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .exits import USAGE
+from .said import Said, UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code; see ``exits``."""
+    from .commands import dispatch
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(arguments)
+    except UsageError as error:
+        Said().error(str(error))
+        return USAGE
+    except SystemExit as asked:  # --help, --version, and the commands that are handed on
+        if isinstance(asked.code, str):
+            Said().error(asked.code)
+        return asked.code if isinstance(asked.code, int) else 0 if asked.code is None else 1
+    except BrokenPipeError:  # of --help, say
+        sys.stdout = None  # type: ignore[assignment]  # or Python complains once more when it flushes it
+        return 1

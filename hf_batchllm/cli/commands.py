@@ -1,0 +1,77 @@
+"""Which command was asked for, and help on all of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Sequence
+
+from .. import __version__
+from .exits import WORDS
+from .said import PROGRAM, UsageError
+
+_HELP = f"""\
+usage: {PROGRAM} COMMAND ...
+
+Offline generation over a file of prompts, with a transformers model: what the
+prompts have in common is computed once, and a run that was stopped goes on.
+
+commands:
+  run IN OUT --model M    answer every prompt of a file, into another file
+  plan IN                 what the prompts of a file share, without a model
+  bench                   how fast a model is here, beside model.generate
+  lm-eval                 the lm-evaluation-harness, run by this library
+
+examples:
+  {PROGRAM} run questions.jsonl answers.jsonl --model path/or/name --max-new-tokens 100
+  {PROGRAM} run faq.csv answers.csv --model M --template 'Q: {{question}}\\nA:' --stop '\\n'
+  {PROGRAM} run batch.jsonl out.jsonl --model M            (a batch file of OpenAI's kind)
+  {PROGRAM} plan questions.jsonl --tokenizer path/or/name
+  {PROGRAM} run --help
+
+{WORDS}
+options:
+  --help, -h    this page; after a command, its own
+  --version     the version
+"""
+_COMMANDS = ("run", "plan", "bench", "lm-eval")
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    if not arguments:
+        raise UsageError(f"what is to be done? Commands are {', '.join(_COMMANDS)}\n(`{PROGRAM} --help` tells more)")
+    command, rest = arguments[0], list(arguments[1:])
+    if command in ("--help", "-h", "help"):
+        print(_HELP, end="")
+        return 0
+    if command in ("--version", "-V"):
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    if command == "run":
+        from .run import main as run
+
+        return run(rest)
+    if command == "plan":
+        from .plan import main as plan
+
+        return plan(rest)
+    if command == "bench":
+        from ..bench.__main__ import main as bench
+
+        return bench(rest)
+    if command in ("lm-eval", "lm_eval"):
+        return _lm_eval(rest)
+    if command.startswith("-"):
+        hint = "the command comes first, as in `hf-batchllm run IN OUT --model M`"
+        raise UsageError(f"there is no option {command} before a command: {hint}")
+    near = difflib.get_close_matches(command, _COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(_COMMANDS)}"
+    raise UsageError(f"there is no command {command!r}; {hint}")
+
+
+def _lm_eval(arguments: list[str]) -> int:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError("lm-eval needs the lm-evaluation-harness: pip install 'hf-batchllm[lm-eval]'")
+    from ..lm_eval import main as lm_eval
+
+    return lm_eval(arguments) or 0

@@ -1,0 +1,51 @@
+"""What the command's exit code says, and how signals end it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+DONE, STOPPED, USAGE, SOME_ERRORS = 0, 1, 2, 3
+_BY_SIGNAL = 128  # and the signal's number, as shells have it
+
+WORDS = """\
+exit codes:
+  0    all done
+  1    stopped by an error; what had finished is kept
+  2    the command or its files cannot be used; nothing was run
+  3    finished, and some lines have errors
+  130  interrupted by Ctrl-C (143 by SIGTERM, 129 by SIGHUP); what had finished
+       is kept
+"""
+
+
+class Interrupts:
+    """``code``: of the exit, once there was one."""
+
+    def __init__(self) -> None:
+        self.code = _BY_SIGNAL + signal.SIGINT
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.code = _BY_SIGNAL + number
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupts]:
+    """SIGTERM and SIGHUP do what Ctrl-C does: a call ends in order, and what had finished is kept."""
+    interrupts = Interrupts()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            # Under nohup it is to be ignored.
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, interrupts)
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

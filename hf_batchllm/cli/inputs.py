@@ -1,0 +1,190 @@
+"""From options of the command to records that can be read: everything that needs no model is checked here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..chats import is_chat
+from ..errors import BatchLLMError
+from ..files.parsing import BadRecord, parse
+from ..files.records import ALL_FIELDS, OPENAI, PLAIN, BadItem, Form, Item, Reader, dialect_of, second_ids
+from ..files.settings import Settings, read_assignments, read_settings
+from ..files.sources import Source
+from ..files.templates import Template, unescaped
+from .said import UsageError
+
+_FIRST = 20  # records that are looked at before a model is loaded
+_STRETCH = 4096  # records read at a time
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class First:
+    """What the first records are."""
+
+    texts: bool  # a tokenizer is needed
+    chats: bool  # and it must have a template
+
+
+def form_of(asked: argparse.Namespace) -> Form:
+    template = None
+    if asked.template is not None:
+        if asked.prompt_field is not None:
+            raise UsageError("--template and --prompt-field both say what the prompt is: keep one of them")
+        template = Template(_template_text(asked.template))
+    keep = getattr(asked, "keep", None)
+    names = () if keep is None else tuple(name.strip() for name in keep.split(",") if name.strip())
+    return Form(
+        prompt_field=asked.prompt_field,
+        template=template,
+        chat=asked.chat,
+        system=None if asked.system is None else unescaped(asked.system),
+        line_settings=not asked.no_line_settings,
+        keep=ALL_FIELDS if keep == "all" else names,
+    )
+
+
+def _template_text(given: str) -> str:
+    if not given.startswith("@"):
+        return unescaped(given)
+    try:
+        with open(given[1:], encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--template {given}: {why}") from None
+
+
+def reader_of(asked: argparse.Namespace, source: Source, form: Form, base: Settings) -> Reader:
+    dialect = asked.dialect
+    if dialect == "auto":
+        dialect = dialect_of(source.records([0])[0]) if source.count else PLAIN
+    second: dict[int, int] = {}
+    if dialect == OPENAI:
+        _refuse_for_batches(asked)
+        second = second_ids(_all(source))
+    return Reader(
+        form,
+        base,
+        dialect=dialect,
+        cells=source.format != "jsonl",
+        where=source.where,
+        second=second,
+        problems=source.problems,
+    )
+
+
+def _refuse_for_batches(asked: argparse.Namespace) -> None:
+    given = {
+        "--template": asked.template,
+        "--prompt-field": asked.prompt_field,
+        "--chat": asked.chat,
+        "--system": asked.system,
+        "--keep": getattr(asked, "keep", None),
+        "--token-ids": getattr(asked, "token_ids", None),
+    }
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"{name} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
+
+
+def _all(source: Source) -> Iterator[tuple[int, bytes]]:
+    for begin in range(0, source.count, _STRETCH):
+        numbers = range(begin, min(begin + _STRETCH, source.count))
+        yield from zip(numbers, source.records(numbers), strict=True)
+
+
+def check_first(reader: Reader, source: Source, limit: int | None = None) -> First:
+    """An option that is wrong makes all lines bad: that is said at once, and not once for each line."""
+    count = min(source.count, _FIRST, limit or _FIRST)
+    raws = source.records(range(count))
+    read = [reader.read(number, raw) for number, raw in enumerate(raws)]
+    bad = [each for each in read if isinstance(each, BadItem)]
+    if bad and len(bad) == len(read):
+        more = f" (and so with {'all' if count == source.count else f'the first {count}'} of them)" if count > 1 else ""
+        raise UsageError(f"{bad[0]}{more}")
+    items = [each for each in read if isinstance(each, Item)]
+    _check_kept(reader, raws)
+    texts = any(isinstance(each.prompt, str) for each in items)
+    chats = any(is_chat(each.prompt) for each in items)
+    return First(texts or chats, chats)
+
+
+def _check_kept(reader: Reader, raws: list[bytes]) -> None:
+    if reader.form.keep == ALL_FIELDS or not raws:
+        return
+    seen: dict[str, None] = {}
+    for raw in raws:
+        try:
+            seen |= dict.fromkeys(parse(raw))
+        except BadRecord:
+            continue
+    for name in reader.form.keep:
+        if seen and name not in seen:
+            raise UsageError(f"--keep {name}: the records have no such field; they have {', '.join(list(seen)[:8])}")
+
+
+def settings_of(asked: argparse.Namespace) -> Settings:
+    """What the command line says of answers, over a --generation-config."""
+    given: dict[str, Any] = {
+        "max_new_tokens": asked.max_new_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "num_return_sequences": asked.num_return_sequences,
+        "stop_strings": None if asked.stop is None else [unescaped(text) for text in asked.stop],
+        "logprobs": asked.logprobs,
+        "seed": asked.seed,
+    }
+    flags = {name: value for name, value in given.items() if value is not None}
+    for name, value in read_assignments(asked.set).items():
+        if name in flags:
+            raise UsageError(f"--set {name} is there beside the option of its own: keep one of them")
+        flags[name] = value
+    try:
+        said = read_settings(flags)
+        return said.over(_config_file(asked.generation_config))
+    except BatchLLMError as error:
+        message = str(error)
+        for name in given:
+            message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}").replace("--stop-strings", "--stop")
+        raise UsageError(message) from error
+
+
+def _config_file(path: str | None) -> Settings:
+    if path is None:
+        return Settings()
+    path = os.path.join(path, "generation_config.json") if os.path.isdir(path) else path
+    try:
+        with open(path, encoding="utf-8") as file:
+            fields = json.load(file)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
+        raise UsageError(f"--generation-config {path}: {why}") from None
+    if not isinstance(fields, dict):
+        raise UsageError(f"--generation-config {path}: it holds no JSON object")
+    notes = ("transformers_version",)
+    fields = {name: value for name, value in fields.items() if name not in notes and not name.startswith("_")}
+    try:
+        return read_settings(fields, settle=False)
+    except BatchLLMError as error:
+        raise UsageError(f"--generation-config {path}: {error}") from error
+
+
+def size_of(text: str, option: str) -> int:
+    """``256MiB``, ``256M`` or bytes."""
+    bare = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = bare[-1:] if bare[-1:] in ("K", "M", "G") else ""
+    number = bare.removesuffix(unit)
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise UsageError(f"{option} must be a size such as 256MiB, not {text!r}")
+    return size

@@ -1,0 +1,165 @@
+"""A tokenizer and a model by name or folder; what cannot be loaded is said in a line or two."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..config import BatchConfig
+from ..errors import BatchLLMError
+from ..files.settings import Settings
+from .inputs import First
+from .said import UsageError, reason
+
+if TYPE_CHECKING:
+    from ..generator import BatchGenerator
+
+_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SAFE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+
+
+class Loader:
+    """Called once, if there is anything to run. ``loaded``: from then on, an error ends a run that had begun."""
+
+    def __init__(self, asked: argparse.Namespace, config: BatchConfig, base: Settings, first: First) -> None:
+        self._asked = asked
+        self._config = config
+        self._base = base
+        self._first = first
+        self.loaded = False
+
+    def __call__(self) -> BatchGenerator:
+        asked = self._asked
+        quieten(asked.quiet)
+        device = _device(asked.device)
+        if asked.threads:
+            import torch
+
+            torch.set_num_threads(asked.threads)
+        check_folder(asked.model)
+        strings = self._base.options.get("stop_strings")
+        needed = "prompts that are text" if self._first.texts else "stop strings" if strings else ""
+        tokenizer = load_tokenizer(asked, needed)
+        if self._first.chats:
+            check_template(tokenizer, asked.tokenizer or asked.model)
+        model = load_model(asked, device)
+        generator = self._generator(model, tokenizer)
+        self.loaded = True
+        return generator
+
+    def _generator(self, model: Any, tokenizer: Any) -> BatchGenerator:
+        from ..files.line_configs import LineConfigs
+        from ..generator import BatchGenerator
+
+        try:
+            generator = BatchGenerator(model, tokenizer, self._config)
+        except BatchLLMError as error:
+            raise UsageError(f"--model {self._asked.model}: {error}") from error
+        why = LineConfigs(model).problem(self._base)
+        if why is not None:
+            generator.close()
+            raise UsageError(why)
+        return generator
+
+
+def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
+    """``needed``: what cannot do without one; "" if results may come without text."""
+    from transformers import AutoTokenizer
+
+    name = asked.tokenizer or asked.model
+    option = "--tokenizer" if asked.tokenizer else "--model"
+    revision = {} if asked.tokenizer or getattr(asked, "revision", None) is None else {"revision": asked.revision}
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=asked.trust_remote_code, **revision)
+    except Exception as error:
+        if not needed and asked.tokenizer is None:
+            return None
+        why = f"no tokenizer could be loaded: {_why(error)}"
+        needs = f" ({needed} need one)" if needed else ""
+        raise UsageError(f"{option} {name}: {why}{needs}") from error
+
+
+def check_template(tokenizer: Any, name: str) -> None:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise UsageError(
+            f"the tokenizer of {name} has no chat template, and there are chats in the file: it is no chat model, or "
+            "pass the --tokenizer of one that was trained with the same template. Prompts that are text need none"
+        )
+
+
+def load_model(asked: argparse.Namespace, device: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    revision = {} if asked.revision is None else {"revision": asked.revision}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            asked.model,
+            dtype=asked.dtype,
+            use_safetensors=True,
+            trust_remote_code=asked.trust_remote_code,
+            **revision,
+        )
+        return model.to(device).eval()
+    except Exception as error:
+        why = _why(error)
+        if "safetensors" in why and "pytorch_model" not in why and not os.path.isdir(asked.model):
+            why = f"{why}. {_convert(asked.model)}"
+        raise UsageError(f"--model {asked.model}: {why}") from error
+
+
+def check_folder(name: str) -> None:
+    """What can be seen of a folder without loading anything."""
+    path = os.path.expanduser(name)
+    if not os.path.isdir(path):
+        if os.path.isfile(path):
+            raise UsageError(f"--model {name}: it is a file: name the folder that it lies in")
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise UsageError(f"--model {name}: there is no such folder")
+        return
+    files = set(os.listdir(path))
+    if not files & {"config.json", "adapter_config.json"}:
+        raise UsageError(f"--model {name}: there is no config.json in this folder, so no model was saved to it")
+    if files & set(_WEIGHTS) and not files & set(_SAFE):
+        raise UsageError(f"--model {name}: its weights are a .bin file alone. {_convert(name)}")
+
+
+def _convert(name: str) -> str:
+    return (
+        "Only safetensors are loaded, as other files may run code. If you trust it, convert it once: python -c "
+        '"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f"M.from_pretrained({name!r}, use_safetensors=False).save_pretrained('converted'); "
+        f"T.from_pretrained({name!r}).save_pretrained('converted')\""
+    )
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: it is cpu, cuda, cuda:1, ... or auto") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise UsageError(f"--device {name}: this torch finds {'no' if not count else f'only {count}'} CUDA device")
+    return device
+
+
+def quieten(quiet: bool) -> None:
+    """transformers says a good deal while it loads; what matters of it comes as an error."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if quiet:
+        logging.disable_progress_bar()
+
+
+def _why(error: Exception) -> str:
+    said = reason(error)
+    if "trust_remote_code" in str(error):
+        return "it needs Python code that comes with it. If you trust its authors, --trust-remote-code runs that code"
+    return said

@@ -1,0 +1,51 @@
+"""argparse, with a suggestion where an option was misspelt, and help that fits the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from .said import PROGRAM, UsageError
+
+_WIDEST = 110
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, command: str = "", **given: Any) -> None:
+        prog = f"{PROGRAM} {command}".strip()
+        super().__init__(prog=prog, formatter_class=_Formatter, allow_abbrev=False, add_help=False, **given)
+
+    def parse_args(self, arguments: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        asked, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            self.error(self._why_unknown(unknown))
+        return asked
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n(`{self.prog} --help` tells more)")
+
+    def _why_unknown(self, unknown: Sequence[str]) -> str:
+        options = [text for text in unknown if text.startswith("-") and text != "-"]
+        if not options:
+            return f"there is one argument too many: {unknown[0]!r}"
+        name = options[0].partition("=")[0]
+        known = [text for text in self._option_string_actions if text.startswith("--")]
+        same = [text for text in known if text.replace("-", "") == name.replace("-", "").replace("_", "")]
+        near = same or difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.6)
+        return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        columns = shutil.get_terminal_size().columns
+        super().__init__(prog, max_help_position=26, width=min(columns, _WIDEST) - 2)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """``-n, --samples N`` rather than ``-n N, --samples N``."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        metavar = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {metavar}"

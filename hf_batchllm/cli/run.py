@@ -1,0 +1,162 @@
+"""``hf-batchllm run``: everything that can be checked without the model, then the run, then the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..errors import BatchLLMError, OutputWriteError
+from ..files.records import Form, Reader
+from ..files.settings import Settings
+from ..files.sources import Source, open_source
+from .arguments import run_parser
+from .config_flags import config_of
+from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
+from .inputs import check_first, form_of, reader_of, settings_of, size_of
+from .loading import Loader
+from .said import Said, UsageError, reason
+
+
+class Summary(Protocol):
+    """Its ``str`` is shown at the end."""
+
+    errors: int  # lines of the output that are errors, those of earlier parts of the run included
+
+
+class RunFile(Protocol):
+    """``files.run_file.run_file``, as the command calls it."""
+
+    def __call__(
+        self,
+        gen: Callable[[], Any],  # a BatchGenerator, or what makes one: called once, if there is anything to run
+        source: Source | str,
+        target: str,
+        *,
+        reader: Reader,  # its ``base`` are the settings of the run
+        seed: int | None,
+        identity: Mapping[str, Any],  # what results depend on: a run that goes on must have the same
+        model_name: str,
+        output_format: str | None,
+        token_ids: bool,
+        order: str,
+        fsync: str,
+        window_bytes: int,
+        retry_errors: bool,
+        restart: bool,
+        on_error: str,
+        limit: int | None,
+        progress: bool | None,
+        note: Callable[[str], None],
+    ) -> Summary: ...
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = run_parser().parse_args(arguments)
+    said = Said(asked.quiet, asked.traceback)
+    with interruptible() as interrupts, said.warnings_shown():
+        loader: Loader | None = None
+        try:
+            config = config_of(asked)
+            base, form = settings_of(asked), form_of(asked)
+            window = size_of(asked.window, "--window")
+            _check_target(asked)
+            source = open_source(asked.source, asked.format, note=said.note)
+            try:
+                reader = reader_of(asked, source, form, base)
+                first = check_first(reader, source, asked.limit)
+                loader = Loader(asked, config, base, first)
+                summary = _run_file()(
+                    loader,
+                    source,
+                    asked.target,
+                    reader=reader,
+                    seed=base.seed,
+                    identity=identity(asked, form, base, reader.dialect),
+                    model_name=asked.model,
+                    output_format=asked.output_format,
+                    token_ids=asked.token_ids,
+                    order=asked.order,
+                    fsync=asked.fsync,
+                    window_bytes=window,
+                    retry_errors=asked.retry_errors,
+                    restart=asked.restart,
+                    on_error=asked.on_error,
+                    limit=asked.limit,
+                    progress=False if asked.quiet else None,
+                    note=said.note,
+                )
+            finally:
+                source.close()
+        except KeyboardInterrupt:
+            begun = loader is not None and loader.loaded
+            kept = f" What had finished is in {asked.target}: the same command goes on with it" if begun else ""
+            said.error(f"interrupted.{kept}")
+            return interrupts.code
+        except Exception as error:
+            begun = loader is not None and loader.loaded
+            said.error(_why(error, begun), error)
+            _leave_a_closed_pipe(error)
+            return STOPPED if begun or _closed_pipe(error) else USAGE
+    if str(summary):
+        said.plain(str(summary))
+    return SOME_ERRORS if summary.errors else DONE
+
+
+def identity(asked: argparse.Namespace, form: Form, base: Settings, dialect: str) -> dict[str, Any]:
+    """By the names of the options, so that a difference can be told in those words."""
+    found: dict[str, Any] = {
+        "model": _named(asked.model),
+        "revision": asked.revision,
+        "tokenizer": None if asked.tokenizer is None else _named(asked.tokenizer),
+        "dtype": asked.dtype,
+        "dialect": dialect,
+        "prompt_field": form.prompt_field,
+        "template": None if form.template is None else form.template.text,
+        "chat": form.chat or None,
+        "system": form.system,
+        "line_settings": form.line_settings,
+        "keep": list(form.keep) or None,
+        "token_ids": asked.token_ids or None,
+        "logprobs": base.logprobs,
+        **base.options,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _named(name: str) -> str:
+    """A folder by its whole path: another folder of the same name is another model."""
+    return os.path.realpath(name) if os.path.isdir(name) else name
+
+
+def _run_file() -> RunFile:
+    from ..files.run_file import run_file
+
+    return run_file
+
+
+def _check_target(asked: argparse.Namespace) -> None:
+    if asked.target == "-":
+        given = {"--restart": asked.restart, "--retry-errors": asked.retry_errors}
+        for name, value in given.items():
+            if value:
+                raise UsageError(f"{name} needs an output that can be gone on with, and - is stdout")
+
+
+def _why(error: Exception, begun: bool) -> str:
+    if isinstance(error, BatchLLMError | OSError):
+        return reason(error)
+    return f"{'the run stopped by' if begun else 'it failed by'} {reason(error)} (--traceback shows where)"
+
+
+def _closed_pipe(error: Exception) -> bool:
+    return isinstance(error, BrokenPipeError | OutputWriteError) and getattr(error, "errno", None) == errno.EPIPE
+
+
+def _leave_a_closed_pipe(error: Exception) -> None:
+    """Python flushes stdout when it ends, and would complain once more."""
+    if _closed_pipe(error):
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)

@@ -1,0 +1,72 @@
+"""What the command says to whoever runs it: on stderr, in a line or two."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import BatchLLMError
+
+PROGRAM = "hf-batchllm"
+
+
+class UsageError(BatchLLMError, ValueError):
+    """The command, or a file that it names, cannot be used. Nothing has been run."""
+
+
+class Said:
+    """``quiet``: errors alone. ``tracebacks``: with them, where they came from."""
+
+    def __init__(self, quiet: bool = False, tracebacks: bool = False) -> None:
+        self.quiet = quiet
+        self._tracebacks = tracebacks
+
+    def error(self, message: str, error: BaseException | None = None) -> None:
+        if error is not None and self._tracebacks:
+            traceback.print_exception(error, file=sys.stderr)
+        self._write(f"{PROGRAM}: error: {message}")
+
+    def warning(self, message: str) -> None:
+        if not self.quiet:
+            self._write(f"{PROGRAM}: warning: {message}")
+
+    def note(self, message: str) -> None:
+        if not self.quiet:
+            self._write(f"{PROGRAM}: {message}")
+
+    def plain(self, message: str) -> None:
+        if not self.quiet:
+            self._write(message)
+
+    @contextmanager
+    def warnings_shown(self) -> Iterator[None]:
+        """Python's warnings, as lines of this command; each once."""
+        seen: set[str] = set()
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if str(message) not in seen:
+                seen.add(str(message))
+                self.warning(str(message))
+
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
+
+    def _write(self, message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+
+def reason(error: BaseException) -> str:
+    """Why, in as few lines as it needs."""
+    if isinstance(error, BatchLLMError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2])[:400]
+    known = isinstance(error, ValueError | OSError | ImportError)
+    return said if known and said else f"{type(error).__name__}: {said}" if said else type(error).__name__

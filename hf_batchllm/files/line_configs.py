@@ -1,0 +1,79 @@
+"""Settings of lines -> GenerationConfigs, and what a model has against them, before a line is run.
+
+One bad value must not stop a call with a million good lines in it, so each kind of settings is looked at by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig
+
+from ..adapters import adapter_of_each
+from ..architecture import base_model
+from ..beam_options import check_beams
+from ..errors import BatchLLMError
+from ..notices import Notices
+from ..options import resolve_options
+from .settings import Settings
+
+_MOST_KNOWN = 4096  # different settings remembered at a time
+_OF_TOKENS = ("sequence_bias", "bad_words_ids")  # refused by transformers in the middle of a call
+Key = tuple[str, int | None, str | None]
+
+
+class LineConfigs:
+    """``model``: that of the run."""
+
+    def __init__(self, model: nn.Module, notices: Notices | None = None) -> None:
+        self._model = model
+        self._notices = notices or Notices()
+        self._known: dict[Key, GenerationConfig | str] = {}
+
+    def config(self, settings: Settings) -> GenerationConfig:
+        """To be passed in the list ``generation_config``; of settings without a problem. Equal ones share it."""
+        found = self._of(settings)
+        assert isinstance(found, GenerationConfig), found
+        return found
+
+    def problem(self, settings: Settings) -> str | None:
+        found = self._of(settings)
+        return found if isinstance(found, str) else None
+
+    def _of(self, settings: Settings) -> GenerationConfig | str:
+        key = (json.dumps(settings.options, sort_keys=True), settings.logprobs, settings.adapter)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._made(settings)
+        return self._known[key]
+
+    def _made(self, settings: Settings) -> GenerationConfig | str:
+        try:
+            config = GenerationConfig(**settings.options)
+            asked: dict[str, Any] = {} if settings.logprobs is None else {"logprobs": settings.logprobs}
+            options = resolve_options(self._model, config, asked, None, self._notices)
+            check_beams([options], self._notices)
+            if settings.adapter is not None:
+                adapter_of_each(self._model, settings.adapter, 1, self._notices)
+            self._check_tokens(settings)
+        except (BatchLLMError, ValueError, TypeError) as error:
+            return " ".join(str(error).split())
+        return config
+
+    def _check_tokens(self, settings: Settings) -> None:
+        vocabulary = base_model(self._model).config.get_text_config(decoder=True).vocab_size
+        for name in _OF_TOKENS:
+            for token in _integers(settings.options.get(name), name == "sequence_bias"):
+                if not 0 <= token < vocabulary:
+                    raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
+
+
+def _integers(value: Any, biased: bool) -> list[int]:
+    """Token ids in lists of lists; in those with a bias, it comes last."""
+    if value is None:
+        return []
+    rows = [pair[0] for pair in value] if biased else value
+    return [token for row in rows for token in row]
