@@ -82,6 +82,11 @@ class BatchGenerator:
         self._running: _Turn | None = None
         self._closed = False
 
+    @property
+    def tokenizer(self) -> Any:
+        """The one that was given, else the one saved beside the model; None if there is none to be had."""
+        return self._tokenizer.found()
+
     # -- the public calls --------------------------------------------------------------------------------------
 
     @overload

@@ -39,13 +39,18 @@ class TokenizerLoader:
                 ) from error
         return self._tokenizer
 
-    def decode(self, token_ids: list[int]) -> str | None:
+    def found(self) -> Any:
+        """For results: None if there is none to be had on this machine."""
         if not self._searched:
             self._searched = True
             if self._tokenizer is None and self._beside:
                 # What is not on this machine is not fetched merely to decode: then results are token ids without text.
                 with contextlib.suppress(Exception):
                     self._tokenizer = AutoTokenizer.from_pretrained(self._beside, local_files_only=True)
+        return self._tokenizer
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        self.found()
         return self.decode_if_loaded(token_ids)
 
     def decode_if_loaded(self, token_ids: list[int]) -> str | None:

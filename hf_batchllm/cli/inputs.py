@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..chats import is_chat
 from ..errors import BatchLLMError
 from ..files.parsing import BadRecord, parse
-from ..files.records import ALL_FIELDS, OPENAI, PLAIN, BadItem, Form, Item, Reader, dialect_of, second_ids
+from ..files.readers import reader_for
+from ..files.records import ALL_FIELDS, OPENAI, BadItem, Form, Item, Reader
 from ..files.settings import Settings, read_assignments, read_settings
 from ..files.sources import Source
 from ..files.templates import Template, unescaped
 from .said import UsageError
 
 _FIRST = 20  # records that are looked at before a model is loaded
-_STRETCH = 4096  # records read at a time
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -61,22 +60,10 @@ def _template_text(given: str) -> str:
 
 
 def reader_of(asked: argparse.Namespace, source: Source, form: Form, base: Settings) -> Reader:
-    dialect = asked.dialect
-    if dialect == "auto":
-        dialect = dialect_of(source.records([0])[0]) if source.count else PLAIN
-    second: dict[int, int] = {}
-    if dialect == OPENAI:
+    reader = reader_for(source, form, base, asked.dialect)
+    if reader.dialect == OPENAI:
         _refuse_for_batches(asked)
-        second = second_ids(_all(source))
-    return Reader(
-        form,
-        base,
-        dialect=dialect,
-        cells=source.format != "jsonl",
-        where=source.where,
-        second=second,
-        problems=source.problems,
-    )
+    return reader
 
 
 def _refuse_for_batches(asked: argparse.Namespace) -> None:
@@ -91,12 +78,6 @@ def _refuse_for_batches(asked: argparse.Namespace) -> None:
     for name, value in given.items():
         if value:
             raise UsageError(f"{name} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
-
-
-def _all(source: Source) -> Iterator[tuple[int, bytes]]:
-    for begin in range(0, source.count, _STRETCH):
-        numbers = range(begin, min(begin + _STRETCH, source.count))
-        yield from zip(numbers, source.records(numbers), strict=True)
 
 
 def check_first(reader: Reader, source: Source, limit: int | None = None) -> First:

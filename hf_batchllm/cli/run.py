@@ -27,7 +27,7 @@ class Summary(Protocol):
 
 
 class RunFile(Protocol):
-    """``files.run_file.run_file``, as the command calls it."""
+    """``files.running.run_records``, which the command imports when everything else has been checked."""
 
     def __call__(
         self,
@@ -132,9 +132,9 @@ def _named(name: str) -> str:
 
 
 def _run_file() -> RunFile:
-    from ..files.run_file import run_file
+    from ..files.running import run_records
 
-    return run_file
+    return run_records
 
 
 def _check_target(asked: argparse.Namespace) -> None:

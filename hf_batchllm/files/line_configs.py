@@ -6,6 +6,7 @@ One bad value must not stop a call with a million good lines in it, so each kind
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,18 @@ from ..architecture import base_model
 from ..beam_options import check_beams
 from ..errors import BatchLLMError
 from ..notices import Notices
-from ..options import resolve_options
+from ..options import Options, resolve_options
 from .settings import Settings
 
 _MOST_KNOWN = 4096  # different settings remembered at a time
 _OF_TOKENS = ("sequence_bias", "bad_words_ids")  # refused by transformers in the middle of a call
 Key = tuple[str, int | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    config: GenerationConfig
+    options: Options  # what the model makes of it
 
 
 class LineConfigs:
@@ -30,19 +37,29 @@ class LineConfigs:
     def __init__(self, model: nn.Module, notices: Notices | None = None) -> None:
         self._model = model
         self._notices = notices or Notices()
-        self._known: dict[Key, GenerationConfig | str] = {}
+        self._known: dict[Key, _Made | str] = {}
 
     def config(self, settings: Settings) -> GenerationConfig:
         """To be passed in the list ``generation_config``; of settings without a problem. Equal ones share it."""
-        found = self._of(settings)
-        assert isinstance(found, GenerationConfig), found
-        return found
+        return self._good(settings).config
+
+    def samples(self, settings: Settings) -> int:
+        """How many sequences a record gets."""
+        return self._good(settings).options.num_return_sequences
+
+    def beams(self, settings: Settings) -> int:
+        return self._good(settings).options.num_beams
 
     def problem(self, settings: Settings) -> str | None:
         found = self._of(settings)
         return found if isinstance(found, str) else None
 
-    def _of(self, settings: Settings) -> GenerationConfig | str:
+    def _good(self, settings: Settings) -> _Made:
+        found = self._of(settings)
+        assert isinstance(found, _Made), found
+        return found
+
+    def _of(self, settings: Settings) -> _Made | str:
         key = (json.dumps(settings.options, sort_keys=True), settings.logprobs, settings.adapter)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
@@ -50,7 +67,7 @@ class LineConfigs:
             self._known[key] = self._made(settings)
         return self._known[key]
 
-    def _made(self, settings: Settings) -> GenerationConfig | str:
+    def _made(self, settings: Settings) -> _Made | str:
         try:
             config = GenerationConfig(**settings.options)
             asked: dict[str, Any] = {} if settings.logprobs is None else {"logprobs": settings.logprobs}
@@ -61,7 +78,7 @@ class LineConfigs:
             self._check_tokens(settings)
         except (BatchLLMError, ValueError, TypeError) as error:
             return " ".join(str(error).split())
-        return config
+        return _Made(config, options)
 
     def _check_tokens(self, settings: Settings) -> None:
         vocabulary = base_model(self._model).config.get_text_config(decoder=True).vocab_size

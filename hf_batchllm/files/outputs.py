@@ -76,6 +76,7 @@ class Output:
 
     path: str
     streams: bool  # no resume, no order
+    is_table = False
     complete = False  # a table that is there already: nothing to do
     _count = 0  # records of the input
 
@@ -91,6 +92,9 @@ class Output:
     def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
         """The record in force, with its seed. RunChangedError where a setting or an input that is done has changed."""
         raise NotImplementedError
+
+    def confirm_weights(self, weights: str) -> None:
+        """Before the first result. RunChangedError where an earlier part of the run had a model with others."""
 
     def missing(self, count: int | None = None) -> np.ndarray:
         """The numbers of the records (the first ``count``) that have no result."""
@@ -175,9 +179,9 @@ class FileOutput(Output):
     ) -> None:
         self.path = real_path(path)
         self.format = kind
-        self._table = kind in TABLES
+        self.is_table = kind in TABLES
         self._record_path = record_path(self.path)
-        self._journal_path = f"{self.path}.part.jsonl" if self._table else self.path
+        self._journal_path = f"{self.path}.part.jsonl" if self.is_table else self.path
         self._restart = restart
         self._note = note
         self._record: RunRecord | None = None
@@ -243,7 +247,7 @@ class FileOutput(Output):
                 f"{self._journal_path} is not empty, and {self._record_path}, which would say how its results were "
                 f"made, is not there: give another output, or {afresh}"
             )
-        if self._table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
+        if self.is_table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
             if self._record is None or self._record.finished is None:
                 raise OutputFileError(
                     f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
@@ -339,16 +343,28 @@ class FileOutput(Output):
         try:
             if os.path.exists(self._record_path):
                 os.rename(self._record_path, record_path(aside))
-            if self._table and os.path.exists(self.path):
+            if self.is_table and os.path.exists(self.path):
                 os.rename(self.path, aside)
             if os.path.getsize(self._journal_path):
-                os.rename(self._journal_path, f"{aside}.part.jsonl" if self._table else aside)
+                os.rename(self._journal_path, f"{aside}.part.jsonl" if self.is_table else aside)
                 self._journal.close()
                 self._journal = self._make_journal()
             sync_folder(self.path)
         except OSError as error:
             raise OutputFileError(f"{self.path} cannot be moved to {aside}: {reason(error)}") from error
         self._note(f"what was in {self.path} is in {aside} now")
+
+    def confirm_weights(self, weights: str) -> None:
+        assert self._record is not None, "begin() comes first"
+        if self._record.weights not in (None, weights) and len(self):
+            raise RunChangedError(
+                f"{self.path} was begun with a model whose weights were others. To go on, load the ones that it had; "
+                f"else give another output, or {AFRESH.format(path=self.path)}",
+                ["the weights of the model have changed"],
+            )
+        if self._record.weights != weights:
+            self._record.weights = weights
+            self._write_record()
 
     def _write_record(self) -> None:
         assert self._record is not None
@@ -379,7 +395,7 @@ class FileOutput(Output):
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"
-        if self._table:
+        if self.is_table:
             self._journal.sync()
             self._write_table()
         else:
@@ -388,7 +404,7 @@ class FileOutput(Output):
             self._journal.sync()
         self._record.finish(figures)
         self._write_record()
-        self._ended = self._table  # the journal goes last: until then the next run would only write the table again
+        self._ended = self.is_table  # the journal goes last: until then the next run would only write the table again
 
     def _write_table(self) -> None:
         try:

@@ -25,6 +25,7 @@ def record_path(output: str) -> str:
 class RunRecord:
     settings: dict[str, Any]  # all that the results depend on: to go on, a run must have the same
     seed: int | None = None  # None: drawn when the run begins, and the same when it goes on
+    weights: str | None = None  # a fingerprint: known when the model is loaded
     input: dict[str, Any] = field(default_factory=dict)  # path, records, bytes, digest: filled in by the output
     version: str = ""  # of this library
     created: str = ""
@@ -53,6 +54,7 @@ class RunRecord:
         return RunRecord(
             settings=json.loads(_json(self.settings)),
             seed=secrets.randbits(32) if seed is None else seed,
+            weights=None if old is None else old.weights,
             input=source,
             version=self.version or __version__,
             created=old.created if old is not None else self.created or now,
@@ -73,7 +75,8 @@ class RunRecord:
             with open(path, "rb") as file:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
-            kinds = {"settings": dict, "input": dict, "process": dict, "figures": dict, "seed": int | None}
+            kinds = {name: dict for name in ("settings", "input", "process", "figures")}
+            kinds |= {"seed": int | None, "weights": str | None}
             if any(not isinstance(known[name], kind) for name, kind in kinds.items() if name in known):
                 raise ValueError("fields of another kind")
             return cls(**known)

@@ -1,0 +1,120 @@
+"""``run_file``: from a file of prompts to a file of results, with a model that is there already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..architecture import base_model
+from ..errors import FilesError
+from ..generator import BatchGenerator
+from ..kinds import a_kind
+from ..notices import warn_user
+from .file_report import FileReport
+from .readers import reader_for
+from .records import ALL_FIELDS, Form
+from .running import run_records
+from .settings import read_settings
+from .sources import open_source
+from .templates import Template
+
+
+def run_file(
+    gen: BatchGenerator,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    output_format: str | None = None,
+    prompt_field: str | None = None,
+    template: str | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    keep: str | Iterable[str] = (),
+    line_settings: bool = True,
+    token_ids: bool = False,
+    order: str = "input",
+    fsync: str = "5s",
+    window_bytes: int = 256 << 20,
+    retry_errors: bool = False,
+    restart: bool = False,
+    on_error: str = "record",
+    limit: int | None = None,
+    seed: int | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> FileReport:
+    """Generate for every record of a file. Broken off anywhere, the same call goes on with what is there.
+
+    source: JSON lines (``{"prompt": ...}``, ``{"messages": [...]}`` or requests of an OpenAI batch), CSV or Parquet;
+        "-" is stdin. A record may bring settings of its own: {"prompt": "...", "max_new_tokens": 5, "seed": 7}.
+    target: JSON lines, one for each record, written as they finish; or a .csv or .parquet, written at the end. How it
+        was made stands beside it, in ``<target>.run.json``.
+    format, output_format: "jsonl", "csv", "tsv" or "parquet", where the suffix does not say it.
+    prompt_field: the field that is the prompt; by default "prompt" or "messages".
+    template: builds the prompt from fields, as in "{context}\\n\\nQ: {question}\\nA:".
+    chat, system: prompts that are text become a user's message, after this system message.
+    keep: fields of a record that its result is to have, too; "all" for all of them.
+    line_settings: turn off to take fields named as settings for data.
+    token_ids: whether results have the new tokens' ids.
+    order: "input", or "finished" to leave the results in the order in which they came.
+    fsync: "always", "never", or how often what was written is forced onto the disk. Whoever kills the process loses
+        nothing; a power cut loses at most so much.
+    window_bytes: of records that are in memory together. Prompts that begin alike are kept in the same window.
+    retry_errors: run records again that ended in an error.
+    restart: begin afresh; what is there is moved to ``<target>.bak-1``.
+    on_error: "record", or "raise" to stop at the first record that cannot be run.
+    limit: run only so many records, the first ones.
+    seed: of the sampling noise; by default one is drawn and kept in the run record.
+    settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0 means sampling.
+    """
+    if not isinstance(gen, BatchGenerator):
+        raise FilesError(f"run_file takes a BatchGenerator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
+    base = read_settings({**settings, "seed": seed})
+    kept = (keep,) if isinstance(keep, str) and keep != "all" else ALL_FIELDS if keep == "all" else tuple(keep)
+    form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)
+    with open_source(source, format, note=warn_user) as opened:
+        reader = reader_for(opened, form, base)
+        inner = base_model(gen.model)
+        name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
+        identity = {
+            "model": name,
+            "dtype": str(inner.dtype).removeprefix("torch."),
+            "dialect": reader.dialect,
+            "prompt_field": prompt_field,
+            "template": template,
+            "chat": chat or None,
+            "system": system,
+            "line_settings": line_settings,
+            "keep": list(kept) or None,
+            "token_ids": token_ids or None,
+            "logprobs": base.logprobs,
+            "adapter": base.adapter,
+            **base.options,
+        }
+        try:
+            return run_records(
+                gen,
+                opened,
+                os.fspath(target),
+                reader=reader,
+                seed=base.seed,
+                identity={name: value for name, value in identity.items() if value is not None},
+                model_name=name,
+                output_format=output_format,
+                token_ids=token_ids,
+                order=order,
+                fsync=fsync,
+                window_bytes=window_bytes,
+                retry_errors=retry_errors,
+                restart=restart,
+                on_error=on_error,
+                limit=limit,
+                progress=progress,
+                note=warn_user,
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted: what had finished is in {os.fspath(target)}, and the same call goes on with it"
+            ) from None

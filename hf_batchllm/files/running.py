@@ -1,0 +1,220 @@
+"""From the records of a file to their results: windows, calls of the generator, lines of the output.
+
+A record's result is written as soon as it is there. What a record says, its number and the run's seed decide it, and
+nothing else does: so a run that was broken off anywhere gives, taken up again, what it would have given in one go.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from ..errors import InputFileError, PromptError
+from ..generator import BatchGenerator
+from ..notebook import in_notebook
+from ..results import Generation
+from .answers import Writer
+from .file_report import FileReport
+from .line_configs import LineConfigs
+from .outputs import Output, open_output
+from .records import BadItem, Item, Reader
+from .run_record import RunRecord
+from .sources import Source, record_key
+from .token_texts import TokenTexts
+from .weights import fingerprint
+
+_MANY = 32  # records from which on a bar is shown unasked
+_NAMED = 8  # bad records spelled out in an error
+
+
+def run_records(
+    gen: BatchGenerator | Callable[[], BatchGenerator],
+    source: Source,
+    target: str,
+    *,
+    reader: Reader,
+    seed: int | None = None,
+    identity: Mapping[str, Any],
+    model_name: str,
+    output_format: str | None = None,
+    token_ids: bool = False,
+    order: str = "input",
+    fsync: str = "5s",
+    window_bytes: int = 256 << 20,
+    retry_errors: bool = False,
+    restart: bool = False,
+    on_error: str = "record",
+    limit: int | None = None,
+    progress: bool | None = None,
+    note: Callable[[str], None],
+) -> FileReport:
+    """``gen``: a generator, or what makes one, which is called if there is anything to run. See ``cli.run.RunFile``."""
+    with ExitStack() as opened:
+        output = opened.enter_context(
+            open_output(target, output_format, source=source, fsync=fsync, restart=restart, note=note)
+        )
+        settings = {**identity, "limit": limit if output.is_table else None}
+        record = output.begin(RunRecord(settings=settings, seed=seed), source, retry_errors=retry_errors)
+        todo = output.missing(limit)
+        report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
+        report.before, report.errors = report.records - len(todo), len(output.errors)
+        if on_error == "raise":
+            _refuse_bad(reader, source, todo)
+        if len(todo):
+            generator = gen
+            if not isinstance(gen, BatchGenerator):
+                generator = gen()
+                opened.callback(generator.close)
+            output.confirm_weights(fingerprint(generator.model))
+            writer = Writer(
+                reader.dialect,
+                tokens=TokenTexts(generator.tokenizer),
+                token_ids=token_ids,
+                model=model_name,
+                created=int(datetime.datetime.fromisoformat(record.created).timestamp()),
+                note=note,
+            )
+            run = _Run(generator, source, output, reader, writer, record.seed or 0, report, on_error)
+            run.windows(todo, window_bytes, progress)
+        if not report.left:
+            output.finish(order=order, figures=report.figures())
+        return report
+
+
+def _refuse_bad(reader: Reader, source: Source, todo: np.ndarray) -> None:
+    """All records are read once before anything is run."""
+    bad, count = [], 0
+    for chunk in source.chunks(todo):
+        for number, raw in zip(chunk.tolist(), source.records(chunk), strict=True):
+            item = reader.read(number, raw)
+            if isinstance(item, BadItem):
+                count += 1
+                bad += [str(item)] if len(bad) < _NAMED else []
+    if bad:
+        more = [f"... and {count - len(bad):,} more"] if count > len(bad) else []
+        raise InputFileError("\n  ".join([f"{source.name} has records that cannot be run:", *bad, *more]))
+
+
+class _Run:
+    def __init__(
+        self,
+        generator: BatchGenerator,
+        source: Source,
+        output: Output,
+        reader: Reader,
+        writer: Writer,
+        seed: int,
+        report: FileReport,
+        on_error: str,
+    ) -> None:
+        self._generator = generator
+        self._source = source
+        self._output = output
+        self._reader = reader
+        self._writer = writer
+        self._seed = seed
+        self._report = report
+        self._on_error = on_error
+        self._configs = LineConfigs(generator.model)
+        self._keys: dict[int, str] = {}
+        self._bar: tqdm | None = None
+
+    def windows(self, todo: np.ndarray, window_bytes: int, progress: bool | None) -> None:
+        """``todo``: the numbers of the records to run."""
+        windows = self._source.windows(todo, window_bytes, self._reader.prompt_text)
+        first = next(windows)
+        if len(first) == len(todo):  # one call: its own bar moves with every step
+            wanted = len(todo) >= _MANY and logging.is_progress_bar_enabled() if progress is None else progress
+            self._window(first, wanted)
+            return
+        show = logging.is_progress_bar_enabled() if progress is None else progress
+        file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
+        total, before = self._report.records, self._report.before
+        with tqdm(total=total, initial=before, disable=not show, unit="lines", file=file, smoothing=0) as self._bar:
+            for window in chain([first], windows):
+                self._window(window, False)
+        self._bar = None
+
+    def _window(self, numbers: np.ndarray, progress: bool) -> None:
+        calls: dict[tuple[bool, bool], list[Item]] = {}
+        for number, raw in zip(numbers.tolist(), self._source.records(numbers), strict=True):
+            self._keys[number] = record_key(raw)
+            item = self._reader.read(number, raw)
+            if isinstance(item, BadItem):
+                self._failed(item)
+                continue
+            why = self._configs.problem(item.settings)
+            if why is not None:
+                self._failed(item, why)
+                continue
+            # What cannot be in one call: beams beside single sequences, named adapters beside whatever is active.
+            kind = self._configs.beams(item.settings) > 1, item.settings.adapter is not None
+            calls.setdefault(kind, []).append(item)
+        for (_, adapters), items in calls.items():
+            self._call(items, adapters, progress)
+        assert not self._keys
+
+    def _call(self, items: Sequence[Item], adapters: bool, progress: bool) -> None:
+        each = [item.settings for item in items]
+        options: dict[str, Any] = {"adapter": [settings.adapter for settings in each]} if adapters else {}
+        wanted = [settings.logprobs for settings in each if settings.logprobs is not None]
+        if wanted:
+            options["logprobs"] = max(wanted)
+        waiting: dict[int, list[Generation]] = {}
+        try:
+            for generation in self._generator.stream(
+                [item.prompt for item in items],
+                [self._configs.config(settings) for settings in each],
+                seed=[self._seed_of(item) for item in items],
+                on_error=self._on_error,
+                progress=progress,
+                **options,
+            ):
+                place = generation.index
+                samples = waiting.setdefault(place, [])
+                samples.append(generation)
+                if len(samples) == self._configs.samples(each[place]):
+                    del waiting[place]
+                    self._done(items[place], sorted(samples, key=lambda sample: sample.sample))
+        except PromptError as error:
+            problems = {items[index].number: why for index, why in error.problems.items()}
+            named = [f"{self._source.where(number)}: the prompt {why}" for number, why in problems.items()]
+            more = [f"... and {len(named) - _NAMED:,} more"] if len(named) > _NAMED else []
+            lines = [f"{self._source.name} has prompts that cannot be run:", *named[:_NAMED], *more]
+            raise InputFileError("\n  ".join(lines)) from error
+        self._report.add(self._generator.last_report)
+
+    def _seed_of(self, item: Item) -> int:
+        """Its own, or one that the run's seed and the record's number make."""
+        if item.settings.seed is not None:
+            return item.settings.seed
+        made = hashlib.blake2b(f"{self._seed} {item.number}".encode(), digest_size=8)
+        return int.from_bytes(made.digest(), "little")
+
+    def _done(self, item: Item, samples: Sequence[Generation]) -> None:
+        self._report.errors += any(sample.error is not None for sample in samples)
+        self._append(item.number, self._writer.result(item, self._keys.pop(item.number), samples))
+
+    def _failed(self, item: Item | BadItem, why: str | None = None) -> None:
+        if self._on_error == "raise":
+            said = str(item) if why is None else f"{self._source.where(item.number)}: {why}"
+            raise InputFileError(f"{self._source.name}, {said}")
+        self._report.errors += 1
+        if why is not None:
+            why = f"{self._source.where(item.number)}: {why}"
+        self._append(item.number, self._writer.error(item, self._keys.pop(item.number), why))
+
+    def _append(self, number: int, line: bytes) -> None:
+        self._output.append([(number, line)])
+        self._report.written += 1
+        if self._bar is not None:
+            self._bar.update()
