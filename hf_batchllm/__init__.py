@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
+    from .files.file_report import FileReport
+    from .files.run_file import run_file
     from .generator import BatchGenerator
     from .results import BatchResult, Generation, RunReport
     from .scores import Score, ScoreResult
@@ -45,6 +47,7 @@ _HOME = {  # public name -> the module that holds it
     "BatchResult": "results",
     "CacheMemoryError": "errors",
     "ConfigError": "errors",
+    "FileReport": "files.file_report",
     "FilesError": "errors",
     "Generation": "results",
     "GenerationInterrupted": "errors",
@@ -61,6 +64,7 @@ _HOME = {  # public name -> the module that holds it
     "UnsupportedOptionError": "errors",
     "accelerated": "drop_in",
     "plan_prompts": "sharing",
+    "run_file": "files.run_file",
 }
 
 __all__ = [
@@ -70,6 +74,7 @@ __all__ = [
     "BatchResult",
     "CacheMemoryError",
     "ConfigError",
+    "FileReport",
     "FilesError",
     "Generation",
     "GenerationInterrupted",
@@ -87,6 +92,7 @@ __all__ = [
     "__version__",
     "accelerated",
     "plan_prompts",
+    "run_file",
 ]
 
 

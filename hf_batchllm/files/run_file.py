@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..architecture import base_model
@@ -70,7 +70,7 @@ def run_file(
     settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0 means sampling.
     """
     if not isinstance(gen, BatchGenerator):
-        raise FilesError(f"run_file takes a BatchGenerator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
+        raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
     base = read_settings({**settings, "seed": seed})
     kept = (keep,) if isinstance(keep, str) and keep != "all" else ALL_FIELDS if keep == "all" else tuple(keep)
     form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)

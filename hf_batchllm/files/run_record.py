@@ -75,7 +75,7 @@ class RunRecord:
             with open(path, "rb") as file:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
-            kinds = {name: dict for name in ("settings", "input", "process", "figures")}
+            kinds = dict.fromkeys(("settings", "input", "process", "figures"), dict)
             kinds |= {"seed": int | None, "weights": str | None}
             if any(not isinstance(known[name], kind) for name, kind in kinds.items() if name in known):
                 raise ValueError("fields of another kind")
