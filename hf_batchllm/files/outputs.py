@@ -1,60 +1,322 @@
-"""Where results go: a file that a later run can go on with, or a stream."""
+"""Where results go: a file that a later run can go on with, or a stream.
+
+Beside ``out.jsonl`` stands its run record, ``out.jsonl.run.json``. A table (CSV, Parquet) is written at the end, from a
+journal ``out.csv.part.jsonl`` that goes when the table is there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .run_record import RunRecord
-from .sources import Source
+from ..errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
+from ..notices import warn_user
+from .journal import Identify, Journal, identify
+from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside
+from .run_record import RunRecord, record_path
+from .sources import TABLES, Source, format_of, record_key
+from .streams import Output, StreamOutput, is_stream
+from .syncing import seconds_of
+from .table_outputs import write_csv, write_parquet
+from .tables import import_pyarrow
 
-# What a line of an output says of itself: (index, key, is an error); None: it is not ours.
-Identify = Callable[[dict[str, Any]], tuple[int, str, bool] | None]
+AFRESH = "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
+
+_ORDERS = ("input", "finished")
 
 
 def open_output(
-    path: str,
-    format: str | None = None,  # jsonl, csv, tsv, parquet; else the suffix says; "-" and what is no file: a stream
+    path: str | os.PathLike[str],
+    format: str | None = None,
     *,
-    source: Source | None = None,  # must not be the same file
-    fsync: str | float = "5s",  # "always", "never", or seconds
+    source: Source | None = None,
+    fsync: str | float = "5s",
     restart: bool = False,
-    identify: Identify | None = None,  # plain records and those of OpenAI's batches are known
-    note: Callable[[str], None] | None = None,  # what a person should hear; a warning otherwise
+    identify: Identify = identify,
+    note: Callable[[str], None] | None = None,
 ) -> Output:
-    """Locks it, and reads what is in it. Nothing is changed before ``begin``."""
-    raise NotImplementedError
+    """Locks the output and reads what is in it. Nothing is changed before ``begin``.
+
+    ``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdout; that, and whatever is no ordinary
+    file, takes JSON lines and cannot be gone on with. ``source`` must be another file. ``fsync``: always, never, or how
+    often (``5s``). ``note`` is called with what a person should hear (without it: a warning).
+    """
+    path = os.fspath(path)
+    note = note or warn_user
+    seconds_of(fsync)
+    if is_stream(path):
+        if format not in (None, "jsonl"):
+            raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
+        return StreamOutput(path)
+    kind = format_of(path, format, OutputFileError)
+    if kind == "parquet":
+        import_pyarrow()
+    return FileOutput(path, kind, source, fsync, restart, identify, note)
 
 
-class Output:
-    path: str
-    streams: bool  # no resume, no order
-    complete: bool  # a table that is there already: nothing to do
-    done: int  # results in it
-    errors: np.ndarray  # the numbers of those that are errors
+class FileOutput(Output):
+    streams = False
 
-    def begin(self, record: RunRecord, *, retry_errors: bool = False) -> RunRecord:
-        """The record in force, with its seed. RunChangedError where it differs from the one beside the output."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        source: Source | None,
+        fsync: str | float,
+        restart: bool,
+        identify: Identify,
+        note: Callable[[str], None],
+    ) -> None:
+        self.path = real_path(path)
+        self.format = kind
+        self._table = kind in TABLES
+        self._record_path = record_path(self.path)
+        self._journal_path = f"{self.path}.part.jsonl" if self._table else self.path
+        self._restart = restart
+        self._note = note
+        self._record: RunRecord | None = None
+        self._same = False  # the record stays as it is
+        self._ended = False
+        self._check_place(source)
+        self._make_journal = lambda: Journal(
+            self._journal_path, fsync=fsync, identify=identify, note=note, busy=self._busy
+        )
+        try:
+            self._journal = self._make_journal()
+        except OSError as error:
+            raise OutputFileError(f"{self.path} cannot be written to: {reason(error)}") from error
+        try:
+            if not restart:
+                self._look()
+        except OSError as error:
+            self._journal.close()
+            raise OutputFileError(f"{self.path} cannot be read: {reason(error)}") from error
+        except BaseException:
+            self._journal.close()
+            raise
 
-    def check(self, source: Source) -> None:
-        """RunChangedError where a record that is done has changed in the input since."""
-        raise NotImplementedError
+    # Before anything is changed
 
-    def missing(self, count: int) -> np.ndarray:
-        """The numbers below ``count`` that have no result."""
-        raise NotImplementedError
+    def _check_place(self, source: Source | None) -> None:
+        if os.path.isdir(self.path):
+            raise OutputFileError(f"{self.path} is a folder: give the name of a file in it")
+        folder = os.path.dirname(self.path)
+        if not os.path.isdir(folder):
+            raise OutputFileError(f"{self.path} cannot be written: there is no folder {folder}")
+        if source is not None and source.path != "-":
+            for ours in {self.path, self._journal_path, self._record_path, temporary_beside(self.path)}:
+                if same_file(source.path, ours):
+                    raise OutputFileError(f"{source.path} is the input, and would be written to: give another output")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OutputFileError(
+                f"{folder} cannot be written to (read-only, or permission denied): the results and their run record "
+                "are made there"
+            )
+        for file in (self._journal_path, self._record_path, self.path):
+            if os.path.exists(file) and not os.access(file, os.W_OK):
+                raise OutputFileError(f"{file} cannot be written to: it is read-only")
+
+    def _busy(self) -> str:
+        who = ""
+        with contextlib.suppress(FilesError):
+            record = RunRecord.read(self._record_path)
+            if record is not None and record.process:
+                known = record.process
+                who = f" (process {known.get('pid')} on {known.get('host')}, since {known.get('since')})"
+        return f"another run{who} is writing to {self.path}: wait for it, or give another output"
+
+    def _look(self) -> None:
+        self._journal.scan()
+        self._record = RunRecord.read(self._record_path)
+        begun = not self._journal.empty
+        afresh = AFRESH.format(path=self.path)
+        if begun and self._record is None:
+            raise OutputFileError(
+                f"{self._journal_path} is not empty, and {self._record_path}, which would say how its results were "
+                f"made, is not there: give another output, or {afresh}"
+            )
+        if self._table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
+            if self._record is None or self._record.finished is None:
+                raise OutputFileError(
+                    f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
+                )
+            self.complete = True
+        if not begun and not self.complete:
+            self._record = None  # of a run that came to no result, or whose results are gone
+
+    def __len__(self) -> int:
+        if self.complete and self._record is not None:
+            return int(self._record.input.get("records", 0))
+        return len(self._journal)
+
+    @property
+    def errors(self) -> np.ndarray:
+        return self._journal.errors
+
+    # A run
+
+    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
+        self._count = source.count
+        old = self._record
+        if old is not None:
+            self._compare(old, record, source)
+        if self.complete:
+            if retry_errors:
+                raise OutputFileError(
+                    f"{self.path} is complete, and single rows of a table cannot be run again: "
+                    f"write to a .jsonl file for that, or {AFRESH.format(path=self.path)}"
+                )
+            assert old is not None
+            return old
+        if self._restart:
+            self._move_away()
+        new = record.begin(old, source.summary())
+        if old is not None and old.version != new.version:
+            self._note(
+                f"{self.path} was begun with version {old.version} of the library, and goes on with {new.version}: "
+                "single tokens may come out otherwise than they would have"
+            )
+        with contextlib.suppress(OSError):
+            os.unlink(temporary_beside(self.path))  # of a run that was killed
+        self._same = old is not None and bool(old.finished) and not len(self.missing())
+        if old is not None and self._same and not (retry_errors and len(self.errors)):
+            self._record = old  # nothing is to be done: it goes on to say how everything was
+        else:
+            self._same = False
+            self._record = new
+            self._write_record()
+        self._journal.repair(drop_errors=retry_errors)
+        return self._record
+
+    def _compare(self, old: RunRecord, record: RunRecord, source: Source) -> None:
+        differences = old.differences(record)
+        afresh = f"give another output, or {AFRESH.format(path=self.path)}"
+        if differences:
+            raise RunChangedError(
+                f"{self.path} was begun with other settings: {'; '.join(differences)}. "
+                f"To go on, run it with the old ones; else {afresh}",
+                differences,
+            )
+        if old.input.get("digest") == source.digest and source.digest:
+            return
+        if self.complete:
+            was, now = old.input.get("records"), source.count
+            raise RunChangedError(
+                f"{self.path} is complete, and {source.name} has changed since (it had {was:,} records, and has "
+                f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",
+                [f"{source.name} has changed"],
+            )
+        self._compare_records(source, afresh)
+
+    def _compare_records(self, source: Source, afresh: str) -> None:
+        numbers, keys = self._journal.keys()
+        if len(numbers) and numbers[-1] >= source.count:
+            raise RunChangedError(
+                f"{self.path} has {int(numbers[-1]) + 1:,} records or more to go by, and {source.name} has only "
+                f"{source.count:,}: it is another input, or it was cut. Give the old input; else {afresh}",
+                [f"{source.name} is shorter than it was"],
+            )
+        first = 0
+        for chunk in source.chunks(numbers):
+            found = np.array([int(record_key(raw), 16) for raw in source.records(chunk)], dtype=np.uint64)
+            changed = np.flatnonzero(found != keys[first : first + len(chunk)])
+            first += len(chunk)
+            if len(changed):
+                where = source.where(int(chunk[changed[0]]))
+                raise RunChangedError(
+                    f"{source.name}, {where}: this record has changed since {self.path} was begun, which has a result "
+                    f"for it. Give the old input (lines may be added at its end); else {afresh}",
+                    [f"{source.name}, {where} has changed"],
+                )
+
+    def _move_away(self) -> None:
+        """Never deleted, and never over another. The record goes first: killed in between, the results are refused for
+        want of one, and the next ``restart`` takes them to the same number."""
+        there = [path for path in (self.path, self._journal_path) if os.path.exists(path) and os.path.getsize(path)]
+        if not there:
+            return
+        tails = ["", ".part.jsonl", *([record_path("")] if os.path.exists(self._record_path) else [])]
+        number = 1
+        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in tails):
+            number += 1
+        aside = f"{self.path}.bak-{number}"
+        try:
+            if os.path.exists(self._record_path):
+                os.rename(self._record_path, record_path(aside))
+            if self._table and os.path.exists(self.path):
+                os.rename(self.path, aside)
+            if os.path.getsize(self._journal_path):
+                os.rename(self._journal_path, f"{aside}.part.jsonl" if self._table else aside)
+                self._journal.close()
+                self._journal = self._make_journal()
+            sync_folder(self.path)
+        except OSError as error:
+            raise OutputFileError(f"{self.path} cannot be moved to {aside}: {reason(error)}") from error
+        self._note(f"what was in {self.path} is in {aside} now")
+
+    def _write_record(self) -> None:
+        assert self._record is not None
+        try:
+            self._record.write(self._record_path)
+        except OSError as error:
+            raise OutputWriteError(
+                f"{self._record_path} could not be written: {reason(error)}. {len(self):,} results are kept",
+                kept=len(self),
+                number=error.errno,
+            ) from error
+
+    def missing(self, count: int | None = None) -> np.ndarray:
+        count = self._count if count is None else min(count, self._count)
+        if self.complete:
+            return np.zeros(0, dtype=np.int64)
+        todo = np.ones(count, dtype=bool)
+        done = self._journal.indices
+        todo[done[done < count]] = False
+        return np.flatnonzero(todo)
 
     def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        """(index, JSON without a newline) of each; on the disk as whole lines or not at all."""
-        raise NotImplementedError
+        self._journal.append(lines)
 
     def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
-        """Everything is there: puts it in order ("finished": as it is), or writes the table."""
-        raise NotImplementedError
+        if order not in _ORDERS:
+            raise OutputFileError(f"order {order!r}: it is one of {', '.join(_ORDERS)}")
+        if self.complete:
+            return
+        assert self._record is not None, "begin() comes first"
+        if self._table:
+            self._journal.sync()
+            self._write_table()
+        else:
+            if order == "input":
+                self._journal.put_in_order()
+            self._journal.sync()
+        if not self._same:
+            self._record.finish(figures)
+            self._write_record()
+        self._ended = self._table  # the journal goes last: until then the next run would only write the table again
+
+    def _write_table(self) -> None:
+        try:
+            with replacing(self.path) as descriptor:
+                if self.format == "parquet":
+                    write_parquet(descriptor, self._journal.in_order)
+                else:
+                    write_csv(descriptor, self._journal.in_order, "\t" if self.format == "tsv" else ",")
+            os.close(descriptor)
+        except OSError as error:
+            raise OutputWriteError(
+                f"{self.path} could not be written: {reason(error)}. All {len(self):,} results are kept, in "
+                f"{self._journal_path}: the same command makes the table of them",
+                kept=len(self),
+                number=error.errno,
+            ) from error
 
     def close(self) -> None:
-        """Of an unfinished run too; what was appended stays."""
-        raise NotImplementedError
+        self._journal.close(remove=self._ended)
+        if self._ended:
+            sync_folder(self.path)
+        self._ended = False
