@@ -1,52 +1,21 @@
-"""Stand-ins for the storage of files: a source in memory, and a run that reads, generates and writes with no care."""
+"""A run from a file to a file that reads, generates and writes with no care."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from hf_batchllm.files.answers import Writer
 from hf_batchllm.files.line_configs import LineConfigs
 from hf_batchllm.files.records import BadItem, Reader
+from hf_batchllm.files.sources import Source
 from hf_batchllm.files.token_texts import TokenTexts
 
 
-class MemorySource:
-    def __init__(self, path: str, format: str | None = None, *, note: Any = None) -> None:
-        self.path, self.problems = path, {}
-        self.format = format or Path(path).suffix.lstrip(".") or "jsonl"
-        text = Path(path).read_bytes()
-        if self.format == "csv":
-            rows = csv.DictReader(text.decode().splitlines())
-            self._lines = [(number + 2, json.dumps(row).encode()) for number, row in enumerate(rows)]
-        else:
-            lines = enumerate(text.split(b"\n"), 1)
-            self._lines = [(number, line) for number, line in lines if line.strip()]
-        self.count = len(self._lines)
-
-    def records(self, numbers: Sequence[int]) -> list[bytes]:
-        return [self._lines[number][1] for number in numbers]
-
-    def where(self, number: int) -> str:
-        return f"line {self._lines[number][0]}"
-
-    def windows(self, numbers: Any = None, window_bytes: int = 0, prompt_of: Any = None) -> Iterator[np.ndarray]:
-        numbers = np.arange(self.count) if numbers is None else numbers
-        for raw in self.records(numbers.tolist()):
-            assert isinstance(prompt_of(raw), str)
-        size = len(numbers) if window_bytes > 1000 else 2
-        for begin in range(0, len(numbers), max(size, 1)):
-            yield numbers[begin : begin + size]
-
-    def close(self) -> None:
-        pass
+KEY = "0123456789ab"
 
 
 @dataclass
@@ -65,7 +34,7 @@ class Runs:
     calls: list[dict[str, Any]] = field(default_factory=list)
     fail: Callable[[Any], None] | None = None  # raises, once the model is there
 
-    def run_file(self, gen: Any, source: MemorySource, target: str, *, reader: Reader, **more: Any) -> Summary:
+    def run_file(self, gen: Any, source: Source, target: str, *, reader: Reader, **more: Any) -> Summary:
         self.calls.append({"reader": reader, **more})
         generator = gen()
         try:
@@ -79,7 +48,7 @@ class Runs:
 
 
 def run_lines(
-    generator: Any, source: MemorySource, reader: Reader, *, token_ids: bool = False, model_name: str = "", **more: Any
+    generator: Any, source: Source, reader: Reader, *, token_ids: bool = False, model_name: str = "", **more: Any
 ) -> tuple[list[bytes], int]:
     tokens = TokenTexts(getattr(generator, "_tokenizer", SimpleNamespace(_tokenizer=None))._tokenizer)
     writer = Writer(
@@ -92,12 +61,12 @@ def run_lines(
         why = None if isinstance(item, BadItem) else configs.problem(item.settings)
         if isinstance(item, BadItem) or why is not None:
             errors += 1
-            lines.append(writer.error(item, "k", why))
+            lines.append(writer.error(item, KEY, why))
             continue
         wanted = {} if item.settings.logprobs is None else {"logprobs": item.settings.logprobs}
         seed = item.settings.seed if item.settings.seed is not None else number
         config = configs.config(item.settings)
         found = generator.generate([item.prompt], [config], seed=seed, on_error="record", progress=False, **wanted)
         errors += found[0].error is not None
-        lines.append(writer.result(item, "k", list(found)))
+        lines.append(writer.result(item, KEY, list(found)))
     return lines, errors

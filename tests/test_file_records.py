@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from families import build, random_prompts
-from file_stand_ins import MemorySource, run_lines
+from file_stand_ins import KEY, run_lines
 from stand_in import word_tokenizer
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.answers import Writer, read_back
+from hf_batchllm.files.answers import Writer
+from hf_batchllm.files.journal import identify
 from hf_batchllm.files.line_configs import LineConfigs
 from hf_batchllm.files.records import ALL_FIELDS, BadItem, Form, Item, Reader
 from hf_batchllm.files.settings import NAMES, SettingError, Settings, read_assignments, read_settings, settings_of
+from hf_batchllm.files.sources import open_source
 from hf_batchllm.files.templates import Template, TemplateError, unescaped
 
 
@@ -155,7 +157,10 @@ def test_a_template_makes_the_prompt() -> None:
     assert good({"m": {"t": "deep"}}, Form(template=Template("{m.t}"))).prompt == "deep"
     assert good({"m.t": "flat"}, Form(template=Template("{m.t}"))).prompt == "flat"
     assert "has no field 'question', which the template names (it has context)" in bad({"context": "C"}, form)
-    assert "has nothing in 'question'" in bad({"context": "C", "question": None}, form)
+    gap = {"context": "C", "question": None}
+    assert "has nothing in 'question'" in bad(gap, form)
+    assert good(gap, form, cells=True).prompt == "C\n\nQ: \nA: {"
+    assert "has nothing in 'context'" in bad(dict.fromkeys(gap), form, cells=True)
     for text in ("{a", "{}", "{a:3}", "{a!r}", "none"):
         with pytest.raises(TemplateError, match="the template"):
             Template(text)
@@ -193,7 +198,7 @@ def generation(text: str = "t", sample: int = 0, **more: Any) -> Generation:
 def test_lines_of_the_output() -> None:
     writer = Writer("plain")
     item = good({"id": "a", "prompt": "x", "label": 3, "text": "old"}, Form(keep=("label", "text")))
-    line = json.loads(writer.result(item, "k", [generation()]))
+    line = json.loads(writer.result(item, KEY, [generation()]))
     assert line == {
         "index": 16,
         "id": "a",
@@ -203,21 +208,21 @@ def test_lines_of_the_output() -> None:
         "new_tokens": 2,
         "label": 3,
         "input_text": "old",
-        "key": "k",
+        "key": KEY,
     }
-    assert read_back(line) == (16, "k", False)
-    line = json.loads(writer.result(good({"prompt": "x"}), "k", [generation(), generation("u", 1)]))
+    assert identify(line) == (16, KEY, False)
+    line = json.loads(writer.result(good({"prompt": "x"}), KEY, [generation(), generation("u", 1)]))
     assert line["samples"] == [{"text": text, "finish_reason": "stop", "new_tokens": 2} for text in "tu"]
     assert "id" not in line
-    line = json.loads(writer.error(read({"id": 4, "prompt": 7}), "k"))
-    assert line == {"index": 16, "id": 4, "error": line["error"], "key": "k"}
-    assert read_back(line) == (16, "k", True)
+    line = json.loads(writer.error(read({"id": 4, "prompt": 7}), KEY))
+    assert line == {"index": 16, "id": 4, "error": line["error"], "key": KEY}
+    assert identify(line) == (16, KEY, True)
     failed = Generation(0, 0, None, [], [], "error", error="is empty: it has no token ids")
-    assert json.loads(writer.result(item, "k", [failed]))["error"] == "the prompt is empty: it has no token ids"
-    assert read_back({"text": "x"}) is None
+    assert json.loads(writer.result(item, KEY, [failed]))["error"] == "the prompt is empty: it has no token ids"
+    assert identify({"text": "x"}) is None
     odd = good(b'{"prompt": "x", "a": "\\ud800", "b": NaN}', Form(keep=ALL_FIELDS))
-    assert json.loads(writer.result(odd, "k", [generation()]))["a"] == "\ud800"
-    assert b"NaN" not in writer.result(odd, "k", [generation()])
+    assert json.loads(writer.result(odd, KEY, [generation()]))["a"] == "\ud800"
+    assert b"NaN" not in writer.result(odd, KEY, [generation()])
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +245,7 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(map(json.dumps, records)))
-    source = MemorySource(str(path))
+    source = open_source(path)
     reader = Reader(None, Settings({"max_new_tokens": 4}), where=source.where)
     written, errors = run_lines(generator, source, reader, token_ids=True)
     lines = [json.loads(line) for line in written]

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 from families import build
-from file_stand_ins import MemorySource, run_lines
+from file_stand_ins import KEY, run_lines
 from letters import EOS, letter_tokenizer
 from stand_in import word_tokenizer
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.answers import Writer, read_back
+from hf_batchllm.files.answers import Writer
+from hf_batchllm.files.journal import identify
 from hf_batchllm.files.records import OPENAI, PLAIN, BadItem, Item, Reader, dialect_of, second_ids
 from hf_batchllm.files.settings import Settings
+from hf_batchllm.files.sources import open_source
 from hf_batchllm.files.token_texts import TokenTexts
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -126,13 +128,13 @@ def test_what_cannot_be_served_is_refused_by_name(record: Any, why: str, param: 
     assert isinstance(item, BadItem)
     assert str(item).startswith("line 3: ")
     assert why in str(item)
-    line = json.loads(Writer(OPENAI).error(item, "k"))
+    line = json.loads(Writer(OPENAI).error(item, KEY))
     assert line["custom_id"] == record.get("custom_id")
     assert line["response"]["status_code"] == 400
     told = line["response"]["body"]["error"]
     assert told == {"message": str(item), "type": "invalid_request_error", "param": param, "code": None}
     assert line["error"] is None
-    assert read_back(line) == (2, "k", True)
+    assert identify(line) == (2, KEY, True)
 
 
 def test_an_id_that_was_there_before_is_a_bad_line() -> None:
@@ -151,14 +153,14 @@ def test_a_stop_string_is_left_out_of_the_text() -> None:
     ids = [tokens_id(letters) for letters in ("a", "bc", "da")]
     probabilities = [{token: -0.5} for token in ids]
     given = Generation(0, 0, "abcda", ids, [1], "stop", logprobs=probabilities)
-    choice = json.loads(Writer(OPENAI, tokens=tokens).result(item, "k", [given]))["response"]["body"]["choices"][0]
+    choice = json.loads(Writer(OPENAI, tokens=tokens).result(item, KEY, [given]))["response"]["body"]["choices"][0]
     assert choice["message"]["content"] == "ab"
     assert choice["finish_reason"] == "stop"
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "bc"]
-    plain = Writer(PLAIN).result(Reader().read(0, b'{"prompt": "x", "stop": "cd"}'), "k", [given])  # type: ignore[arg-type]
+    plain = Writer(PLAIN).result(Reader().read(0, b'{"prompt": "x", "stop": "cd"}'), KEY, [given])  # type: ignore[arg-type]
     assert json.loads(plain)["text"] == "abcda"
     ended = Generation(0, 0, "a", [ids[0], EOS], [1], "stop", logprobs=[{ids[0]: -0.5}, {EOS: -0.1}])
-    choice = json.loads(Writer(OPENAI, tokens=tokens).result(item, "k", [ended]))["response"]["body"]["choices"][0]
+    choice = json.loads(Writer(OPENAI, tokens=tokens).result(item, KEY, [ended]))["response"]["body"]["choices"][0]
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a"]
 
 
@@ -198,20 +200,20 @@ def test_requests_are_answered_as_openai_answers(tmp_path: Any) -> None:
     path.write_text("\n".join(map(json.dumps, records)))
     notes: list[str] = []
     with BatchGenerator(build("llama"), tokenizer) as generator:
-        source = MemorySource(str(path))
+        source = open_source(path)
         reader = Reader(dialect=OPENAI, where=source.where)
         written, errors = run_lines(generator, source, reader, model_name="mine", note=notes.append)
         expected = generator.generate([chat], max_new_tokens=3)[0]
     lines = [json.loads(line) for line in written]
     assert [line["custom_id"] for line in lines] == ["chat", "text", "ids", "told", "bias"]
     assert lines[0] == {
-        "id": "batch_req_0_k",
+        "id": f"batch_req_0_{KEY}",
         "custom_id": "chat",
         "response": {
             "status_code": 200,
-            "request_id": "req_0_k",
+            "request_id": f"req_0_{KEY}",
             "body": {
-                "id": "chatcmpl-0-k",
+                "id": f"chatcmpl-0-{KEY}",
                 "object": "chat.completion",
                 "created": 7,
                 "model": "mine",
@@ -232,7 +234,7 @@ def test_requests_are_answered_as_openai_answers(tmp_path: Any) -> None:
         },
         "error": None,
     }
-    assert read_back(lines[0]) == (0, "k", False)
+    assert identify(lines[0]) == (0, KEY, False)
     body = lines[1]["response"]["body"]
     assert body["object"] == "text_completion"
     assert [choice["index"] for choice in body["choices"]] == [0, 1]

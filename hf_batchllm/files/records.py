@@ -170,7 +170,7 @@ class Reader:
     def _found(self, record: Mapping[str, Any]) -> Any:
         if self.form.template is not None:
             try:
-                return self.form.template.fill(record)
+                return self.form.template.fill(record, self.cells)
             except MissingField as missing:
                 raise BadRecord(str(missing)) from None
         names = _PROMPT_FIELDS if self.form.prompt_field is None else (self.form.prompt_field,)
