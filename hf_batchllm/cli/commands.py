@@ -23,10 +23,10 @@ commands:
   lm-eval                 the lm-evaluation-harness, run by this library
 
 examples:
-  {PROGRAM} run questions.jsonl answers.jsonl --model path/or/name --max-new-tokens 100
-  {PROGRAM} run faq.csv answers.csv --model M --template 'Q: {{question}}\\nA:' --stop '\\n'
-  {PROGRAM} run batch.jsonl out.jsonl --model M            (a batch file of OpenAI's kind)
-  {PROGRAM} plan questions.jsonl --tokenizer path/or/name
+  {PROGRAM} run in.jsonl out.jsonl --model path/or/name --max-new-tokens 100
+  {PROGRAM} run in.csv out.csv --model M --template 'Q: {{question}}\\nA:'
+  {PROGRAM} run batch.jsonl out.jsonl --model M     (OpenAI's batch files)
+  {PROGRAM} plan in.jsonl --tokenizer path/or/name
   {PROGRAM} run --help
 
 {WORDS}

@@ -56,7 +56,7 @@ class Loader:
             generator = BatchGenerator(model, tokenizer, self._config)
         except BatchLLMError as error:
             raise UsageError(f"--model {self._asked.model}: {error}") from error
-        why = LineConfigs(model).problem(self._base)
+        why = LineConfigs.of(generator).problem(self._base)
         if why is not None:
             generator.close()
             raise UsageError(why)

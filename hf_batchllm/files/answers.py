@@ -108,18 +108,6 @@ def as_line(record: Mapping[str, Any]) -> bytes:
         return json.dumps(record).encode()
 
 
-def read_back(record: Mapping[str, Any]) -> tuple[int, str, bool] | None:
-    """Of a line of the output: the record's number, its key, and whether it is an error. None for another's line."""
-    index, key = record.get("index"), record.get("key")
-    if isinstance(index, int) and isinstance(key, str) and ({"text", "samples", "error"} & set(record)):
-        return index, key, "error" in record
-    parts = str(record.get("id")).split("_")
-    response = record.get("response")
-    if len(parts) == 4 and parts[:2] == ["batch", "req"] and parts[2].isdecimal() and isinstance(response, Mapping):
-        return int(parts[2]), parts[3], response.get("status_code") != 200
-    return None
-
-
 def _id(item: Item | BadItem) -> dict[str, Any]:
     return {"id": item.id} if item.has_id else {}
 

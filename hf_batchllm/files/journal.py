@@ -75,7 +75,7 @@ class Journal:
         self._repairs: list[str] = []
         self._drops = False  # lines are to go that stand before others
         self._failed: OutputWriteError | None = None
-        self._begun = False
+        self._scanned = self._begun = False
         self._descriptor = -1
         self._syncing = Syncing(fsync)
         self._open()
@@ -102,6 +102,7 @@ class Journal:
 
     def scan(self) -> None:
         """Reads what is done, and finds what has to be repaired. OutputFileError for what is not ours."""
+        self._scanned = True
         lines = find_lines(self._descriptor)
         last = len(lines) - 1
         for chunk in lines.chunks():
@@ -180,7 +181,7 @@ class Journal:
         self._begun = True
         del self._keys[:]
         try:
-            if os.fstat(self._descriptor).st_size > self._state[1]:
+            if self._scanned and os.fstat(self._descriptor).st_size > self._state[1]:
                 os.ftruncate(self._descriptor, self._state[1])
             drop_errors = drop_errors and any(self._bad)
             if self._drops or drop_errors:

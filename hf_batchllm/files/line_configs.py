@@ -6,8 +6,9 @@ One bad value must not stop a call with a million good lines in it, so each kind
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import GenerationConfig
@@ -15,10 +16,14 @@ from transformers import GenerationConfig
 from ..adapters import adapter_of_each
 from ..architecture import base_model
 from ..beam_options import check_beams
+from ..endings import rules_of
 from ..errors import BatchLLMError
 from ..notices import Notices
 from ..options import Options, resolve_options
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from ..generator import BatchGenerator
 
 _MOST_KNOWN = 4096  # different settings remembered at a time
 _OF_TOKENS = ("sequence_bias", "bad_words_ids")  # refused by transformers in the middle of a call
@@ -32,12 +37,19 @@ class _Made:
 
 
 class LineConfigs:
-    """``model``: that of the run."""
+    """``model``: that of the run. ``tokenizer`` returns its tokenizer, or raises; for stop strings."""
 
-    def __init__(self, model: nn.Module, notices: Notices | None = None) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], notices: Notices | None = None) -> None:
         self._model = model
+        self._tokenizer = tokenizer
         self._notices = notices or Notices()
         self._known: dict[Key, _Made | str] = {}
+        self._finds_strings = False
+
+    @classmethod
+    def of(cls, generator: BatchGenerator) -> LineConfigs:
+        """With its notices, so that what it would say of a call is said once."""
+        return cls(generator.model, generator._tokenizer.required, generator._notices)
 
     def config(self, settings: Settings) -> GenerationConfig:
         """To be passed in the list ``generation_config``; of settings without a problem. Equal ones share it."""
@@ -69,13 +81,20 @@ class LineConfigs:
 
     def _made(self, settings: Settings) -> _Made | str:
         try:
-            config = GenerationConfig(**settings.options)
+            rest = {name: value for name, value in settings.options.items() if name != "num_return_sequences"}
+            config = GenerationConfig(**rest)
+            # By itself it would be refused: that tokens are drawn may be said by the model's own config.
+            config.num_return_sequences = settings.options.get("num_return_sequences")
             asked: dict[str, Any] = {} if settings.logprobs is None else {"logprobs": settings.logprobs}
             options = resolve_options(self._model, config, asked, None, self._notices)
             check_beams([options], self._notices)
             if settings.adapter is not None:
                 adapter_of_each(self._model, settings.adapter, 1, self._notices)
             self._check_tokens(settings)
+            if config.stop_strings is not None and not self._finds_strings:
+                # Whether they can be found is the tokenizer's matter, and to find out takes seconds: once.
+                rules_of(self._model, options, self._tokenizer, {})
+                self._finds_strings = True
         except (BatchLLMError, ValueError, TypeError) as error:
             return " ".join(str(error).split())
         return _Made(config, options)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import select
-import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +19,13 @@ from .journal import Identify, Journal, identify
 from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside
 from .run_record import RunRecord, record_path
 from .sources import TABLES, Source, format_of, record_key
+from .streams import Output, StreamOutput, is_stream
 from .syncing import seconds_of
 from .table_outputs import write_csv, write_parquet
 from .tables import import_pyarrow
 
 AFRESH = "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
 
-_STREAM_NAME = re.compile(r"-|/dev/(stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 _ORDERS = ("input", "finished")
 
 
@@ -44,14 +41,14 @@ def open_output(
 ) -> Output:
     """Locks the output and reads what is in it. Nothing is changed before ``begin``.
 
-    ``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdout; that, and whatever is no ordinary file,
-    takes JSON lines and cannot be gone on with. ``source`` must be another file. ``fsync``: always, never, or how often.
-    ``note`` is called with what a person should hear (without it: a warning).
+    ``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdout; that, and whatever is no ordinary
+    file, takes JSON lines and cannot be gone on with. ``source`` must be another file. ``fsync``: always, never, or how
+    often (``5s``). ``note`` is called with what a person should hear (without it: a warning).
     """
     path = os.fspath(path)
     note = note or warn_user
     seconds_of(fsync)
-    if _streams(path):
+    if is_stream(path):
         if format not in (None, "jsonl"):
             raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
         return StreamOutput(path)
@@ -59,109 +56,6 @@ def open_output(
     if kind == "parquet":
         import_pyarrow()
     return FileOutput(path, kind, source, fsync, restart, identify, note)
-
-
-def _streams(path: str) -> bool:
-    if _STREAM_NAME.fullmatch(path):
-        return True
-    try:
-        mode = os.stat(os.path.expanduser(path)).st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-class Output:
-    """What the two kinds have in common; see the package's docstring for the order of the calls."""
-
-    path: str
-    streams: bool  # no resume, no order
-    is_table = False
-    complete = False  # a table that is there already: nothing to do
-    _count = 0  # records of the input
-
-    def __len__(self) -> int:
-        """Results in it."""
-        raise NotImplementedError
-
-    @property
-    def errors(self) -> np.ndarray:
-        """The numbers of the records whose result, of an earlier run, is an error."""
-        return np.zeros(0, dtype=np.int64)
-
-    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
-        """The record in force, with its seed. RunChangedError where a setting or an input that is done has changed."""
-        raise NotImplementedError
-
-    def confirm_weights(self, weights: str) -> None:
-        """Before the first result. RunChangedError where an earlier part of the run had a model with others."""
-
-    def missing(self, count: int | None = None) -> np.ndarray:
-        """The numbers of the records (the first ``count``) that have no result."""
-        return np.arange(self._count if count is None else min(count, self._count))
-
-    def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        """(index, a JSON object with ``index`` and ``key`` in one line without its newline) for each."""
-        raise NotImplementedError
-
-    def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
-        """When nothing is missing: in the input's order, or as they ``finished``; or as a table."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """What was appended stays."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class StreamOutput(Output):
-    streams = True
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.name = "stdout" if path == "-" else path
-        self._written = 0
-        try:
-            self._descriptor = os.dup(1) if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
-
-    def __len__(self) -> int:
-        return self._written
-
-    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
-        self._count = source.count
-        return record.begin(None, source.summary())
-
-    def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        for _, line in lines:
-            rest = memoryview(line + b"\n")
-            while rest:
-                try:
-                    rest = rest[os.write(self._descriptor, rest) :]
-                except BlockingIOError:  # somebody else has made it one that does not wait
-                    select.select([], [self._descriptor], [])
-                except OSError as error:
-                    raise OutputWriteError(
-                        f"{self.name} cannot be written to any more: {reason(error)}. "
-                        f"{self._written:,} results were written; a stream cannot be gone on with, a file can",
-                        kept=self._written,
-                        number=error.errno,
-                    ) from error
-            self._written += 1
-
-    def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
-        pass
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
 
 
 class FileOutput(Output):
@@ -185,6 +79,7 @@ class FileOutput(Output):
         self._restart = restart
         self._note = note
         self._record: RunRecord | None = None
+        self._same = False  # the record stays as it is
         self._ended = False
         self._check_place(source)
         self._make_journal = lambda: Journal(
@@ -216,14 +111,11 @@ class FileOutput(Output):
             for ours in {self.path, self._journal_path, self._record_path, temporary_beside(self.path)}:
                 if same_file(source.path, ours):
                     raise OutputFileError(f"{source.path} is the input, and would be written to: give another output")
-        probe = f"{temporary_beside(self.path)}.{os.getpid()}"
-        try:
-            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o600))
-            os.unlink(probe)
-        except OSError as error:
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise OutputFileError(
-                f"{folder} cannot be written to ({reason(error)}): the run record is kept there, beside the results"
-            ) from error
+                f"{folder} cannot be written to (read-only, or permission denied): the results and their run record "
+                "are made there"
+            )
         for file in (self._journal_path, self._record_path, self.path):
             if os.path.exists(file) and not os.access(file, os.W_OK):
                 raise OutputFileError(f"{file} cannot be written to: it is read-only")
@@ -282,10 +174,21 @@ class FileOutput(Output):
             return old
         if self._restart:
             self._move_away()
-        self._record = record.begin(old, source.summary())
+        new = record.begin(old, source.summary())
+        if old is not None and old.version != new.version:
+            self._note(
+                f"{self.path} was begun with version {old.version} of the library, and goes on with {new.version}: "
+                "single tokens may come out otherwise than they would have"
+            )
         with contextlib.suppress(OSError):
-            os.unlink(temporary_beside(self.path))
-        self._write_record()
+            os.unlink(temporary_beside(self.path))  # of a run that was killed
+        self._same = old is not None and bool(old.finished) and not len(self.missing())
+        if old is not None and self._same and not (retry_errors and len(self.errors)):
+            self._record = old  # nothing is to be done: it goes on to say how everything was
+        else:
+            self._same = False
+            self._record = new
+            self._write_record()
         self._journal.repair(drop_errors=retry_errors)
         return self._record
 
@@ -313,8 +216,8 @@ class FileOutput(Output):
         numbers, keys = self._journal.keys()
         if len(numbers) and numbers[-1] >= source.count:
             raise RunChangedError(
-                f"{self.path} has a result for record {int(numbers[-1]):,} (counted from 0), and {source.name} has only "
-                f"{source.count:,} records: it is another input, or it was cut. Give the old input; else {afresh}",
+                f"{self.path} has {int(numbers[-1]) + 1:,} records or more to go by, and {source.name} has only "
+                f"{source.count:,}: it is another input, or it was cut. Give the old input; else {afresh}",
                 [f"{source.name} is shorter than it was"],
             )
         first = 0
@@ -331,13 +234,14 @@ class FileOutput(Output):
                 )
 
     def _move_away(self) -> None:
-        """Never deleted, and never over another. The record goes first: killed in between, the results are still refused
-        for want of one, and the next ``restart`` takes them to the same number."""
+        """Never deleted, and never over another. The record goes first: killed in between, the results are refused for
+        want of one, and the next ``restart`` takes them to the same number."""
         there = [path for path in (self.path, self._journal_path) if os.path.exists(path) and os.path.getsize(path)]
         if not there:
             return
+        tails = ["", ".part.jsonl", *([record_path("")] if os.path.exists(self._record_path) else [])]
         number = 1
-        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in ("", ".part.jsonl")):
+        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in tails):
             number += 1
         aside = f"{self.path}.bak-{number}"
         try:
@@ -402,8 +306,9 @@ class FileOutput(Output):
             if order == "input":
                 self._journal.put_in_order()
             self._journal.sync()
-        self._record.finish(figures)
-        self._write_record()
+        if not self._same:
+            self._record.finish(figures)
+            self._write_record()
         self._ended = self.is_table  # the journal goes last: until then the next run would only write the table again
 
     def _write_table(self) -> None:

@@ -73,7 +73,8 @@ class BadItem:
 
 
 class Reader:
-    """``base``: what the command line says, all but its seed: an Item has that of its own line. ``cells``: records come from a table, and its cells may be text.
+    """``base``: what the command line says, all but its seed: an Item has that of its own line. ``cells``: records come
+    from a table, and its cells may be text.
 
     ``dialect``: PLAIN or OPENAI, see ``dialect_of``. ``where`` names a record's place to a person ("line 17").
     ``second``: numbers of records whose custom_id was there before, see ``second_ids``. ``problems``: what is wrong
@@ -169,7 +170,7 @@ class Reader:
     def _found(self, record: Mapping[str, Any]) -> Any:
         if self.form.template is not None:
             try:
-                return self.form.template.fill(record)
+                return self.form.template.fill(record, self.cells)
             except MissingField as missing:
                 raise BadRecord(str(missing)) from None
         names = _PROMPT_FIELDS if self.form.prompt_field is None else (self.form.prompt_field,)

@@ -124,7 +124,7 @@ class _Run:
         self._seed = seed
         self._report = report
         self._on_error = on_error
-        self._configs = LineConfigs(generator.model)
+        self._configs = LineConfigs.of(generator)
         self._keys: dict[int, str] = {}
         self._bar: tqdm | None = None
 

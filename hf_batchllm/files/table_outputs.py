@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -45,13 +46,16 @@ def write_csv(descriptor: int, lines: Lines, delimiter: str) -> None:
     """Lists and objects are JSON in their cell; what is missing is an empty cell."""
     names = _ordered(dict.fromkeys(name for row in _rows(lines()) for name in row))
     text = io.StringIO(newline="")
-    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(names)
-    for place, row in enumerate(_rows(lines()), 1):
+    writer = csv.writer(text, delimiter=delimiter, lineterminator="\r\n")  # so that it quotes cells with either in them
+    written: list[str] = []
+    for row in itertools.chain([dict(zip(names, names, strict=True))], _rows(lines())):
         writer.writerow([_cell(row.get(name)) for name in names])
-        if place % _ROWS == 0:
-            _flush(text, descriptor)
-    _flush(text, descriptor)
+        written.append(text.getvalue().removesuffix("\r\n"))
+        text.seek(0)
+        text.truncate()
+        if len(written) == _ROWS:
+            _flush(written, descriptor)
+    _flush(written, descriptor)
 
 
 def _cell(value: Any) -> Any:
@@ -60,10 +64,9 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _flush(text: io.StringIO, descriptor: int) -> None:
-    write_all(descriptor, text.getvalue().encode("utf-8", "backslashreplace"))
-    text.seek(0)
-    text.truncate()
+def _flush(rows: list[str], descriptor: int) -> None:
+    write_all(descriptor, "".join([f"{row}\n" for row in rows]).encode("utf-8", "backslashreplace"))
+    rows.clear()
 
 
 def write_parquet(descriptor: int, lines: Lines) -> None:
@@ -81,7 +84,7 @@ def write_parquet(descriptor: int, lines: Lines) -> None:
             for name, field in zip(kinds, schema, strict=True):
                 values = _values(rows, name)
                 if kinds[name] is _MIXED:
-                    values = [_cell(value) for value in values]
+                    values = [_text(_cell(value)) for value in values]
                 columns.append(pyarrow.array(values, field.type))
             writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema))
 
@@ -119,9 +122,9 @@ def _type(values: list[Any], pyarrow: Any) -> Any:
 
 
 def _joined(one: Any, other: Any, pyarrow: Any) -> Any:
-    if one is None or one == other:
+    if one is None or one is other:
         return other
-    if _MIXED in (one, other):
+    if one is _MIXED or other is _MIXED:
         return _MIXED
     try:
         schemas = [pyarrow.schema([("_", kind)]) for kind in (one, other)]

@@ -40,7 +40,8 @@ def csv_rows(stream: IO[bytes], path: str, delimiter: str) -> Iterator[Row]:
         yield from _csv_rows(text, path, delimiter)
     finally:
         csv.field_size_limit(before)
-        text.detach()
+        if not text.closed:
+            text.detach()  # the stream is its owner's to close
 
 
 def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row]:

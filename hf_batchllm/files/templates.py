@@ -48,7 +48,10 @@ class Template:
         """Each once, in the order in which they come."""
         return list(dict.fromkeys(name for _, name in self._parts if name is not None))
 
-    def fill(self, record: Mapping[str, Any]) -> str:
+    def fill(self, record: Mapping[str, Any], cells: bool = False) -> str:
+        """``cells``: of a table, where an empty one is an empty text, unless they all are."""
+        if cells and any(record.get(name) not in (None, "") for name in self.fields):
+            record = {name: "" if value is None else value for name, value in record.items()}
         return "".join(before + ("" if name is None else _text(record, name)) for before, name in self._parts)
 
     def __repr__(self) -> str:

@@ -87,11 +87,9 @@ def cut(order: np.ndarray, shared: np.ndarray, cost: np.ndarray, window: int) ->
     first, count = 0, len(order)
     while first < count:
         before = int(total[first - 1]) if first else 0
-        last = int(np.searchsorted(total, before + window, side="right"))
+        last = max(int(np.searchsorted(total, before + window, side="right")), first + 1)
         if last < count:
-            early = int(np.searchsorted(total, before + window * 3 // 4, side="right"))
-            early = max(early, first + 1)
-            last = max(last, early)
+            early = max(int(np.searchsorted(total, before + window * 3 // 4, side="right")), first + 1)
             places = shared[early : last + 1]
             last = early + len(places) - 1 - int(np.argmin(places[::-1]))
         yield np.sort(order[first:last])
