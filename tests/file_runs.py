@@ -20,6 +20,7 @@ from hf_batchllm.files.outputs import open_output
 from hf_batchllm.files.run_record import RunRecord
 from hf_batchllm.files.sources import open_source, record_key
 
+_COUNT = 18  # records of a run that is killed at every call
 SETTINGS = {"max_new_tokens": 50, "model": {"name": "tiny"}}
 
 
@@ -83,21 +84,21 @@ def results(wanted: str) -> list[dict[str, Any]]:
 class Deaths:
     """Every call that changes a file counts; before the one with the number ``at`` the process kills itself.
 
-    ``half``: of a write, a part goes out before that.
+    ``half``: writes alone count, and a part of the last one goes out.
     """
 
     NAMES = ("open", "write", "fsync", "replace", "rename", "unlink", "ftruncate", "fchmod")
 
     def __init__(self, at: int, half: bool) -> None:
         self.at, self.half, self.calls = at, half, 0
-        for name in self.NAMES:
+        for name in ["write"] if half else self.NAMES:
             setattr(os, name, self.wrapped(name, getattr(os, name)))
 
     def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **named: Any) -> Any:
             self.calls += 1
             if self.calls == self.at:
-                if self.half and name == "write":
+                if self.half:
                     call(args[0], bytes(args[1])[: len(args[1]) * 2 // 3])
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **named)
@@ -110,7 +111,7 @@ def kill_at_every_call(folder: str, wanted: str, options: dict[str, Any]) -> dic
     wrong: list[str] = []
     deaths = 0
     expected = os.path.join(folder, "expected" + os.path.splitext(wanted)[1])
-    write_input(expected + ".in.jsonl", 24)
+    write_input(expected + ".in.jsonl", _COUNT)
     run(expected + ".in.jsonl", expected, seed=7)
     whole = Path(expected).read_bytes()
     for half in (False, True):
@@ -120,10 +121,10 @@ def kill_at_every_call(folder: str, wanted: str, options: dict[str, Any]) -> dic
             place = os.path.join(folder, f"{at}-{half}")
             os.mkdir(place)
             given, output = os.path.join(place, "in.jsonl"), os.path.join(place, wanted)
-            write_input(given, 24)
+            write_input(given, _COUNT)
             if options.get("before"):  # an earlier run, of which something is there
                 run(given, output, seed=7, **options["before"])
-            acknowledged = mmap.mmap(-1, 24)
+            acknowledged = mmap.mmap(-1, _COUNT)
             child = os.fork()
             if child == 0:
                 Deaths(at, half)
@@ -213,7 +214,12 @@ def kill_at_random(folder: str, wanted: str, rounds: int, count: int) -> dict[st
 
 def main(what: str, *args: str) -> None:
     if what == "every":
-        print(json.dumps(kill_at_every_call(args[0], args[1], json.loads(args[2]))))
+        reports = {}
+        for name, case in json.loads(args[1]).items():
+            folder = os.path.join(args[0], name.replace(" ", "-"))
+            os.mkdir(folder)
+            reports[name] = kill_at_every_call(folder, case.get("output", "out.jsonl"), case)
+        print(json.dumps(reports))
     else:
         print(json.dumps(kill_at_random(args[0], args[1], int(args[2]), int(args[3]))))
 
