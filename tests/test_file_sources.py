@@ -203,7 +203,7 @@ def test_no_room_for_the_copy_names_the_variable(written, monkeypatch) -> None:
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
-    with pytest.raises(InputFileError, match="disk is full.*TMPDIR"):
+    with pytest.raises(InputFileError, match=r"disk is full.*TMPDIR"):
         open_source(written(b"prompt\nhello\n", "in.csv"))
 
 

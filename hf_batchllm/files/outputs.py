@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
 from ..notices import warn_user
 from .journal import Identify, Journal, identify
-from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside
+from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside, write_atomically
 from .run_record import RunRecord, record_path
 from .sources import TABLES, Source, format_of, record_key
 from .streams import Output, StreamOutput, is_stream
@@ -234,19 +234,21 @@ class FileOutput(Output):
                 )
 
     def _move_away(self) -> None:
-        """Never deleted, and never over another. The record goes first: killed in between, the results are refused for
-        want of one, and the next ``restart`` takes them to the same number."""
+        """Never deleted, and never over another. A copy of the record goes first and the journal last: killed in
+        between, it is still the old run, which can be gone on with or moved away again."""
         there = [path for path in (self.path, self._journal_path) if os.path.exists(path) and os.path.getsize(path)]
         if not there:
             return
-        tails = ["", ".part.jsonl", *([record_path("")] if os.path.exists(self._record_path) else [])]
+        record = _content(self._record_path)
         number = 1
-        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in tails):
+        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in ("", ".part.jsonl")) or (
+            _content(record_path(f"{self.path}.bak-{number}")) not in (None, record)
+        ):
             number += 1
         aside = f"{self.path}.bak-{number}"
         try:
-            if os.path.exists(self._record_path):
-                os.rename(self._record_path, record_path(aside))
+            if record is not None:
+                write_atomically(record_path(aside), record, temporary_beside(self._record_path))
             if self.is_table and os.path.exists(self.path):
                 os.rename(self.path, aside)
             if os.path.getsize(self._journal_path):
@@ -332,3 +334,11 @@ class FileOutput(Output):
         if self._ended:
             sync_folder(self.path)
         self._ended = False
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None

@@ -70,9 +70,9 @@ def temporary_beside(path: str) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Iterator[int]:
+def replacing(path: str, temporary: str | None = None) -> Iterator[int]:
     """A descriptor whose file takes the name ``path`` (no link) at the end of the block, whole and on the disk."""
-    temporary = temporary_beside(path)
+    temporary = temporary or temporary_beside(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -110,7 +110,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def write_atomically(path: str, data: bytes) -> None:
-    with replacing(path) as descriptor:
+def write_atomically(path: str, data: bytes, temporary: str | None = None) -> None:
+    with replacing(path, temporary) as descriptor:
         write_all(descriptor, data)
     os.close(descriptor)

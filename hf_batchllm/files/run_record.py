@@ -36,10 +36,12 @@ class RunRecord:
     def differences(self, now: RunRecord) -> list[str]:
         """``max_new_tokens was 50 and is 20``, for each setting of ``now`` that is not as it was."""
         was, new = _flat(self.settings), _flat(now.settings)
-        if now.seed is not None and now.seed != self.seed:
+        names = dict.fromkeys([*was, *new])
+        if now.seed is not None:
             was["seed"], new["seed"] = self.seed, now.seed
+            names["seed"] = None
         told: list[str] = []
-        for name in dict.fromkeys([*was, *new]):
+        for name in names:
             before, after = _said(was, name), _said(new, name)
             if before != after:
                 told.append(f"{name} was {before} and is {after}")
