@@ -14,7 +14,6 @@ from hf_batchllm.files.records import BadItem, Reader
 from hf_batchllm.files.sources import Source
 from hf_batchllm.files.token_texts import TokenTexts
 
-
 KEY = "0123456789ab"
 
 

@@ -110,6 +110,12 @@ def test_settings_stand_beside_the_prompt_or_by_themselves() -> None:
     assert good({"prompt": "x", "logprobs": True, "top_logprobs": 4}).settings.logprobs == 4
 
 
+def test_what_goes_into_one_call() -> None:
+    assert read_settings({"temperature": 0.3, "n": 2}).apart == Settings().apart
+    for fields in ({"num_beams": 2}, {"logprobs": True}, {"adapter": "a"}):
+        assert read_settings(fields).apart != Settings().apart
+
+
 def test_a_temperature_says_whether_tokens_are_drawn() -> None:
     hot, cold = Settings({"temperature": 0.7, "do_sample": True, "top_p": 0.9}), read_settings({"temperature": 0})
     assert read_settings({"temperature": 1}).options == {"temperature": 1.0, "do_sample": True}

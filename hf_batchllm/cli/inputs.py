@@ -85,7 +85,7 @@ def check_first(reader: Reader, source: Source, limit: int | None = None) -> Fir
     count = min(source.count, _FIRST, limit or _FIRST)
     raws = source.records(range(count))
     read = [reader.read(number, raw) for number, raw in enumerate(raws)]
-    bad = [each for each in read if isinstance(each, BadItem)]
+    bad = [each for each in read if isinstance(each, BadItem) and each.no_prompt]
     if bad and len(bad) == len(read):
         more = f" (and so with {'all' if count == source.count else f'the first {count}'} of them)" if count > 1 else ""
         raise UsageError(f"{bad[0]}{more}")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
 from ..files.settings import Settings
+from ..notices import Notices
 from .inputs import First
 from .said import UsageError, reason
 
@@ -28,10 +32,15 @@ class Loader:
         self._base = base
         self._first = first
         self.loaded = False
+        self._stack = ExitStack()
+
+    def close(self) -> None:
+        """What was changed about transformers is as it was."""
+        self._stack.close()
 
     def __call__(self) -> BatchGenerator:
         asked = self._asked
-        quieten(asked.quiet)
+        self._stack.enter_context(quiet_transformers(asked.quiet))
         device = _device(asked.device)
         if asked.threads:
             import torch
@@ -56,11 +65,17 @@ class Loader:
             generator = BatchGenerator(model, tokenizer, self._config)
         except BatchLLMError as error:
             raise UsageError(f"--model {self._asked.model}: {error}") from error
-        why = LineConfigs.of(generator).problem(self._base)
+        # In silence: what a line says may be what is missing here.
+        why = LineConfigs(model, generator._tokenizer.required, _Silence()).problem(self._base)
         if why is not None:
             generator.close()
             raise UsageError(why)
         return generator
+
+
+class _Silence(Notices):
+    def __call__(self, kind: str, message: str) -> None:
+        pass
 
 
 def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
@@ -149,17 +164,27 @@ def _device(name: str) -> Any:
     return device
 
 
-def quieten(quiet: bool) -> None:
-    """transformers says a good deal while it loads; what matters of it comes as an error."""
+@contextmanager
+def quiet_transformers(quiet: bool) -> Iterator[None]:
+    """It says a good deal while it loads; what matters of that comes as an error. Bars are for terminals."""
     from transformers.utils import logging
 
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if quiet:
+    if quiet or not sys.stderr.isatty():
         logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _why(error: Exception) -> str:
     said = reason(error)
+    if "instantiate the backend tokenizer" in said:
+        return "none was saved there, or one of a kind that needs a package that is not installed"
     if "trust_remote_code" in str(error):
         return "it needs Python code that comes with it. If you trust its authors, --trust-remote-code runs that code"
     return said

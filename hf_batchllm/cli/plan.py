@@ -21,7 +21,7 @@ from ..sharing import SharingPlan, plan_sharing
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
 from .inputs import check_first, form_of, reader_of, size_of
-from .loading import check_template, load_tokenizer
+from .loading import check_template, load_tokenizer, quiet_transformers
 from .said import Said, UsageError, reason
 
 _SHOWN = 8  # bad lines that are spelt out
@@ -92,7 +92,8 @@ def _found(asked: argparse.Namespace, said: Said) -> Found:
         def tokenizer() -> Any:
             if asked.tokenizer is None:
                 raise UsageError("prompts that are text need a tokenizer: pass --tokenizer, a folder or a name")
-            return load_tokenizer(asked, "prompts that are text")
+            with quiet_transformers(asked.quiet):
+                return load_tokenizer(asked, "prompts that are text")
 
         if first.texts:
             loaded = tokenizer()

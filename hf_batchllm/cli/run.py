@@ -100,6 +100,9 @@ def main(arguments: Sequence[str]) -> int:
             said.error(_why(error, begun), error)
             _leave_a_closed_pipe(error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
+        finally:
+            if loader is not None:
+                loader.close()
     if str(summary):
         said.plain(str(summary))
     return SOME_ERRORS if summary.errors else DONE

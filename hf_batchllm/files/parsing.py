@@ -17,6 +17,10 @@ class BadRecord(Exception):
         super().__init__(why)
 
 
+class NoPrompt(BadRecord):
+    """It is a record, and what should make its prompt is not in it: an option may be wrong, rather than the record."""
+
+
 class NotJson(BadRecord):
     def __init__(self, why: str, place: str) -> None:
         self.place = place

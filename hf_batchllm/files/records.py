@@ -13,7 +13,7 @@ import numpy as np
 from ..chats import chat_problem, is_chat
 from ..kinds import a_kind, shown
 from .openai_batch import Request, prompt_of, read_request
-from .parsing import BadRecord, NotJson, parse
+from .parsing import BadRecord, NoPrompt, NotJson, parse
 from .settings import NOTHING_SAID, SettingError, Settings, settings_of
 from .templates import MissingField, Template, its_fields
 
@@ -67,6 +67,7 @@ class BadItem:
     has_id: bool = False
     kept: Mapping[str, Any] = field(default_factory=dict)
     param: str | None = None  # the setting that is to blame
+    no_prompt: bool = False  # what should make its prompt is not there
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}"
@@ -114,7 +115,8 @@ class Reader:
         except BadRecord as bad:
             place = f"{self._where(number)}{bad.place if isinstance(bad, NotJson) else ''}"
             kept = self._kept(record) if self.dialect == PLAIN else {}
-            return BadItem(number, place, bad.why, record.get(name), name in record, kept, bad.param)
+            none = isinstance(bad, NoPrompt)
+            return BadItem(number, place, bad.why, record.get(name), name in record, kept, bad.param, none)
 
     def prompt_text(self, raw: bytes) -> str:
         """What two records must have in common at their beginning to share anything; "" for those that are bad."""
@@ -163,7 +165,7 @@ class Reader:
                 return prompt
             return [{"role": "system", "content": self.form.system}, *prompt]
         if not isinstance(prompt, str):
-            raise BadRecord("has token ids as its prompt, of which no chat can be made: leave out --chat")
+            raise NoPrompt("has token ids as its prompt, of which no chat can be made: leave out --chat")
         begins = [] if self.form.system is None else [{"role": "system", "content": self.form.system}]
         return [*begins, {"role": "user", "content": prompt}]
 
@@ -172,13 +174,13 @@ class Reader:
             try:
                 return self.form.template.fill(record, self.cells)
             except MissingField as missing:
-                raise BadRecord(str(missing)) from None
+                raise NoPrompt(str(missing)) from None
         names = _PROMPT_FIELDS if self.form.prompt_field is None else (self.form.prompt_field,)
         there = [name for name in names if record.get(name) not in ((None, "") if self.cells else (None,))]
         if len(there) > 1:
             raise BadRecord("has both `prompt` and `messages`: keep one, or say which with --prompt-field")
         if not there:
-            raise BadRecord(self._no_prompt(record))
+            raise NoPrompt(self._no_prompt(record))
         return self._checked(there[0], record[there[0]])
 
     def _no_prompt(self, record: Mapping[str, Any]) -> str:

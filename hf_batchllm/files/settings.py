@@ -64,6 +64,15 @@ class Settings:
     adapter: str | None = None
     sampling_if_unsaid: str | None = None  # the name of what asks for nothing unless tokens are drawn
 
+    @property
+    def apart(self) -> tuple[bool, bool, bool]:
+        """Records for which this differs are run in different calls of ``generate``.
+
+        Beams go with beams alone. With log-probabilities a call is slower for all that is in it. And a call names an
+        adapter for each of its prompts, or for none.
+        """
+        return (self.options.get("num_beams") or 1) > 1, self.logprobs is not None, self.adapter is not None
+
     def over(self, base: Settings) -> Settings:
         """These where they say something, else those of ``base``."""
         options = {**base.options, **self.options}

@@ -1,0 +1,402 @@
+"""The command ``hf-batchllm``: what it takes, what it says, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import build
+from file_stand_ins import Runs
+from stand_in import word_tokenizer
+
+import hf_batchllm
+from hf_batchllm import BatchConfig, BatchGenerator
+from hf_batchllm.cli import main
+from hf_batchllm.cli.config_flags import field_words, shortened
+from hf_batchllm.errors import OutputWriteError
+
+ROOT = Path(hf_batchllm.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    build("llama").save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    made = Runs()
+    monkeypatch.setattr("hf_batchllm.cli.run._run_file", lambda: made.run_file)
+    return made
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(tmp_path)
+
+    def write(*records: Any, name: str = "in.jsonl") -> str:
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        return name
+
+    return write
+
+
+def results(name: str = "out.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is said of a command that cannot be used."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("hf-batchllm: error: ")
+    assert "Traceback" not in err
+    return err.removeprefix("hf-batchllm: error: ").strip()
+
+
+# -- the command itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", [[], ["run"], ["plan"]])
+def test_help_fits_and_names_the_exit_codes(
+    command: list[str], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*command, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert max(map(len, out.splitlines())) <= columns
+    for text in ("exit codes:", "examples:", "finished, and some lines have errors"):
+        assert text in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hf-batchllm {hf_batchllm.__version__}\n"
+
+
+def test_help_and_refusals_come_without_torch() -> None:
+    code = (
+        "import sys; from hf_batchllm.cli import main\n"
+        "assert main(['run', '--help']) == 0 and main(['--version']) == 0\n"
+        "assert main(['run', '/nowhere/in.jsonl', 'out.jsonl', '--model', 'm']) == 2\n"
+        "assert main(['run', 'in.jsonl', 'out.jsonl', '--modle', 'm']) == 2\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "/nowhere/in.jsonl cannot be read: there is no such file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "what is to be done? Commands are run, plan, bench, lm-eval"),
+        ("rum", "there is no command 'rum'; did you mean run?"),
+        ("--model m", "the command comes first"),
+        ("run in", "the following arguments are required: OUT, --model/-m"),
+        ("run in out out --model m", "one argument too many: 'out'"),
+        (
+            "run in out --model m --max-new-token 5",
+            "there is no option --max-new-token; did you mean --max-new-tokens?",
+        ),
+        ("run in out --model m --max_new_tokens 5", "did you mean --max-new-tokens?"),
+        ("run in out --model m --temprature=1", "did you mean --temperature?"),
+        ("run in out --model m --seed x", "argument --seed: 'x' is not a whole number"),
+        ("run in out --model m --limit 0", "'0' is less than 1"),
+        ("run in out --model m --kv-memory 5x", "--kv-memory must be a size such as"),
+        ("run in out --model m --backend trition", '--backend must be "auto", "torch" or "triton"'),
+        ("run in out --model m --temperature -1", "--temperature must be 0"),
+        ("run in out --model m --max-new-tokens 0", "--max-new-tokens must be at least 1"),
+        ("run in out --model m --set temprature=1", "is not the name of a setting; did you mean --temperature?"),
+        ("run in out --model m --set foo=1", "`foo` is not a setting"),
+        ("run in out --model m --set foo", "takes NAME=VALUE"),
+        ("run in out --model m --top-k 5 --set top_k=6", "--set top_k is there beside the option of its own"),
+        ("run in out --model m --window 5q", "--window must be a size such as 256MiB, not '5q'"),
+        ("run in out --model m --template x", "the template names no field"),
+        ("run in out --model m --template {x} --prompt-field x", "keep one of them"),
+        ("run in out --model m --template @/nowhere", "--template @/nowhere: No such file"),
+        ("run in out --model m --generation-config /nowhere", "--generation-config /nowhere: No such file"),
+        ("run in - --model m --restart", "--restart needs an output that can be gone on with"),
+        ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),
+        ("plan in --html /nowhere/a.html", "--html /nowhere/a.html: No such file"),
+    ],
+)
+def test_a_command_that_cannot_be_used_says_why(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(capsys, *arguments.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_field_of_the_config_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    words = field_words()
+    assert list(words) == list(BatchConfig.__dataclass_fields__)
+    assert shortened(words["page_size"]).startswith("tokens in a page of the KV cache. ")
+    assert "object" not in words["scheduler"]
+    main(["run", "--help"])
+    said = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in said for name in words)
+
+
+# -- records, before a model is loaded ---------------------------------------------------------------------------------
+
+
+def test_what_makes_all_lines_bad_is_said_once(
+    runs: Runs, written: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    written({"question": "a"}, {"question": "b"})
+    said = refused(capsys, "run", "in.jsonl", "out.jsonl", "--model", "m")
+    assert said == (
+        "line 1: has no `prompt` and no `messages` (it has question): pass --prompt-field question, or a --template "
+        "(and so with all of them)"
+    )
+    said = refused(capsys, "run", "in.jsonl", "out.jsonl", "--model", "m", "--template", "{q}")
+    assert "line 1: has no field 'q', which the template names (it has question)" in said
+    keep = ("--prompt-field", "question", "--keep", "label")
+    said = refused(capsys, "run", "in.jsonl", "out.jsonl", "--model", "m", *keep)
+    assert said == "--keep label: the records have no such field; they have question"
+    written({"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}})
+    said = refused(capsys, "run", "in.jsonl", "out.jsonl", "--model", "m", "--chat")
+    assert "--chat does not go with a file of OpenAI's requests" in said
+    assert not runs.calls
+    assert not Path("out.jsonl").exists()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
+    runs: Runs, written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written({"prompt": [5, 6]})
+    run = ("run", "in.jsonl", "out.jsonl", "--model")
+    assert "--model ./nowhere: there is no such folder" in refused(capsys, *run, "./nowhere")
+    assert "there is no config.json in this folder" in refused(capsys, *run, str(tmp_path))
+    assert "it is a file: name the folder" in refused(capsys, *run, "in.jsonl")
+    assert "--model no-such-model" in refused(capsys, *run, "no-such-model")
+    assert "--device warp: it is cpu" in refused(capsys, *run, saved, "--device", "warp")
+    assert "CUDA device" in refused(capsys, *run, saved, "--device", "cuda:99")
+    assert "set `do_sample=True`" in refused(capsys, *run, saved, "-n", "2")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text((Path(saved) / "config.json").read_text())
+    (pickled / "pytorch_model.bin").write_bytes(b"x")
+    said = refused(capsys, *run, str(pickled))
+    assert "its weights are a .bin file alone" in said
+    assert "use_safetensors=False" in said
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (theirs / "config.json").write_text(json.dumps(own))
+    (theirs / "own.py").write_text("raise SystemExit('it ran')")
+    assert "--trust-remote-code runs that code" in refused(capsys, *run, str(theirs))
+    (theirs / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    assert "--model" in refused(capsys, *run, str(theirs))
+    assert len(runs.calls) >= 8
+
+
+def test_a_tokenizer_that_is_missing_or_has_no_template(
+    runs: Runs, written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    build("llama").save_pretrained(bare)
+    capsys.readouterr()
+    run = ("run", "in.jsonl", "out.jsonl", "--model", str(bare))
+    written({"prompt": "w5"})
+    said = refused(capsys, *run)
+    assert "no tokenizer could be loaded" in said
+    assert "(prompts that are text need one)" in said
+    written({"prompt": [5, 6]})
+    assert "--tokenizer ./nowhere" in refused(capsys, *run, "--tokenizer", "./nowhere")
+    assert main([*run, "--max-new-tokens", "2", "--quiet"]) == 0
+    assert results()[0]["text"] is None
+    tokenizer = word_tokenizer()
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        tokenizer.save_pretrained(tmp_path / "plain")
+    finally:
+        tokenizer.chat_template = template
+    written({"prompt": "w5"})
+    said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
+    assert "has no chat template, and there are chats in the file" in said
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run(runs: Runs, written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    written({"id": "a", "q": "w5 w6", "label": 1}, {"q": "w7", "max_new_tokens": 2}, {"q": None})
+    options = "--prompt-field q --keep label --max-new-tokens 3 --page-size 16 --no-fuse --token-ids --seed 5"
+    options += " --set repetition_penalty=1.5 --window 1MiB --limit 3 --fsync never --dtype float32"
+    code = main(["run", "in.jsonl", "out.jsonl", "--model", saved, *options.split()])
+    out, err = capsys.readouterr()
+    assert code == 3
+    assert not out
+    assert err == "done\n"
+    with BatchGenerator(build("llama"), word_tokenizer()) as generator:
+        expected = generator.generate(["w5 w6"], max_new_tokens=3, repetition_penalty=1.5)[0]
+    first, second, third = results()
+    assert (first["id"], first["label"], first["text"]) == ("a", 1, expected.text)
+    assert first["token_ids"] == expected.token_ids
+    assert second["new_tokens"] == 2
+    assert third["error"] == "line 3: has nothing in 'q' (it has q)"
+    (call,) = runs.calls
+    assert (call["seed"], call["window_bytes"], call["fsync"], call["limit"]) == (5, 1 << 20, "never", 3)
+    assert call["identity"] == {
+        "model": os.path.realpath(saved),
+        "dtype": "float32",
+        "dialect": "plain",
+        "prompt_field": "q",
+        "line_settings": True,
+        "keep": ["label"],
+        "token_ids": True,
+        "max_new_tokens": 3,
+        "repetition_penalty": 1.5,
+    }
+
+
+def test_settings_of_the_command_line(runs: Runs, written: Callable[..., str], tmp_path: Path) -> None:
+    written({"prompt": "w5"})
+
+    def options(*arguments: str) -> dict[str, Any]:
+        runs.calls.clear()
+        assert main(["run", "in.jsonl", "out.jsonl", "--model", "./nowhere", "--quiet", *arguments]) == 2
+        return dict(runs.calls[0]["reader"].base.options)
+
+    assert options() == {}
+    assert options("--temperature", "0.5", "--stop", "\\n", "--stop", "x") == {
+        "temperature": 0.5,
+        "do_sample": True,
+        "stop_strings": ["\n", "x"],
+    }
+    assert options("-n", "3", "--set", "max_tokens=4") == {"num_return_sequences": 3, "max_new_tokens": 4}
+    config = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2], "transformers_version": "5"}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**config, "_from_model_config": True}))
+    given = options("--generation-config", str(tmp_path), "--top-p", "0.5")
+    assert given == {"temperature": 0.6, "top_p": 0.5, "do_sample": True, "eos_token_id": [1, 2]}
+    assert options("--generation-config", str(tmp_path), "--temperature", "0") == {
+        "do_sample": False,
+        "eos_token_id": [1, 2],
+    }
+
+
+def test_a_batch_file_of_openais(runs: Runs, written: Callable[..., str], saved: str, capsys: Any) -> None:
+    body = {"model": "gpt-x", "messages": [{"role": "user", "content": "w5"}], "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    written(line, line)
+    assert main(["run", "in.jsonl", "out.jsonl", "--model", saved]) == 3
+    assert "requests name the model 'gpt-x'; all of them are answered by" in capsys.readouterr().err
+    good, bad = results()
+    assert good["response"]["status_code"] == 200
+    assert bad["response"]["status_code"] == 400
+    assert "which line 1 has already" in bad["response"]["body"]["error"]["message"]
+
+
+def test_a_table(runs: Runs, written: Callable[..., str], saved: str) -> None:
+    written("context,question,max_new_tokens", "w5,w6,2", "w5,,", name="in.csv")
+    arguments = ["--template", "{context}\\n{question}", "--chat", "--max-new-tokens", "3", "--quiet"]
+    assert main(["run", "in.csv", "out.jsonl", "--model", saved, *arguments]) == 0
+    first, second = results()
+    assert (first["new_tokens"], second["new_tokens"]) == (2, 3)
+    assert first["prompt_tokens"] == 4  # with the template's own
+
+
+def test_exit_codes_of_runs_that_stop(
+    runs: Runs, written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written({"prompt": "w5"})
+    run = ["run", "in.jsonl", "out.jsonl", "--model", saved, "--max-new-tokens", "2"]
+
+    def stops(how: Callable[[Any], Any]) -> tuple[int, str]:
+        runs.fail = how
+        before = signal.getsignal(signal.SIGTERM)
+        code = main(run)
+        assert signal.getsignal(signal.SIGTERM) is before
+        return code, capsys.readouterr().err
+
+    def raising(error: BaseException) -> Callable[[Any], None]:
+        def fail(generator: Any) -> None:
+            raise error
+
+        return fail
+
+    code, said = stops(raising(OutputWriteError("the disk is full", 3)))
+    assert (code, said) == (1, "hf-batchllm: error: the disk is full\n")
+    code, said = stops(raising(RuntimeError("shapes do not fit")))
+    assert (code, said) == (
+        1,
+        "hf-batchllm: error: the run stopped by RuntimeError: shapes do not fit (--traceback shows where)\n",
+    )
+    code, said = stops(raising(KeyboardInterrupt()))
+    assert code == 130
+    assert said == (
+        "hf-batchllm: error: interrupted. What had finished is in out.jsonl: the same command goes on with it\n"
+    )
+    code, said = stops(lambda generator: os.kill(os.getpid(), signal.SIGTERM))
+    assert code == 143
+    code, said = stops(lambda generator: os.kill(os.getpid(), signal.SIGHUP))
+    assert code == 129
+    runs.fail = raising(RuntimeError("shapes do not fit"))
+    assert main([*run, "--traceback"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+# -- plan and the commands that are handed on --------------------------------------------------------------------------
+
+
+def test_plan(written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = " ".join(f"w{index}" for index in range(60))
+    written(*({"prompt": f"{shared} w{index}"} for index in range(70, 74)), "no json")
+    assert main(["plan", "in.jsonl", "--tokenizer", saved, "--html", "plan.html"]) == 3
+    out, err = capsys.readouterr()
+    assert "tokens to compute" in out
+    assert "line 5, column 1: is not JSON" in err
+    assert "60 tokens" in Path("plan.html").read_text()
+    assert main(["plan", "in.jsonl", "--tokenizer", saved, "--json", "--limit", "4"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures == {
+        "prompts": 4,
+        "tokens": 244,
+        "computed_tokens": 64,
+        "saved_tokens": 180,
+        "saving": 180 / 244,
+        "windows": 1,
+        "errors": 0,
+    }
+    assert main(["plan", "in.jsonl", "--tokenizer", saved, "--window", "1KiB", "--limit", "4"]) == 0
+    assert "4 prompts in 4 windows" in capsys.readouterr().out
+    assert "pass --tokenizer" in refused(capsys, "plan", "in.jsonl")
+
+
+def test_a_plan_of_token_ids_needs_no_tokenizer(written: Callable[..., str]) -> None:
+    written({"prompt": [*range(60), 70]}, {"prompt": [*range(60), 71]})
+    command = [sys.executable, "-X", "importtime", "-m", "hf_batchllm.cli", "plan", "in.jsonl", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["saved_tokens"] == 60
+    assert " torch\n" not in done.stderr
+
+
+def test_other_commands_are_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_batchllm.bench.__main__.main", lambda arguments: 7 if arguments == ["--x"] else 1)
+        assert main(["bench", "--x"]) == 7
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        assert "pip install 'hf-batchllm[lm-eval]'" in refused(capsys, "lm-eval", "--tasks", "x")
