@@ -16,7 +16,7 @@ from hf_batchllm.files.answers import Writer
 from hf_batchllm.files.journal import identify
 from hf_batchllm.files.line_configs import LineConfigs
 from hf_batchllm.files.records import ALL_FIELDS, BadItem, Form, Item, Reader
-from hf_batchllm.files.settings import NAMES, SettingError, Settings, read_assignments, read_settings, settings_of
+from hf_batchllm.files.settings import SettingError, Settings, read_assignments, read_settings, settings_of
 from hf_batchllm.files.sources import open_source
 from hf_batchllm.files.templates import Template, TemplateError, unescaped
 
@@ -36,6 +36,12 @@ def bad(record: Any, *given: Any, **named: Any) -> str:
     item = read(record, *given, **named)
     assert isinstance(item, BadItem)
     return str(item)
+
+
+@pytest.fixture(scope="module")
+def generator() -> Any:
+    with BatchGenerator(build("llama"), word_tokenizer()) as made:
+        yield made
 
 
 def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
@@ -126,14 +132,23 @@ def test_a_temperature_says_whether_tokens_are_drawn() -> None:
     assert read_settings({"temperature": 0.5}, settle=False).options == {"temperature": 0.5}
 
 
-def test_other_fields_are_the_users_own() -> None:
+def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
     own = {"speed": 3, "steps": 1, "label": "n", "my_temperature": 20, "max_tokens_allowed": 4, "input": "x", "top": 1}
+    own |= {
+        "constraints": ["short"],
+        "assistant": "x",
+        "n_tokens": 3,
+        "new_tokens": 4,
+        "token_ids": [1],
+        "prompt_id": 2,
+    }
     assert good({"prompt": "x", **own}).settings.options == {}
     record = {"prompt": "x", "n": "three", "seed": "poppy"}
     assert good(record, Form(line_settings=False)).settings.options == {}
     assert "`n` must be a whole number" in bad(record)
     assert good({"stop": "bus 7"}, Form(template=Template("{stop}"))).prompt == "bus 7"  # it is the template's
-    assert "seed" in NAMES
+    assert good({"prompt": "x", "seed": 4}, Form(keep=("seed",))).settings.seed == 4  # kept, and a setting still
+    assert "`constraints` is not supported" in LineConfigs.of(generator).problem(read_settings({"constraints": ["x"]}))
 
 
 def test_cells_are_text_and_an_empty_one_says_nothing() -> None:
@@ -229,12 +244,6 @@ def test_lines_of_the_output() -> None:
     odd = good(b'{"prompt": "x", "a": "\\ud800", "b": NaN}', Form(keep=ALL_FIELDS))
     assert json.loads(writer.result(odd, KEY, [generation()]))["a"] == "\ud800"
     assert b"NaN" not in writer.result(odd, KEY, [generation()])
-
-
-@pytest.fixture(scope="module")
-def generator() -> Any:
-    with BatchGenerator(build("llama"), word_tokenizer()) as made:
-        yield made
 
 
 def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp_path: Any) -> None:

@@ -98,7 +98,6 @@ def main(arguments: Sequence[str]) -> int:
         except Exception as error:
             begun = loader is not None and loader.loaded
             said.error(_why(error, begun), error)
-            _leave_a_closed_pipe(error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
         finally:
             if loader is not None:
@@ -156,10 +155,3 @@ def _why(error: Exception, begun: bool) -> str:
 
 def _closed_pipe(error: Exception) -> bool:
     return isinstance(error, BrokenPipeError | OutputWriteError) and getattr(error, "errno", None) == errno.EPIPE
-
-
-def _leave_a_closed_pipe(error: Exception) -> None:
-    """Python flushes stdout when it ends, and would complain once more."""
-    if _closed_pipe(error):
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 1)
