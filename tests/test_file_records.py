@@ -10,11 +10,12 @@ import pytest
 from families import build, random_prompts
 from file_stand_ins import KEY, run_lines
 from stand_in import word_tokenizer
+from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.files.answers import Writer
 from hf_batchllm.files.journal import identify
-from hf_batchllm.files.line_configs import LineConfigs
+from hf_batchllm.files.line_configs import LineConfigs, said_by
 from hf_batchllm.files.records import ALL_FIELDS, BadItem, Form, Item, Reader
 from hf_batchllm.files.settings import SettingError, Settings, read_assignments, read_settings, settings_of
 from hf_batchllm.files.sources import open_source
@@ -130,6 +131,18 @@ def test_a_temperature_says_whether_tokens_are_drawn() -> None:
     assert cold.over(hot).options == {"do_sample": False}  # nothing of the base is left to warn of
     assert hot.over(cold).options == hot.options
     assert read_settings({"temperature": 0.5}, settle=False).options == {"temperature": 0.5}
+
+
+def test_a_line_wins_by_another_name_too() -> None:
+    base = read_settings({"max_new_tokens": 50, "min_new_tokens": 4, "stop": "x"})
+    assert read_settings({"max_length": 9}).over(base).options == {
+        "max_length": 9,
+        "min_new_tokens": 4,
+        "stop_strings": ["x"],
+    }
+    assert read_settings({"stop": []}).over(base).options == {"max_new_tokens": 50, "min_new_tokens": 4}
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=[1, 2])
+    assert said_by(config).over(base).options == {**base.options, "max_new_tokens": 7, "eos_token_id": [1, 2]}
 
 
 def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
@@ -273,11 +286,11 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     assert [each["token_id"] for each in told] == lines[2]["token_ids"]
     assert all(len(each["top"]) == 2 and each["top"][0]["logprob"] >= each["logprob"] - 1e-6 for each in told)
     assert told[0]["token"] == f"w{told[0]['token_id']}"
-    assert "greedy decoding gives one sequence" in lines[3]["error"]
+    assert lines[3]["error"].startswith("line 7: `num_return_sequences` is 2, and greedy decoding gives one sequence")
     assert "`sequence_bias` has token 4000, outside the model's vocabulary of 101" in lines[4]["error"]
     assert "does not go with `num_beams`" in lines[5]["error"]
     assert "adapter" in lines[6]["error"]
-    assert "outside the model's vocabulary" in lines[7]["error"]
+    assert lines[7]["error"].startswith("line 15: the prompt has token id 4000 at position 0, outside the model's")
     assert errors == 5
 
 

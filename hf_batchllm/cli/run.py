@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..errors import BatchLLMError, OutputWriteError
+from ..errors import BatchLLMError, OutputFileError, OutputWriteError
 from ..files.records import Form, Reader
 from ..files.settings import Settings
-from ..files.sources import Source, open_source
+from ..files.sources import Source, format_of, open_source
+from ..files.streams import is_stream
 from .arguments import run_parser
 from .config_flags import config_of
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
@@ -145,6 +146,11 @@ def _check_target(asked: argparse.Namespace) -> None:
         for name, value in given.items():
             if value:
                 raise UsageError(f"{name} needs an output that can be gone on with, and - is stdout")
+    if not is_stream(asked.target):
+        try:
+            format_of(asked.target, asked.output_format, OutputFileError)
+        except OutputFileError as error:
+            raise UsageError(str(error).replace("--format", "--output-format")) from error
 
 
 def _why(error: Exception, begun: bool) -> str:

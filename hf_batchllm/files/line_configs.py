@@ -5,7 +5,6 @@ One bad value must not stop a call with a million good lines in it, so each kind
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from ..endings import rules_of
 from ..errors import BatchLLMError
 from ..notices import Notices
 from ..options import resolve_options
-from .settings import Settings
+from .settings import NAMES, Settings
 
 if TYPE_CHECKING:
     from ..generator import BatchGenerator
@@ -55,7 +54,7 @@ class LineConfigs:
         return found if isinstance(found, str) else None
 
     def _of(self, settings: Settings) -> GenerationConfig | str:
-        key = (json.dumps(settings.options, sort_keys=True), settings.logprobs, settings.adapter)
+        key = (repr(sorted(settings.options.items())), settings.logprobs, settings.adapter)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -88,6 +87,11 @@ class LineConfigs:
             for token in _integers(settings.options.get(name), name == "sequence_bias"):
                 if not 0 <= token < vocabulary:
                     raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
+
+
+def said_by(config: GenerationConfig) -> Settings:
+    """What a GenerationConfig says, as settings that lines may win over."""
+    return Settings({name: value for name, value in vars(config).items() if name in NAMES and value is not None})
 
 
 def _integers(value: Any, biased: bool) -> list[int]:

@@ -82,6 +82,9 @@ class Settings:
         if "do_sample" in self.options and not self.options["do_sample"]:
             for name in [name for name, row in TABLE.items() if row.sampling and name not in self.options]:
                 options.pop(name, None)  # of a base that samples
+        for short, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            if short in self.options and other not in self.options:
+                options.pop(other, None)  # which would win over it
         if self.sampling_if_unsaid and "do_sample" not in options:
             options["do_sample"] = True
         return Settings(
