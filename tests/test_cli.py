@@ -182,8 +182,20 @@ def test_what_makes_all_lines_bad_is_said_once(
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*given: Any, **named: Any) -> None:
+        raise error
+
+    return fail
+
+
 def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
-    runs: Runs, written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    runs: Runs,
+    written: Callable[..., str],
+    saved: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written({"prompt": [5, 6]})
     run = ("run", "in.jsonl", "out.jsonl", "--model")
@@ -201,6 +213,17 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     said = refused(capsys, *run, str(pickled))
     assert "its weights are a .bin file alone" in said
     assert "use_safetensors=False" in said
+    with monkeypatch.context() as patched:  # of the hub, it is transformers that finds out
+        patched.setattr("hf_batchllm.cli.loading.check_folder", lambda name: None)
+        (pickled / "pytorch_model.bin").unlink()
+        tokenizer = ("--tokenizer", saved)
+        assert "--model" in refused(capsys, *run, str(pickled), *tokenizer)
+        why = "x does not appear to have a file named y and thus cannot be loaded with `safetensors`. Please do not ..."
+        patched.setattr("transformers.AutoModelForCausalLM.from_pretrained", raising(OSError(why)))
+        assert "it has no safetensors. Only safetensors are loaded" in refused(capsys, *run, "x", *tokenizer)
+        patched.setattr("transformers.AutoModelForCausalLM.from_pretrained", raising(MemoryError()))
+        assert refused(capsys, *run, "x", *tokenizer) == "--model x: MemoryError"
+    assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
@@ -330,12 +353,6 @@ def test_exit_codes_of_runs_that_stop(
         code = main(run)
         assert signal.getsignal(signal.SIGTERM) is before
         return code, capsys.readouterr().err
-
-    def raising(error: BaseException) -> Callable[[Any], None]:
-        def fail(generator: Any) -> None:
-            raise error
-
-        return fail
 
     code, said = stops(raising(OutputWriteError("the disk is full", 3)))
     assert (code, said) == (1, "hf-batchllm: error: the disk is full\n")
