@@ -460,6 +460,27 @@ def test_the_file_that_takes_the_place_of_another_is_locked_before(given, wanted
     assert busy == [1]
 
 
+@pytest.mark.parametrize("stop_after", [9, None])
+def test_a_file_that_is_removed_while_it_is_written_to_is_made_again(given, wanted, whole, stop_after) -> None:
+    notes = run(given, wanted, seed=7, stop_after=stop_after, done=lambda number: Path(wanted).unlink(missing_ok=True))
+    assert "9 results" in notes[0] if stop_after else "30 results" in notes[0]
+    assert run(given, wanted, seed=7) == []
+    assert Path(wanted).read_bytes() == whole
+
+
+def test_a_file_that_was_put_in_its_place_is_left_alone(given, wanted, folder) -> None:
+    def replaced(number: int) -> None:
+        (folder / "other").write_bytes(b"other")
+        os.replace(folder / "other", wanted)
+
+    with pytest.raises(
+        OutputWriteError, match=r"was replaced by another file .* its own 30 results are in .*rescued-1"
+    ):
+        run(given, wanted, done=replaced)
+    assert Path(wanted).read_bytes() == b"other"
+    assert len(results(wanted + ".rescued-1")) == 30
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
 def test_a_file_system_without_locks_is_said_once(given, wanted, monkeypatch, number) -> None:
     def flock(*args) -> None:
@@ -659,6 +680,7 @@ def test_places_that_cannot_be(given, folder) -> None:
         (folder / "in3.jsonl", "is the input"),
         (folder / "circle.jsonl", "circle"),
         (folder / "out.txt", "pass the format"),
+        (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz away"),
         (folder / ("x" * 300 + ".jsonl"), "too long"),
     ]:
         with open_source(given) as source, pytest.raises(OutputFileError, match=said):

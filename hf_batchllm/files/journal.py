@@ -290,6 +290,7 @@ class Journal:
     def put_in_order(self) -> None:
         """By the numbers of the records. Where there is no space for it the lines stay as they came."""
         self._finish_append()
+        self._hold_name()
         order = np.argsort(self.indices, kind="stable")
         if np.array_equal(order, np.arange(len(order))):
             return
@@ -314,9 +315,32 @@ class Journal:
         if self._pending:
             self._settle()
 
+    def _hold_name(self) -> None:
+        """Results are to be found under their name also when somebody has removed or replaced the file meanwhile."""
+        if not self._begun or has_name(self._descriptor, self.path):
+            return
+        here, number = self.path, 1
+        if os.path.lexists(here):  # another run's, for all we know
+            while os.path.lexists(f"{here}.rescued-{number}"):
+                number += 1
+            self.path = f"{here}.rescued-{number}"
+        try:
+            self._rewrite(np.arange(len(self)))
+        except OSError as error:
+            raise self._write_error(error, "was removed or replaced, and could not be written again") from error
+        if self.path == here:
+            self._note(f"{here} was removed while it was written to: its {len(self):,} results are there again")
+            return
+        self._failed = OutputWriteError(
+            f"{here} was replaced by another file meanwhile: its own {len(self):,} results are in {self.path}",
+            kept=len(self),
+        )
+        raise self._failed
+
     def sync(self) -> None:
         try:
             self._finish_append()
+            self._hold_name()
             self._syncing.end()
         except OutputWriteError:
             raise

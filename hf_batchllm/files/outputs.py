@@ -204,7 +204,7 @@ class FileOutput(Output):
         if old.input.get("digest") == source.digest and source.digest:
             return
         if self.complete:
-            was, now = old.input.get("records"), source.count
+            was, now = int(old.input.get("records") or 0), source.count
             raise RunChangedError(
                 f"{self.path} is complete, and {source.name} has changed since (it had {was:,} records, and has "
                 f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",

@@ -23,6 +23,7 @@ WINDOW_BYTES = 256 << 20
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 TABLES = ("csv", "tsv", "parquet")
 
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _COPIED = 1 << 20  # bytes at a time, of what cannot be read twice
 _BEGINNINGS = {  # what files are that were taken for text
     b"\x1f\x8b": ("is compressed (gzip)", "`zcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
@@ -48,6 +49,10 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
     if path == "-":
         return "jsonl"
     suffix = os.path.splitext(path)[1].lower()
+    if suffix in _COMPRESSED and error is InputFileError:
+        raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
+    if suffix in _COMPRESSED:
+        raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} away, or use `- | gzip`")
     if suffix not in FORMATS:
         known = ", ".join(FORMATS)
         raise error(f"{path}: its name does not say what it is ({known}): pass the format (`--format jsonl`)")
