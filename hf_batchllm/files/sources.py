@@ -66,7 +66,7 @@ def open_source(
 
     What cannot be read by offsets (a pipe, a table) is copied into an unnamed temporary file as JSON lines.
     """
-    path = os.fspath(path)
+    path = os.path.expanduser(path)
     kind = format_of(path, format, InputFileError)
     try:
         with contextlib.ExitStack() as opened:
@@ -82,14 +82,15 @@ def open_source(
             opened.pop_all()
             return Source(path, kind, stream, lines, problems)
     except OSError as error:
-        raise InputFileError(f"{path} cannot be read: {reason(error)}") from error
+        name = "stdin" if path == "-" else path
+        raise InputFileError(f"{name} cannot be read: {reason(error)}") from error
 
 
 def _open(path: str, note: Callable[[str], None]) -> IO[bytes]:
     if path != "-":
         if os.path.isdir(path):
             raise InputFileError(f"{path} is a folder, not a file")
-        return open(os.path.expanduser(path), "rb")
+        return open(path, "rb")
     if os.isatty(0):
         note("reading JSON lines from the terminal: end them with Ctrl-D")
     return os.fdopen(os.dup(0), "rb")
