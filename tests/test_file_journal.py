@@ -96,6 +96,21 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(given, wanted) -> No
     assert {path: Path(path).read_bytes() for path in before} == before
 
 
+def test_the_first_records_alone(given, wanted) -> None:
+    for _ in range(2):
+        with open_source(given) as source, open_output(wanted, source=source) as output:
+            output.begin(RunRecord({}, 7), source, limit=5)
+            todo = output.missing()
+            output.append([(n, answer(n, raw)) for n, raw in zip(todo.tolist(), source.records(todo), strict=True)])
+            output.finish(figures={"new": len(todo)})
+        assert len(results(wanted)) == 5
+        assert json.loads(Path(wanted + ".run.json").read_text())["figures"] == {"new": 5}, "of the run that did it"
+    run(given, wanted, settings={})
+    assert [each["index"] for each in results(wanted)] == list(range(30))
+    record = json.loads(Path(wanted + ".run.json").read_text())
+    assert (record["results"], record["figures"]) == (30, {"results": 30})
+
+
 def test_as_they_finished(given, wanted) -> None:
     run(given, wanted, order="finished")
     found = [each["index"] for each in results(wanted)]
@@ -347,7 +362,7 @@ def test_other_settings_are_named(given, wanted) -> None:
 
 def test_before_the_first_result_settings_may_change(given, wanted) -> None:
     run(given, wanted, stop_after=9)
-    os.truncate(wanted, 0)
+    os.truncate(wanted, 20)
     run(given, wanted, settings={"max_new_tokens": 1})
     assert json.loads(Path(wanted + ".run.json").read_text())["settings"] == {"max_new_tokens": 1}
 
@@ -756,6 +771,18 @@ def test_stdout(given, folder, name) -> None:
                 out = file.read().removeprefix(b"before\n")
         assert sorted(out.splitlines()) == sorted(expected)
     assert sorted(os.listdir(folder)) == ["in.jsonl", "redirected"], "no run record beside a stream"
+
+
+def test_what_is_read_is_not_written_to_through_a_descriptor_either(given) -> None:
+    before = Path(given).read_bytes()
+    with open(given, "r+b") as file:
+        for target in ("-", f"/dev/fd/{file.fileno()}"):
+            with stream((given, target), stdout=file, stderr=subprocess.PIPE, pass_fds=[file.fileno()]) as process:
+                said = process.stderr.read().decode()
+            assert "is the input" in said
+    with open(given, "rb") as file, stream(("-", given), stdin=file, stderr=subprocess.PIPE) as process:
+        assert b"stdin is the input" in process.stderr.read()
+    assert Path(given).read_bytes() == before
 
 
 def test_a_closed_pipe_and_a_full_device(given) -> None:

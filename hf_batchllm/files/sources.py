@@ -71,6 +71,7 @@ def open_source(
     try:
         with contextlib.ExitStack() as opened:
             stream = opened.enter_context(_open(path, note or warn_user))
+            origin = os.fstat(stream.fileno())
             problems: dict[int, str] = {}
             if kind in TABLES:
                 stream, problems = _as_lines(stream, path, kind, opened)
@@ -80,7 +81,7 @@ def open_source(
                 _check_text(stream, path)
             lines = find_lines(stream.fileno(), digest=True)
             opened.pop_all()
-            return Source(path, kind, stream, lines, problems)
+            return Source(path, kind, stream, lines, problems, origin)
     except OSError as error:
         name = "stdin" if path == "-" else path
         raise InputFileError(f"{name} cannot be read: {reason(error)}") from error
@@ -167,13 +168,22 @@ def _check_text(stream: IO[bytes], path: str) -> None:
 class Source:
     """Records are numbered from 0. ``problems``: rows that are no records, and why (what there is of them is JSON)."""
 
-    def __init__(self, path: str, format: str, stream: IO[bytes], lines: Lines, problems: dict[int, str]) -> None:
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        stream: IO[bytes],  # of JSON lines
+        lines: Lines,
+        problems: dict[int, str],
+        origin: os.stat_result,  # what was opened, where the stream is a copy
+    ) -> None:
         self.path = path
         self.format = format
         self.problems = problems
         self._stream = stream
         self._lines = lines
         self._seen = os.fstat(stream.fileno())
+        self._origin = origin
 
     @property
     def count(self) -> int:
@@ -191,6 +201,13 @@ class Source:
     @property
     def name(self) -> str:
         return "stdin" if self.path == "-" else self.path
+
+    def is_file(self, there: str | int) -> bool:
+        """Whether an ordinary file of this name, or behind this descriptor, is what is read here."""
+        try:
+            return stat.S_ISREG(self._origin.st_mode) and os.path.samestat(self._origin, os.stat(there))
+        except OSError:
+            return False
 
     def summary(self) -> dict[str, Any]:
         """What a run record says of the input."""
