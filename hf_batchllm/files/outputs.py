@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
 from ..notices import warn_user
 from .journal import Identify, Journal, identify
-from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside
+from .paths import real_path, reason, replacing, sync_folder, temporary_beside, write_atomically
 from .run_record import RunRecord, record_path
 from .sources import TABLES, Source, format_of, record_key
 from .streams import Output, StreamOutput, is_stream
@@ -51,7 +51,7 @@ def open_output(
     if is_stream(path):
         if format not in (None, "jsonl"):
             raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
-        return StreamOutput(path)
+        return StreamOutput(path, source)
     kind = format_of(path, format, OutputFileError)
     if kind == "parquet":
         import_pyarrow()
@@ -107,10 +107,10 @@ class FileOutput(Output):
         folder = os.path.dirname(self.path)
         if not os.path.isdir(folder):
             raise OutputFileError(f"{self.path} cannot be written: there is no folder {folder}")
-        if source is not None and source.path != "-":
-            for ours in {self.path, self._journal_path, self._record_path, temporary_beside(self.path)}:
-                if same_file(source.path, ours):
-                    raise OutputFileError(f"{source.path} is the input, and would be written to: give another output")
+        if source is not None and any(
+            map(source.is_file, (self.path, self._journal_path, self._record_path, temporary_beside(self.path)))
+        ):
+            raise OutputFileError(f"{source.name} is the input, and would be written to: give another output")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OutputFileError(
                 f"{folder} cannot be written to (read-only, or permission denied): the results and their run record "
@@ -145,12 +145,12 @@ class FileOutput(Output):
                     f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
                 )
             self.complete = True
-        if not begun and not self.complete:
+        if not len(self._journal) and not self.complete:
             self._record = None  # of a run that came to no result, or whose results are gone
 
     def __len__(self) -> int:
         if self.complete and self._record is not None:
-            return int(self._record.input.get("records", 0))
+            return self._record.results or 0
         return len(self._journal)
 
     @property
@@ -159,8 +159,10 @@ class FileOutput(Output):
 
     # A run
 
-    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
-        self._count = source.count
+    def begin(
+        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+    ) -> RunRecord:
+        self._count = source.count if limit is None else min(limit, source.count)
         old = self._record
         if old is not None:
             self._compare(old, record, source)
@@ -204,7 +206,7 @@ class FileOutput(Output):
         if old.input.get("digest") == source.digest and source.digest:
             return
         if self.complete:
-            was, now = old.input.get("records"), source.count
+            was, now = int(old.input.get("records") or 0), source.count
             raise RunChangedError(
                 f"{self.path} is complete, and {source.name} has changed since (it had {was:,} records, and has "
                 f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",
@@ -234,19 +236,21 @@ class FileOutput(Output):
                 )
 
     def _move_away(self) -> None:
-        """Never deleted, and never over another. The record goes first: killed in between, the results are refused for
-        want of one, and the next ``restart`` takes them to the same number."""
+        """Never deleted, and never over another. A copy of the record goes first and the journal last: killed in
+        between, it is still the old run, which can be gone on with or moved away again."""
         there = [path for path in (self.path, self._journal_path) if os.path.exists(path) and os.path.getsize(path)]
         if not there:
             return
-        tails = ["", ".part.jsonl", *([record_path("")] if os.path.exists(self._record_path) else [])]
+        record = _content(self._record_path)
         number = 1
-        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in tails):
+        while any(os.path.lexists(f"{self.path}.bak-{number}{tail}") for tail in ("", ".part.jsonl")) or (
+            _content(record_path(f"{self.path}.bak-{number}")) not in (None, record)
+        ):
             number += 1
         aside = f"{self.path}.bak-{number}"
         try:
-            if os.path.exists(self._record_path):
-                os.rename(self._record_path, record_path(aside))
+            if record is not None:
+                write_atomically(record_path(aside), record, temporary_beside(self._record_path))
             if self._table and os.path.exists(self.path):
                 os.rename(self.path, aside)
             if os.path.getsize(self._journal_path):
@@ -272,6 +276,13 @@ class FileOutput(Output):
     def missing(self, count: int | None = None) -> np.ndarray:
         count = self._count if count is None else min(count, self._count)
         if self.complete:
+            if len(self) < count:
+                raise RunChangedError(
+                    f"{self.path} is complete with {len(self):,} results, and {count:,} are asked for now. A table "
+                    f"cannot be gone on with (a .jsonl file can): give another output, or "
+                    f"{AFRESH.format(path=self.path)}",
+                    [f"{count:,} records are asked for"],
+                )
             return np.zeros(0, dtype=np.int64)
         todo = np.ones(count, dtype=bool)
         done = self._journal.indices
@@ -295,7 +306,7 @@ class FileOutput(Output):
                 self._journal.put_in_order()
             self._journal.sync()
         if not self._same:
-            self._record.finish(figures)
+            self._record.finish(figures, len(self))
             self._write_record()
         self._ended = self._table  # the journal goes last: until then the next run would only write the table again
 
@@ -320,3 +331,11 @@ class FileOutput(Output):
         if self._ended:
             sync_folder(self.path)
         self._ended = False
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None

@@ -37,14 +37,6 @@ def real_path(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(os.path.expanduser(path))
 
 
-def same_file(one: str, other: str) -> bool:
-    """Through links of either kind; also where neither is there yet."""
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return real_path(one) == real_path(other)
-
-
 def sync_folder(path: str) -> None:
     """The name of a new or replaced file is in its folder: only this brings it through a power cut."""
     try:
@@ -70,9 +62,9 @@ def temporary_beside(path: str) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Iterator[int]:
+def replacing(path: str, temporary: str | None = None) -> Iterator[int]:
     """A descriptor whose file takes the name ``path`` (no link) at the end of the block, whole and on the disk."""
-    temporary = temporary_beside(path)
+    temporary = temporary or temporary_beside(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -110,7 +102,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def write_atomically(path: str, data: bytes) -> None:
-    with replacing(path) as descriptor:
+def write_atomically(path: str, data: bytes, temporary: str | None = None) -> None:
+    with replacing(path, temporary) as descriptor:
         write_all(descriptor, data)
     os.close(descriptor)

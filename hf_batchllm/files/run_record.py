@@ -31,14 +31,17 @@ class RunRecord:
     process: dict[str, Any] = field(default_factory=dict)  # pid, host, since: who is (or was last) writing
     figures: dict[str, Any] = field(default_factory=dict)  # of the run that finished
     finished: str | None = None
+    results: int | None = None  # there when it finished
 
     def differences(self, now: RunRecord) -> list[str]:
         """``max_new_tokens was 50 and is 20``, for each setting of ``now`` that is not as it was."""
         was, new = _flat(self.settings), _flat(now.settings)
-        if now.seed is not None and now.seed != self.seed:
+        names = dict.fromkeys([*was, *new])
+        if now.seed is not None:
             was["seed"], new["seed"] = self.seed, now.seed
+            names["seed"] = None
         told: list[str] = []
-        for name in dict.fromkeys([*was, *new]):
+        for name in names:
             before, after = _said(was, name), _said(new, name)
             if before != after:
                 told.append(f"{name} was {before} and is {after}")
@@ -59,7 +62,8 @@ class RunRecord:
             process={"pid": os.getpid(), "host": platform.node(), "since": now},
         )
 
-    def finish(self, figures: dict[str, Any] | None) -> None:
+    def finish(self, figures: dict[str, Any] | None, results: int) -> None:
+        self.results = results
         self.figures = json.loads(_json(figures or {}))
         self.finished = _now()
 
@@ -73,7 +77,14 @@ class RunRecord:
             with open(path, "rb") as file:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
-            kinds = {"settings": dict, "input": dict, "process": dict, "figures": dict, "seed": int | None}
+            kinds = {
+                "settings": dict,
+                "input": dict,
+                "process": dict,
+                "figures": dict,
+                "seed": int | None,
+                "results": int | None,
+            }
             if any(not isinstance(known[name], kind) for name, kind in kinds.items() if name in known):
                 raise ValueError("fields of another kind")
             return cls(**known)
