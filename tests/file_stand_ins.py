@@ -51,7 +51,13 @@ def run_lines(
 ) -> tuple[list[bytes], int]:
     tokens = TokenTexts(getattr(generator, "_tokenizer", SimpleNamespace(_tokenizer=None))._tokenizer)
     writer = Writer(
-        reader.dialect, tokens=tokens, token_ids=token_ids, model=model_name, created=7, note=more.get("note")
+        reader.dialect,
+        tokens=tokens,
+        token_ids=token_ids,
+        model=model_name,
+        created=7,
+        where=source.where,
+        note=more.get("note"),
     )
     configs = LineConfigs.of(generator)
     lines, errors = [], 0

@@ -108,28 +108,30 @@ def test_help_and_refusals_come_without_torch() -> None:
         ("rum", "there is no command 'rum'; did you mean run?"),
         ("--model m", "the command comes first"),
         ("run in", "the following arguments are required: OUT, --model/-m"),
-        ("run in out out --model m", "one argument too many: 'out'"),
+        ("run in out out2 --model m", "one argument too many: 'out2'"),
         (
-            "run in out --model m --max-new-token 5",
+            "run in out.jsonl --model m --max-new-token 5",
             "there is no option --max-new-token; did you mean --max-new-tokens?",
         ),
-        ("run in out --model m --max_new_tokens 5", "did you mean --max-new-tokens?"),
-        ("run in out --model m --temprature=1", "did you mean --temperature?"),
-        ("run in out --model m --seed x", "argument --seed: 'x' is not a whole number"),
-        ("run in out --model m --limit 0", "'0' is less than 1"),
-        ("run in out --model m --kv-memory 5x", "--kv-memory must be a size such as"),
-        ("run in out --model m --backend trition", '--backend must be "auto", "torch" or "triton"'),
-        ("run in out --model m --temperature -1", "--temperature must be 0"),
-        ("run in out --model m --max-new-tokens 0", "--max-new-tokens must be at least 1"),
-        ("run in out --model m --set temprature=1", "is not the name of a setting; did you mean --temperature?"),
-        ("run in out --model m --set foo=1", "`foo` is not a setting"),
-        ("run in out --model m --set foo", "takes NAME=VALUE"),
-        ("run in out --model m --top-k 5 --set top_k=6", "--set top_k is there beside the option of its own"),
-        ("run in out --model m --window 5q", "--window must be a size such as 256MiB, not '5q'"),
-        ("run in out --model m --template x", "the template names no field"),
-        ("run in out --model m --template {x} --prompt-field x", "keep one of them"),
-        ("run in out --model m --template @/nowhere", "--template @/nowhere: No such file"),
-        ("run in out --model m --generation-config /nowhere", "--generation-config /nowhere: No such file"),
+        ("run in out.jsonl --model m --max_new_tokens 5", "did you mean --max-new-tokens?"),
+        ("run in out.jsonl --model m --temprature=1", "did you mean --temperature?"),
+        ("run in out.jsonl --model m --seed x", "argument --seed: 'x' is not a whole number"),
+        ("run in out.jsonl --model m --limit 0", "'0' is less than 1"),
+        ("run in out.jsonl --model m --kv-memory 5x", "--kv-memory must be a size such as"),
+        ("run in out.jsonl --model m --backend trition", '--backend must be "auto", "torch" or "triton"'),
+        ("run in out.jsonl --model m --temperature -1", "--temperature must be 0"),
+        ("run in out.jsonl --model m --max-new-tokens 0", "--max-new-tokens must be at least 1"),
+        ("run in out.jsonl --model m --set temprature=1", "is not the name of a setting; did you mean --temperature?"),
+        ("run in out.jsonl --model m --set foo=1", "`foo` is not a setting"),
+        ("run in out.jsonl --model m --set foo", "takes NAME=VALUE"),
+        ("run in out.jsonl --model m --top-k 5 --set top_k=6", "--set top_k is there beside the option of its own"),
+        ("run in out.jsonl --model m --window 5q", "--window must be a size such as 256MiB, not '5q'"),
+        ("run in out.jsonl --model m --template x", "the template names no field"),
+        ("run in out.jsonl --model m --template {x} --prompt-field x", "keep one of them"),
+        ("run in out.jsonl --model m --template @/nowhere", "--template @/nowhere: No such file"),
+        ("run in out.jsonl --model m --generation-config /nowhere", "--generation-config /nowhere: No such file"),
+        ("run in out.xyz --model m", "its name does not say what it is"),
+        ("run in out.jsonl --model m --output-format xml", "format 'xml': it is one of jsonl, csv"),
         ("run in - --model m --restart", "--restart needs an output that can be gone on with"),
         ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),
         ("plan in --html /nowhere/a.html", "--html /nowhere/a.html: No such file"),
@@ -180,8 +182,20 @@ def test_what_makes_all_lines_bad_is_said_once(
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*given: Any, **named: Any) -> None:
+        raise error
+
+    return fail
+
+
 def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
-    runs: Runs, written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    runs: Runs,
+    written: Callable[..., str],
+    saved: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written({"prompt": [5, 6]})
     run = ("run", "in.jsonl", "out.jsonl", "--model")
@@ -199,6 +213,17 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     said = refused(capsys, *run, str(pickled))
     assert "its weights are a .bin file alone" in said
     assert "use_safetensors=False" in said
+    with monkeypatch.context() as patched:  # of the hub, it is transformers that finds out
+        patched.setattr("hf_batchllm.cli.loading.check_folder", lambda name: None)
+        (pickled / "pytorch_model.bin").unlink()
+        tokenizer = ("--tokenizer", saved)
+        assert "--model" in refused(capsys, *run, str(pickled), *tokenizer)
+        why = "x does not appear to have a file named y and thus cannot be loaded with `safetensors`. Please do not ..."
+        patched.setattr("transformers.AutoModelForCausalLM.from_pretrained", raising(OSError(why)))
+        assert "it has no safetensors. Only safetensors are loaded" in refused(capsys, *run, "x", *tokenizer)
+        patched.setattr("transformers.AutoModelForCausalLM.from_pretrained", raising(MemoryError()))
+        assert refused(capsys, *run, "x", *tokenizer) == "--model x: MemoryError"
+    assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
@@ -328,12 +353,6 @@ def test_exit_codes_of_runs_that_stop(
         code = main(run)
         assert signal.getsignal(signal.SIGTERM) is before
         return code, capsys.readouterr().err
-
-    def raising(error: BaseException) -> Callable[[Any], None]:
-        def fail(generator: Any) -> None:
-            raise error
-
-        return fail
 
     code, said = stops(raising(OutputWriteError("the disk is full", 3)))
     assert (code, said) == (1, "hf-batchllm: error: the disk is full\n")

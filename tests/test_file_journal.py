@@ -96,6 +96,21 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(given, wanted) -> No
     assert {path: Path(path).read_bytes() for path in before} == before
 
 
+def test_the_first_records_alone(given, wanted) -> None:
+    for _ in range(2):
+        with open_source(given) as source, open_output(wanted, source=source) as output:
+            output.begin(RunRecord({}, 7), source, limit=5)
+            todo = output.missing()
+            output.append([(n, answer(n, raw)) for n, raw in zip(todo.tolist(), source.records(todo), strict=True)])
+            output.finish(figures={"new": len(todo)})
+        assert len(results(wanted)) == 5
+        assert json.loads(Path(wanted + ".run.json").read_text())["figures"] == {"new": 5}, "of the run that did it"
+    run(given, wanted, settings={})
+    assert [each["index"] for each in results(wanted)] == list(range(30))
+    record = json.loads(Path(wanted + ".run.json").read_text())
+    assert (record["results"], record["figures"]) == (30, {"results": 30})
+
+
 def test_as_they_finished(given, wanted) -> None:
     run(given, wanted, order="finished")
     found = [each["index"] for each in results(wanted)]
@@ -204,15 +219,16 @@ def test_interrupted_on_any_line_of_an_append(given, folder, half, monkeypatch) 
 
     for at in range(1, 200):
         wanted = str(folder / f"out{at}.jsonl")
-        with open_source(given) as source, open_output(wanted, source=source, fsync="never") as output:
+        with open_source(given) as source, open_output(wanted, source=source, fsync="1000s") as output:
             output.begin(RunRecord(SETTINGS, 7), source)
-            output.append([(0, answer(0, source.records([0])[0], seed=7))])
+            if at % 2:  # else the thread is begun by the append that is interrupted
+                output.append([(0, answer(0, source.records([0])[0], seed=7))])
             lines = [(number, answer(number, raw, seed=7)) for number, raw in enumerate(source.records([1, 2]), 1)]
             count = 0
 
             def trace(frame, event, arg, at=at):
                 nonlocal count
-                if not frame.f_code.co_filename.endswith(("journal.py", "paths.py")):
+                if not frame.f_code.co_filename.endswith(("journal.py", "paths.py", "syncing.py")):
                     return None
                 if event == "line":
                     count += 1
@@ -235,8 +251,9 @@ def test_interrupted_on_any_line_of_an_append(given, folder, half, monkeypatch) 
         found = Path(wanted).read_bytes()
         assert found.endswith(b"\n")
         indices = [each["index"] for each in results(wanted)]
-        assert indices in ([0, 3], [0, 1, 3], [0, 1, 2, 3])
-        assert interrupted or indices == [0, 1, 2, 3]
+        first = [0] * (at % 2)
+        assert indices in ([*first, 3], [*first, 1, 3], [*first, 1, 2, 3])
+        assert interrupted or len(indices) == 3 + at % 2
         run(given, wanted, seed=7)
         assert [each["index"] for each in results(wanted)] == list(range(30))
         if count < at:
@@ -345,7 +362,7 @@ def test_other_settings_are_named(given, wanted) -> None:
 
 def test_before_the_first_result_settings_may_change(given, wanted) -> None:
     run(given, wanted, stop_after=9)
-    os.truncate(wanted, 0)
+    os.truncate(wanted, 20)
     run(given, wanted, settings={"max_new_tokens": 1})
     assert json.loads(Path(wanted + ".run.json").read_text())["settings"] == {"max_new_tokens": 1}
 
@@ -458,6 +475,27 @@ def test_the_file_that_takes_the_place_of_another_is_locked_before(given, wanted
     monkeypatch.setattr(os, "replace", replace)
     run(given, wanted)
     assert busy == [1]
+
+
+@pytest.mark.parametrize("stop_after", [9, None])
+def test_a_file_that_is_removed_while_it_is_written_to_is_made_again(given, wanted, whole, stop_after) -> None:
+    notes = run(given, wanted, seed=7, stop_after=stop_after, done=lambda number: Path(wanted).unlink(missing_ok=True))
+    assert "9 results" in notes[0] if stop_after else "30 results" in notes[0]
+    assert run(given, wanted, seed=7) == []
+    assert Path(wanted).read_bytes() == whole
+
+
+def test_a_file_that_was_put_in_its_place_is_left_alone(given, wanted, folder) -> None:
+    def replaced(number: int) -> None:
+        (folder / "other").write_bytes(b"other")
+        os.replace(folder / "other", wanted)
+
+    with pytest.raises(
+        OutputWriteError, match=r"was replaced by another file .* its own 30 results are in .*rescued-1"
+    ):
+        run(given, wanted, done=replaced)
+    assert Path(wanted).read_bytes() == b"other"
+    assert len(results(wanted + ".rescued-1")) == 30
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
@@ -659,6 +697,7 @@ def test_places_that_cannot_be(given, folder) -> None:
         (folder / "in3.jsonl", "is the input"),
         (folder / "circle.jsonl", "circle"),
         (folder / "out.txt", "pass the format"),
+        (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz away"),
         (folder / ("x" * 300 + ".jsonl"), "too long"),
     ]:
         with open_source(given) as source, pytest.raises(OutputFileError, match=said):
@@ -732,6 +771,18 @@ def test_stdout(given, folder, name) -> None:
                 out = file.read().removeprefix(b"before\n")
         assert sorted(out.splitlines()) == sorted(expected)
     assert sorted(os.listdir(folder)) == ["in.jsonl", "redirected"], "no run record beside a stream"
+
+
+def test_what_is_read_is_not_written_to_through_a_descriptor_either(given) -> None:
+    before = Path(given).read_bytes()
+    with open(given, "r+b") as file:
+        for target in ("-", f"/dev/fd/{file.fileno()}"):
+            with stream((given, target), stdout=file, stderr=subprocess.PIPE, pass_fds=[file.fileno()]) as process:
+                said = process.stderr.read().decode()
+            assert "is the input" in said
+    with open(given, "rb") as file, stream(("-", given), stdin=file, stderr=subprocess.PIPE) as process:
+        assert b"stdin is the input" in process.stderr.read()
+    assert Path(given).read_bytes() == before
 
 
 def test_a_closed_pipe_and_a_full_device(given) -> None:

@@ -10,13 +10,14 @@ import pytest
 from families import build, random_prompts
 from file_stand_ins import KEY, run_lines
 from stand_in import word_tokenizer
+from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.files.answers import Writer
 from hf_batchllm.files.journal import identify
-from hf_batchllm.files.line_configs import LineConfigs
+from hf_batchllm.files.line_configs import LineConfigs, said_by
 from hf_batchllm.files.records import ALL_FIELDS, BadItem, Form, Item, Reader
-from hf_batchllm.files.settings import NAMES, SettingError, Settings, read_assignments, read_settings, settings_of
+from hf_batchllm.files.settings import SettingError, Settings, read_assignments, read_settings, settings_of
 from hf_batchllm.files.sources import open_source
 from hf_batchllm.files.templates import Template, TemplateError, unescaped
 
@@ -36,6 +37,12 @@ def bad(record: Any, *given: Any, **named: Any) -> str:
     item = read(record, *given, **named)
     assert isinstance(item, BadItem)
     return str(item)
+
+
+@pytest.fixture(scope="module")
+def generator() -> Any:
+    with BatchGenerator(build("llama"), word_tokenizer()) as made:
+        yield made
 
 
 def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
@@ -126,14 +133,35 @@ def test_a_temperature_says_whether_tokens_are_drawn() -> None:
     assert read_settings({"temperature": 0.5}, settle=False).options == {"temperature": 0.5}
 
 
-def test_other_fields_are_the_users_own() -> None:
+def test_a_line_wins_by_another_name_too() -> None:
+    base = read_settings({"max_new_tokens": 50, "min_new_tokens": 4, "stop": "x"})
+    assert read_settings({"max_length": 9}).over(base).options == {
+        "max_length": 9,
+        "min_new_tokens": 4,
+        "stop_strings": ["x"],
+    }
+    assert read_settings({"stop": []}).over(base).options == {"max_new_tokens": 50, "min_new_tokens": 4}
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=[1, 2])
+    assert said_by(config).over(base).options == {**base.options, "max_new_tokens": 7, "eos_token_id": [1, 2]}
+
+
+def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
     own = {"speed": 3, "steps": 1, "label": "n", "my_temperature": 20, "max_tokens_allowed": 4, "input": "x", "top": 1}
+    own |= {
+        "constraints": ["short"],
+        "assistant": "x",
+        "n_tokens": 3,
+        "new_tokens": 4,
+        "token_ids": [1],
+        "prompt_id": 2,
+    }
     assert good({"prompt": "x", **own}).settings.options == {}
     record = {"prompt": "x", "n": "three", "seed": "poppy"}
     assert good(record, Form(line_settings=False)).settings.options == {}
     assert "`n` must be a whole number" in bad(record)
     assert good({"stop": "bus 7"}, Form(template=Template("{stop}"))).prompt == "bus 7"  # it is the template's
-    assert "seed" in NAMES
+    assert good({"prompt": "x", "seed": 4}, Form(keep=("seed",))).settings.seed == 4  # kept, and a setting still
+    assert "`constraints` is not supported" in LineConfigs.of(generator).problem(read_settings({"constraints": ["x"]}))
 
 
 def test_cells_are_text_and_an_empty_one_says_nothing() -> None:
@@ -231,12 +259,6 @@ def test_lines_of_the_output() -> None:
     assert b"NaN" not in writer.result(odd, KEY, [generation()])
 
 
-@pytest.fixture(scope="module")
-def generator() -> Any:
-    with BatchGenerator(build("llama"), word_tokenizer()) as made:
-        yield made
-
-
 def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp_path: Any) -> None:
     prompts = random_prompts(random.Random(3), 101, count=4)
     records = [
@@ -264,11 +286,11 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     assert [each["token_id"] for each in told] == lines[2]["token_ids"]
     assert all(len(each["top"]) == 2 and each["top"][0]["logprob"] >= each["logprob"] - 1e-6 for each in told)
     assert told[0]["token"] == f"w{told[0]['token_id']}"
-    assert "greedy decoding gives one sequence" in lines[3]["error"]
+    assert lines[3]["error"].startswith("line 7: `num_return_sequences` is 2, and greedy decoding gives one sequence")
     assert "`sequence_bias` has token 4000, outside the model's vocabulary of 101" in lines[4]["error"]
     assert "does not go with `num_beams`" in lines[5]["error"]
     assert "adapter" in lines[6]["error"]
-    assert "outside the model's vocabulary" in lines[7]["error"]
+    assert lines[7]["error"].startswith("line 15: the prompt has token id 4000 at position 0, outside the model's")
     assert errors == 5
 
 

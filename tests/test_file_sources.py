@@ -16,6 +16,8 @@ from hf_batchllm.files import tables
 from hf_batchllm.files.sources import open_source, record_key
 from hf_batchllm.files.windows import cut, fingerprints, prompt_bytes, sharing_order
 
+PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # of other processes
+
 
 @pytest.fixture
 def written(tmp_path: Path):
@@ -135,6 +137,7 @@ def test_a_pipe_is_read_through_a_copy(written, tmp_path) -> None:
 def test_stdin(written, how) -> None:
     program = """
 import os, sys
+import hf_batchllm.files.outputs
 from hf_batchllm.files.sources import open_source
 if len(sys.argv) > 1:
     os.read(0, 3)
@@ -144,11 +147,11 @@ with open_source("-") as source:
     command = [sys.executable, "-c", program]
     data = b"{}\n{1}\n"
     if how == "pipe":
-        done = subprocess.run(command, input=data, capture_output=True, cwd=Path(__file__).parents[1])
+        done = subprocess.run(command, input=data, capture_output=True, env=PATHS)
     else:
         with open(written(data), "rb") as file:
             behind = ["1"] if how != "file" else []
-            done = subprocess.run([*command, *behind], stdin=file, capture_output=True, cwd=Path(__file__).parents[1])
+            done = subprocess.run([*command, *behind], stdin=file, capture_output=True, env=PATHS)
     expected = [b"{1}"] if how == "file behind its first line" else [b"{}", b"{1}"]
     assert done.stdout.decode().strip() == f"stdin - {expected} False", done.stderr.decode()
 
@@ -158,6 +161,7 @@ with open_source("-") as source:
     [
         ("in.txt", b"{}", "pass the format"),
         ("in", b"{}", "pass the format"),
+        ("in.jsonl.gz", b"\x1f\x8b", "is compressed: unpack it first"),
         ("in.jsonl", b"\x1f\x8b\x08\x00", r"compressed \(gzip\).*zcat"),
         ("in.jsonl", b"\xff\xfe{\0}\0", "UTF-16"),
         ("in.jsonl", b"PAR1....", "Parquet"),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from file_runs import results, run, write_input
+from file_runs import answer, results, run, write_input
 
 from hf_batchllm.errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
 from hf_batchllm.files.outputs import open_output
@@ -98,6 +98,21 @@ def test_what_is_complete_stays_as_it_is(given, wanted) -> None:
     run(given, wanted, restart=True)
     assert Path(wanted + ".bak-1").read_bytes() == before[os.path.basename(wanted)]
     assert len(table(wanted)) == 31
+
+
+def test_more_than_a_finished_table_has(given, wanted) -> None:
+    with open_source(given) as source, open_output(wanted, source=source) as output:
+        output.begin(RunRecord({}), source)
+        todo = output.missing(5)
+        output.append([(n, answer(n, raw)) for n, raw in zip(todo.tolist(), source.records(todo), strict=True)])
+        output.finish()
+    for _ in range(2):
+        with open_source(given) as source, open_output(wanted, source=source) as output:
+            output.begin(RunRecord({}), source)
+            assert len(output) == 5
+            assert len(output.missing(5)) == 0
+            with pytest.raises(RunChangedError, match=r"complete with 5 results, and 30 are asked for now"):
+                output.missing()
 
 
 def test_an_unfinished_one_is_gone_on_with_when_the_input_has_grown(given, wanted) -> None:

@@ -68,7 +68,8 @@ def test_what_openai_draws_is_drawn() -> None:
     """Its temperature is 1 where none is said."""
     assert options(request(n=2))["do_sample"]
     assert options(request(top_p=0.5))["do_sample"]
-    assert "do_sample" not in options(request(n=1, top_p=1))
+    assert "do_sample" not in options(request(n=1, top_p=1, min_p=0))
+    assert options(request(top_k=-1)) == {"top_k": 0}
     assert not options(request(n=2, temperature=0))["do_sample"]
     assert not options(request(n=2), Settings({"do_sample": False}))["do_sample"]
     assert options(request(), Settings({"max_new_tokens": 3})) == {"max_new_tokens": 3}

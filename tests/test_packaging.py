@@ -218,6 +218,12 @@ def test_every_module_imports_from_a_wheel(installed: Callable[[str], Path], tmp
     run(installed("wheel"), "-c", f"NAMES = {module_names()!r}\n{IMPORT_ALL}", cwd=tmp_path)
 
 
+def test_the_command_is_installed(installed: Callable[[str], Path], tmp_path: Path) -> None:
+    for how in ("editable", "wheel"):
+        said = run(installed(how).parent / "hf-batchllm", "--version", cwd=tmp_path)
+        assert said.strip() == f"hf-batchllm {hf_batchllm.__version__}"
+
+
 def test_every_module_imports_from_the_root_beside_transformers() -> None:
     then = """
 from transformers import LlamaForCausalLM

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
-from .exits import USAGE
+from .exits import STOPPED, USAGE
 from .said import Said, UsageError
 
 
@@ -15,7 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return dispatch(arguments)
+        code = dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         Said().error(str(error))
         return USAGE
@@ -23,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(asked.code, str):
             Said().error(asked.code)
         return asked.code if isinstance(asked.code, int) else 0 if asked.code is None else 1
-    except BrokenPipeError:  # of --help, say
-        sys.stdout = None  # type: ignore[assignment]  # or Python complains once more when it flushes it
-        return 1
+    except BrokenPipeError:  # whoever read it has seen enough
+        with open(os.devnull, "wb") as nothing:  # or Python complains when it flushes it once more
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        return STOPPED

@@ -105,7 +105,9 @@ def add_prompts(group: Any) -> None:
     )
     group.add_argument("--chat", action="store_true", help="make a user's message of each prompt, for chat models")
     group.add_argument(
-        "--system", metavar="TEXT", help="a system message, for chats that have none; makes chats of prompts, as --chat"
+        "--system",
+        metavar="TEXT",
+        help="a system message, for chats that have none; makes chats of prompts, as --chat. \\n is understood",
     )
     group.add_argument(
         "--no-line-settings",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..generator import BatchGenerator
 
 _WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"  # transformers would ask the hub to convert somebody else's model
 _SAFE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 
 
@@ -107,6 +108,8 @@ def load_model(asked: argparse.Namespace, device: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     revision = {} if asked.revision is None else {"revision": asked.revision}
+    before = os.environ.get(_CONVERSION)
+    os.environ[_CONVERSION] = "1"
     try:
         model = AutoModelForCausalLM.from_pretrained(
             asked.model,
@@ -118,9 +121,14 @@ def load_model(asked: argparse.Namespace, device: Any) -> Any:
         return model.to(device).eval()
     except Exception as error:
         why = _why(error)
-        if "safetensors" in why and "pytorch_model" not in why and not os.path.isdir(asked.model):
-            why = f"{why}. {_convert(asked.model)}"
+        if "cannot be loaded with `safetensors`" in why:
+            why = f"it has no safetensors. {_convert(asked.model)}"
         raise UsageError(f"--model {asked.model}: {why}") from error
+    finally:
+        if before is None:
+            del os.environ[_CONVERSION]
+        else:
+            os.environ[_CONVERSION] = before
 
 
 def check_folder(name: str) -> None:

@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             said.error("interrupted")
             return interrupts.code
+        except BrokenPipeError:
+            raise
         except Exception as error:
             said.error(reason(error), error)
             return USAGE

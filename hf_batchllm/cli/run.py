@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..errors import BatchLLMError, OutputWriteError
+from ..errors import BatchLLMError, OutputFileError, OutputWriteError
 from ..files.records import Form, Reader
 from ..files.settings import Settings
-from ..files.sources import Source, open_source
+from ..files.sources import Source, format_of, open_source
+from ..files.streams import is_stream
 from .arguments import run_parser
 from .config_flags import config_of
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
@@ -98,7 +99,6 @@ def main(arguments: Sequence[str]) -> int:
         except Exception as error:
             begun = loader is not None and loader.loaded
             said.error(_why(error, begun), error)
-            _leave_a_closed_pipe(error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
         finally:
             if loader is not None:
@@ -146,6 +146,11 @@ def _check_target(asked: argparse.Namespace) -> None:
         for name, value in given.items():
             if value:
                 raise UsageError(f"{name} needs an output that can be gone on with, and - is stdout")
+    if not is_stream(asked.target):
+        try:
+            format_of(asked.target, asked.output_format, OutputFileError)
+        except OutputFileError as error:
+            raise UsageError(str(error).replace("--format", "--output-format")) from error
 
 
 def _why(error: Exception, begun: bool) -> str:
@@ -156,10 +161,3 @@ def _why(error: Exception, begun: bool) -> str:
 
 def _closed_pipe(error: Exception) -> bool:
     return isinstance(error, BrokenPipeError | OutputWriteError) and getattr(error, "errno", None) == errno.EPIPE
-
-
-def _leave_a_closed_pipe(error: Exception) -> None:
-    """Python flushes stdout when it ends, and would complain once more."""
-    if _closed_pipe(error):
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 1)

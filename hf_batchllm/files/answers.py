@@ -21,8 +21,8 @@ class Writer:
     """Results -> lines of JSON, without the newline.
 
     ``tokens``: for log-probabilities. ``model`` and ``created`` stand in OpenAI's answers; the time is to be that of
-    the whole run, so that a run that was interrupted gives what another gives. ``note``: is told, once, of requests
-    that name another model.
+    the whole run, so that a run that was interrupted gives what another gives. ``where`` names a record's place to a
+    person, as for a Reader. ``note``: is told, once, of requests that name another model.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Writer:
         token_ids: bool = False,
         model: str = "",
         created: int = 0,
+        where: Callable[[int], str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         self.dialect = dialect
@@ -40,6 +41,7 @@ class Writer:
         self._token_ids = token_ids
         self._model = model
         self._created = created
+        self._where = where
         self._note = note
 
     def result(self, item: Item, key: str, generations: Sequence[Generation]) -> bytes:
@@ -62,7 +64,8 @@ class Writer:
 
     def error(self, item: Item | BadItem, key: str, why: str | None = None) -> bytes:
         """``why``: of what was found out only by the model; a BadItem says it itself."""
-        said = str(item) if why is None else why
+        place = "" if self._where is None else f"{self._where(item.number)}: "
+        said = str(item) if why is None else f"{place}{why}"
         if self.dialect == OPENAI:
             return as_line(refusal(item, key, said))
         return as_line({"index": item.number, **_id(item), "error": said, **_kept(item), "key": key})

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import OutputBusyError, OutputFileError, OutputWriteError
-from .lines import Lines, find_lines, read_at
+from .lines import Lines, ShortRead, find_lines
 from .locks import has_name, lock
 from .paths import reason, replacing, write_all
 from .syncing import Syncing
@@ -35,7 +35,6 @@ _TODO = {
     errno.EDQUOT: "Make room there, and the",
     errno.EFBIG: "Raise the limit, and the",
 }
-_WRITTEN = 4 << 20  # bytes at a time, where lines are copied
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -260,8 +259,10 @@ class Journal:
         try:
             with replacing(self.path) as descriptor:
                 lock(descriptor, self.path)  # before it can be found by its name
-                for piece in self._pieces(places):
-                    write_all(descriptor, piece)
+                sizes = array("q")
+                for lines in self._read(places):
+                    sizes.extend(len(line) + 1 for line in lines)
+                    write_all(descriptor, b"\n".join([*lines, b""]))
         except BaseException:
             if not has_name(self._descriptor, self.path):  # interrupted behind the exchange: this one is nobody's now
                 self._failed = OutputWriteError(f"{self.path} was interrupted while it was rewritten", len(places))
@@ -269,37 +270,27 @@ class Journal:
         old, self._descriptor = self._descriptor, descriptor
         os.close(old)
         self._keep(places)
-        sizes = np.array(self._sizes, dtype=np.int64)
-        ends = np.cumsum(sizes)
-        self._starts = array("q", (ends - sizes).tobytes())
+        ends = np.cumsum(np.array(sizes, dtype=np.int64))
+        self._sizes, self._starts = sizes, array("q", (ends - np.array(sizes, dtype=np.int64)).tobytes())
         self._state = len(places), int(ends[-1]) if len(ends) else 0
         self._syncing.begin(descriptor)
 
-    def _pieces(self, places: np.ndarray) -> Iterator[bytes]:
-        """The bytes of these lines, what lies together read together."""
-        starts = np.array(self._starts, dtype=np.int64)[places]
-        sizes = np.array(self._sizes, dtype=np.int64)[places]
-        heads = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + sizes[:-1])[: len(starts)])
-        ends = np.append(heads[1:], len(starts)) - 1  # [runs] the last line of each
-        gathered, held = [], 0
-        for start, end in zip(starts[heads].tolist(), (starts[ends] + sizes[ends]).tolist(), strict=True):
-            while start < end:
-                piece = read_at(self._descriptor, min(end - start, _WRITTEN), start)
-                if not piece:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                start += len(piece)
-                gathered.append(piece)
-                held += len(piece)
-                if held >= _WRITTEN:
-                    yield b"".join(gathered)
-                    gathered, held = [], 0
-        yield b"".join(gathered)
+    def _read(self, places: np.ndarray) -> Iterator[list[bytes]]:
+        """The lines at these places, as many at a time as are comfortably held."""
+        starts, sizes = np.array(self._starts, dtype=np.int64), np.array(self._sizes, dtype=np.int64) - 1
+        lines = Lines(self._descriptor, starts, sizes, np.zeros(0, dtype=np.int64), self._state[1], True)
+        for chunk in lines.chunks(places):
+            try:
+                yield lines.read(chunk)
+            except ShortRead:
+                raise OSError(errno.EIO, "the file has become shorter") from None
 
     # At the end
 
     def put_in_order(self) -> None:
         """By the numbers of the records. Where there is no space for it the lines stay as they came."""
         self._finish_append()
+        self._hold_name()
         order = np.argsort(self.indices, kind="stable")
         if np.array_equal(order, np.arange(len(order))):
             return
@@ -315,13 +306,8 @@ class Journal:
         """The lines, by the numbers of the records."""
         self._finish_append()
         order = np.argsort(self.indices, kind="stable")
-        ordered = self._lines()
-        for chunk in ordered.chunks(order):
-            yield from ordered.read(chunk)
-
-    def _lines(self) -> Lines:
-        starts, sizes = np.array(self._starts, dtype=np.int64), np.array(self._sizes, dtype=np.int64) - 1
-        return Lines(self._descriptor, starts, sizes, np.zeros(0, dtype=np.int64), self._state[1], True)
+        for lines in self._read(order):
+            yield from lines
 
     def _finish_append(self) -> None:
         if self._failed is not None:
@@ -329,9 +315,32 @@ class Journal:
         if self._pending:
             self._settle()
 
+    def _hold_name(self) -> None:
+        """Results are to be found under their name also when somebody has removed or replaced the file meanwhile."""
+        if not self._begun or has_name(self._descriptor, self.path):
+            return
+        here, number = self.path, 1
+        if os.path.lexists(here):  # another run's, for all we know
+            while os.path.lexists(f"{here}.rescued-{number}"):
+                number += 1
+            self.path = f"{here}.rescued-{number}"
+        try:
+            self._rewrite(np.arange(len(self)))
+        except OSError as error:
+            raise self._write_error(error, "was removed or replaced, and could not be written again") from error
+        if self.path == here:
+            self._note(f"{here} was removed while it was written to: its {len(self):,} results are there again")
+            return
+        self._failed = OutputWriteError(
+            f"{here} was replaced by another file meanwhile: its own {len(self):,} results are in {self.path}",
+            kept=len(self),
+        )
+        raise self._failed
+
     def sync(self) -> None:
         try:
             self._finish_append()
+            self._hold_name()
             self._syncing.end()
         except OutputWriteError:
             raise

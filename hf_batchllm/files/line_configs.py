@@ -5,7 +5,6 @@ One bad value must not stop a call with a million good lines in it, so each kind
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from ..endings import rules_of
 from ..errors import BatchLLMError
 from ..notices import Notices
 from ..options import Options, resolve_options
-from .settings import Settings
+from .settings import NAMES, Settings
 
 if TYPE_CHECKING:
     from ..generator import BatchGenerator
@@ -72,7 +71,7 @@ class LineConfigs:
         return found
 
     def _of(self, settings: Settings) -> _Made | str:
-        key = (json.dumps(settings.options, sort_keys=True), settings.logprobs, settings.adapter)
+        key = (repr(sorted(settings.options.items())), settings.logprobs, settings.adapter)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -105,6 +104,11 @@ class LineConfigs:
             for token in _integers(settings.options.get(name), name == "sequence_bias"):
                 if not 0 <= token < vocabulary:
                     raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
+
+
+def said_by(config: GenerationConfig) -> Settings:
+    """What a GenerationConfig says, as settings that lines may win over."""
+    return Settings({name: value for name, value in vars(config).items() if name in NAMES and value is not None})
 
 
 def _integers(value: Any, biased: bool) -> list[int]:

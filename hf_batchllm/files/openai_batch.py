@@ -203,6 +203,8 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> Settings:
     given = {ours: body[name] for name, ours in _SETTINGS.items() if body.get(name) is not None}
     if isinstance(given.get("seed"), int) and -(2**63) <= given["seed"] < 0:
         given["seed"] += 2**64  # theirs may be negative
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # vLLM's word for all of them
     if given.get("stop") == []:
         del given["stop"]
     _add_logprobs(given, body, endpoint)
@@ -214,7 +216,7 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> Settings:
     except SettingError as error:
         raise BadRecord(str(error), error.name) from None
     # OpenAI's temperature is 1 where none is said, so these ask for tokens to be drawn.
-    draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 1)), None)
+    draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
     return Settings(said.options, said.logprobs, said.seed, sampling_if_unsaid=draws)
 
 

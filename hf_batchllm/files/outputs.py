@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
 from ..notices import warn_user
 from .journal import Identify, Journal, identify
-from .paths import real_path, reason, replacing, same_file, sync_folder, temporary_beside, write_atomically
+from .paths import real_path, reason, replacing, sync_folder, temporary_beside, write_atomically
 from .run_record import RunRecord, record_path
 from .sources import TABLES, Source, format_of, record_key
 from .streams import Output, StreamOutput, is_stream
@@ -51,7 +51,7 @@ def open_output(
     if is_stream(path):
         if format not in (None, "jsonl"):
             raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
-        return StreamOutput(path)
+        return StreamOutput(path, source)
     kind = format_of(path, format, OutputFileError)
     if kind == "parquet":
         import_pyarrow()
@@ -107,10 +107,10 @@ class FileOutput(Output):
         folder = os.path.dirname(self.path)
         if not os.path.isdir(folder):
             raise OutputFileError(f"{self.path} cannot be written: there is no folder {folder}")
-        if source is not None and source.path != "-":
-            for ours in {self.path, self._journal_path, self._record_path, temporary_beside(self.path)}:
-                if same_file(source.path, ours):
-                    raise OutputFileError(f"{source.path} is the input, and would be written to: give another output")
+        if source is not None and any(
+            map(source.is_file, (self.path, self._journal_path, self._record_path, temporary_beside(self.path)))
+        ):
+            raise OutputFileError(f"{source.name} is the input, and would be written to: give another output")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OutputFileError(
                 f"{folder} cannot be written to (read-only, or permission denied): the results and their run record "
@@ -145,12 +145,12 @@ class FileOutput(Output):
                     f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
                 )
             self.complete = True
-        if not begun and not self.complete:
+        if not len(self._journal) and not self.complete:
             self._record = None  # of a run that came to no result, or whose results are gone
 
     def __len__(self) -> int:
         if self.complete and self._record is not None:
-            return int(self._record.input.get("records", 0))
+            return self._record.results or 0
         return len(self._journal)
 
     @property
@@ -159,8 +159,10 @@ class FileOutput(Output):
 
     # A run
 
-    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
-        self._count = source.count
+    def begin(
+        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+    ) -> RunRecord:
+        self._count = source.count if limit is None else min(limit, source.count)
         old = self._record
         if old is not None:
             self._compare(old, record, source)
@@ -204,7 +206,7 @@ class FileOutput(Output):
         if old.input.get("digest") == source.digest and source.digest:
             return
         if self.complete:
-            was, now = old.input.get("records"), source.count
+            was, now = int(old.input.get("records") or 0), source.count
             raise RunChangedError(
                 f"{self.path} is complete, and {source.name} has changed since (it had {was:,} records, and has "
                 f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",
@@ -286,6 +288,13 @@ class FileOutput(Output):
     def missing(self, count: int | None = None) -> np.ndarray:
         count = self._count if count is None else min(count, self._count)
         if self.complete:
+            if len(self) < count:
+                raise RunChangedError(
+                    f"{self.path} is complete with {len(self):,} results, and {count:,} are asked for now. A table "
+                    f"cannot be gone on with (a .jsonl file can): give another output, or "
+                    f"{AFRESH.format(path=self.path)}",
+                    [f"{count:,} records are asked for"],
+                )
             return np.zeros(0, dtype=np.int64)
         todo = np.ones(count, dtype=bool)
         done = self._journal.indices
@@ -309,7 +318,7 @@ class FileOutput(Output):
                 self._journal.put_in_order()
             self._journal.sync()
         if not self._same:
-            self._record.finish(figures)
+            self._record.finish(figures, len(self))
             self._write_record()
         self._ended = self.is_table  # the journal goes last: until then the next run would only write the table again
 

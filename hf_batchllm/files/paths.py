@@ -37,14 +37,6 @@ def real_path(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(os.path.expanduser(path))
 
 
-def same_file(one: str, other: str) -> bool:
-    """Through links of either kind; also where neither is there yet."""
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return real_path(one) == real_path(other)
-
-
 def sync_folder(path: str) -> None:
     """The name of a new or replaced file is in its folder: only this brings it through a power cut."""
     try:

@@ -144,7 +144,7 @@ class Reader:
         if not self.form.line_settings:
             return self.base
         template = self.form.template
-        data = (self.form.prompt_field, "id", *self.form.keep) if template is None else ("id", *template.fields)
+        data = ("id", self.form.prompt_field) if template is None else ("id", *template.fields)
         try:
             said = settings_of(record, cells=self.cells, data=[name for name in data if name is not None])
         except SettingError as error:

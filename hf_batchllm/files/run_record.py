@@ -32,6 +32,7 @@ class RunRecord:
     process: dict[str, Any] = field(default_factory=dict)  # pid, host, since: who is (or was last) writing
     figures: dict[str, Any] = field(default_factory=dict)  # of the run that finished
     finished: str | None = None
+    results: int | None = None  # there when it finished
 
     def differences(self, now: RunRecord) -> list[str]:
         """``max_new_tokens was 50 and is 20``, for each setting of ``now`` that is not as it was."""
@@ -63,7 +64,8 @@ class RunRecord:
             process={"pid": os.getpid(), "host": platform.node(), "since": now},
         )
 
-    def finish(self, figures: dict[str, Any] | None) -> None:
+    def finish(self, figures: dict[str, Any] | None, results: int) -> None:
+        self.results = results
         self.figures = json.loads(_json(figures or {}))
         self.finished = _now()
 
@@ -78,7 +80,7 @@ class RunRecord:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
             kinds = dict.fromkeys(("settings", "input", "process", "figures"), dict)
-            kinds |= {"seed": int | None, "weights": str | None}
+            kinds |= {"seed": int | None, "weights": str | None, "results": int | None}
             if any(not isinstance(known[name], kind) for name, kind in kinds.items() if name in known):
                 raise ValueError("fields of another kind")
             return cls(**known)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import BatchLLMError
 from ..kinds import shown
-from ..option_rows import Kind, Takes
+from ..option_rows import Fate, Kind, Takes
 from ..option_table import TABLE, names
 
 ALIASES = {
@@ -27,6 +27,9 @@ ALIASES = {
 }
 _BESIDE = ("seed", "adapter", "logprobs", "top_logprobs")  # what is no field of a GenerationConfig
 NAMES = frozenset(names(kind=Kind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_BESIDE))
+_HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_BESIDE))
+# A field of a record by such a name is a setting. The others are words that people have for data of their own.
+AT_THE_TOP = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
 # Their like is not there, and an answer without them is another one than was asked for.
 _ELSEWHERE = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), "is not supported: see `repetition_penalty`"),
@@ -79,6 +82,9 @@ class Settings:
         if "do_sample" in self.options and not self.options["do_sample"]:
             for name in [name for name, row in TABLE.items() if row.sampling and name not in self.options]:
                 options.pop(name, None)  # of a base that samples
+        for short, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            if short in self.options and other not in self.options:
+                options.pop(other, None)  # which would win over it
         if self.sampling_if_unsaid and "do_sample" not in options:
             options["do_sample"] = True
         return Settings(
@@ -92,16 +98,9 @@ class Settings:
 NOTHING_SAID = Settings()
 
 
-def is_setting(name: str) -> bool:
-    """Whether a field of a record is a setting by its name."""
-    return name in NAMES
-
-
 @lru_cache(maxsize=4096)
 def mistaken_name(name: str) -> str | None:
     """Why a field that is no setting looks as if it was meant to be one; None for other data of the user's."""
-    if name in NAMES:
-        return None
     if name in _ELSEWHERE or name in _OF_A_CALL:
         return (_ELSEWHERE | _OF_A_CALL)[name]
     near = nearest(name)
@@ -111,12 +110,12 @@ def mistaken_name(name: str) -> str | None:
 def nearest(name: str) -> str | None:
     """The setting whose name was misspelt, if it looks like that."""
     bare = _bare(name)
-    for known in sorted(NAMES):
+    for known in sorted(_HONOURED):
         if bare == _bare(known):
             return known
     parts = set(name.split("_"))
-    candidates = [known for known in NAMES if len(known) >= _LONG_ENOUGH]
-    for known in difflib.get_close_matches(name.lower(), sorted(candidates), n=3, cutoff=_NEAR):
+    candidates = [known for known in sorted(_HONOURED) if len(known) >= _LONG_ENOUGH and known[0] == name[:1].lower()]
+    for known in difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=_NEAR):
         if not set(known.split("_")) <= parts:  # my_temperature, max_tokens_allowed: names of somebody's own
             return known
     return None
@@ -160,7 +159,7 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
 def settings_of(record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()) -> Settings:
     """Those that a record says: at its top, or in its ``settings``. ``data``: fields that are none, by their place."""
     own = set(data)
-    top = {name: value for name, value in record.items() if name in NAMES and name not in own}
+    top = {name: value for name, value in record.items() if name in AT_THE_TOP and name not in own}
     for name, value in record.items():
         if name not in NAMES and name not in own and value not in (None, ""):
             why = mistaken_name(name)

@@ -23,6 +23,7 @@ WINDOW_BYTES = 256 << 20
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 TABLES = ("csv", "tsv", "parquet")
 
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _COPIED = 1 << 20  # bytes at a time, of what cannot be read twice
 _BEGINNINGS = {  # what files are that were taken for text
     b"\x1f\x8b": ("is compressed (gzip)", "`zcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
@@ -48,6 +49,10 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
     if path == "-":
         return "jsonl"
     suffix = os.path.splitext(path)[1].lower()
+    if suffix in _COMPRESSED and error is InputFileError:
+        raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
+    if suffix in _COMPRESSED:
+        raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} away, or use `- | gzip`")
     if suffix not in FORMATS:
         known = ", ".join(FORMATS)
         raise error(f"{path}: its name does not say what it is ({known}): pass the format (`--format jsonl`)")
@@ -61,11 +66,12 @@ def open_source(
 
     What cannot be read by offsets (a pipe, a table) is copied into an unnamed temporary file as JSON lines.
     """
-    path = os.fspath(path)
+    path = os.path.expanduser(path)
     kind = format_of(path, format, InputFileError)
     try:
         with contextlib.ExitStack() as opened:
             stream = opened.enter_context(_open(path, note or warn_user))
+            origin = os.fstat(stream.fileno())
             problems: dict[int, str] = {}
             if kind in TABLES:
                 stream, problems = _as_lines(stream, path, kind, opened)
@@ -75,16 +81,17 @@ def open_source(
                 _check_text(stream, path)
             lines = find_lines(stream.fileno(), digest=True)
             opened.pop_all()
-            return Source(path, kind, stream, lines, problems)
+            return Source(path, kind, stream, lines, problems, origin)
     except OSError as error:
-        raise InputFileError(f"{path} cannot be read: {reason(error)}") from error
+        name = "stdin" if path == "-" else path
+        raise InputFileError(f"{name} cannot be read: {reason(error)}") from error
 
 
 def _open(path: str, note: Callable[[str], None]) -> IO[bytes]:
     if path != "-":
         if os.path.isdir(path):
             raise InputFileError(f"{path} is a folder, not a file")
-        return open(os.path.expanduser(path), "rb")
+        return open(path, "rb")
     if os.isatty(0):
         note("reading JSON lines from the terminal: end them with Ctrl-D")
     return os.fdopen(os.dup(0), "rb")
@@ -161,13 +168,22 @@ def _check_text(stream: IO[bytes], path: str) -> None:
 class Source:
     """Records are numbered from 0. ``problems``: rows that are no records, and why (what there is of them is JSON)."""
 
-    def __init__(self, path: str, format: str, stream: IO[bytes], lines: Lines, problems: dict[int, str]) -> None:
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        stream: IO[bytes],  # of JSON lines
+        lines: Lines,
+        problems: dict[int, str],
+        origin: os.stat_result,  # what was opened, where the stream is a copy
+    ) -> None:
         self.path = path
         self.format = format
         self.problems = problems
         self._stream = stream
         self._lines = lines
         self._seen = os.fstat(stream.fileno())
+        self._origin = origin
 
     @property
     def count(self) -> int:
@@ -185,6 +201,13 @@ class Source:
     @property
     def name(self) -> str:
         return "stdin" if self.path == "-" else self.path
+
+    def is_file(self, there: str | int) -> bool:
+        """Whether an ordinary file of this name, or behind this descriptor, is what is read here."""
+        try:
+            return stat.S_ISREG(self._origin.st_mode) and os.path.samestat(self._origin, os.stat(there))
+        except OSError:
+            return False
 
     def summary(self) -> dict[str, Any]:
         """What a run record says of the input."""

@@ -43,7 +43,7 @@ class Output:
     streams: bool  # no resume, no order
     is_table = False
     complete = False  # a table that is there already: nothing to do
-    _count = 0  # records of the input
+    _count = 0  # records that are asked for
 
     def __len__(self) -> int:
         """Results in it."""
@@ -54,15 +54,20 @@ class Output:
         """The numbers of the records whose result, of an earlier run, is an error."""
         return np.zeros(0, dtype=np.int64)
 
-    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
-        """The record in force, with its seed. RunChangedError where a setting or an input that is done has changed."""
+    def begin(
+        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+    ) -> RunRecord:
+        """The record in force, with its seed. RunChangedError where a setting or an input that is done has changed.
+
+        ``limit``: of the records, only the first ones are run. ``retry_errors``: results that are errors go first.
+        """
         raise NotImplementedError
 
     def confirm_weights(self, weights: str) -> None:
         """Before the first result. RunChangedError where an earlier part of the run had a model with others."""
 
     def missing(self, count: int | None = None) -> np.ndarray:
-        """The numbers of the records (the first ``count``) that have no result."""
+        """The numbers of the records (the first ``count``; else ``limit``) that have no result."""
         return np.arange(self._count if count is None else min(count, self._count))
 
     def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
@@ -87,7 +92,7 @@ class Output:
 class StreamOutput(Output):
     streams = True
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, source: Source | None = None) -> None:
         self.path = path
         self.name = "stdout" if path == "-" else path
         self._written = 0
@@ -96,12 +101,17 @@ class StreamOutput(Output):
             self._descriptor = os.dup(own) if own is not None else os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
+        if source is not None and source.is_file(self._descriptor):
+            self.close()
+            raise OutputFileError(f"{source.name} is the input, and {self.name} leads to it: give another output")
 
     def __len__(self) -> int:
         return self._written
 
-    def begin(self, record: RunRecord, source: Source, *, retry_errors: bool = False) -> RunRecord:
-        self._count = source.count
+    def begin(
+        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+    ) -> RunRecord:
+        self._count = source.count if limit is None else min(limit, source.count)
         return record.begin(None, source.summary())
 
     def append(self, lines: Sequence[tuple[int, bytes]]) -> None:

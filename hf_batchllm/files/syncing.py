@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
-import time
 
 from ..errors import ConfigError
 from .paths import sync_file
@@ -22,16 +22,21 @@ def seconds_of(policy: str | float) -> float | None:
     return float(found[1])
 
 
+_WRITTEN, _STOP = "written", "stop"
+
+
 class Syncing:
-    """In a thread of its own: results may come seldom, and none of them may wait longer than the others for that."""
+    """In a thread of its own: results may come seldom, and none of them may wait longer than the others for that.
+
+    The two talk through a ``SimpleQueue``, which Ctrl-C cannot leave locked, whatever it interrupts.
+    """
 
     def __init__(self, policy: str | float) -> None:
         self._seconds = seconds_of(policy)
         self._descriptor = -1
         self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()
-        self._waiting_since: float | None = None  # written, and not yet on the disk
-        self._stop = False
+        self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._waits = False  # something was written, and the thread has been told
         self._error: OSError | None = None
 
     def begin(self, descriptor: int) -> None:
@@ -39,49 +44,47 @@ class Syncing:
 
     def written(self) -> None:
         """Something was. OSError: what was written earlier could not be brought to the disk."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise()
         if self._seconds is None:
             return
         if self._seconds == 0:
             sync_file(self._descriptor)
             return
-        with self._wake:
-            if self._waiting_since is None:
-                self._waiting_since = time.monotonic()
-                self._wake.notify()
+        if not self._waits:
+            self._waits = True
+            self._calls.put(_WRITTEN)
         if self._thread is None:
-            self._stop = False
-            self._thread = threading.Thread(target=self._run, name="hf-batchllm fsync", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._calls, self._seconds), name="hf-batchllm fsync", daemon=True
+            )
             self._thread.start()
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._stop and self._waiting_since is None:
-                    self._wake.wait()
-                while not self._stop and (left := self._waiting_since + self._seconds - time.monotonic()) > 0:
-                    self._wake.wait(left)
-                if self._stop:
+    def _run(self, calls: queue.SimpleQueue[str], seconds: float) -> None:
+        while calls.get() == _WRITTEN:
+            try:
+                if calls.get(timeout=seconds) == _STOP:
                     return
-                self._waiting_since = None
+            except queue.Empty:
+                pass
+            self._waits = False  # before the sync: what is written during it may not be in it
             try:
                 sync_file(self._descriptor)
             except OSError as error:
                 self._error = error
 
-    def end(self) -> None:
-        """Before the descriptor is closed, or another takes its place; everything is on the disk afterwards."""
-        if self._thread is not None:
-            with self._wake:
-                self._stop = True
-                self._wake.notify()
-            self._thread.join()
-            self._thread = None
-        self._waiting_since = None
+    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def end(self) -> None:
+        """Before the descriptor is closed, or another takes its place; everything is on the disk afterwards."""
+        if self._thread is not None:
+            self._calls.put(_STOP)
+            if self._thread.ident is not None:  # its start was not interrupted
+                self._thread.join()
+            self._thread = None
+        self._calls, self._waits = queue.SimpleQueue(), False
+        self._raise()
         if self._seconds is not None and self._descriptor >= 0:
             sync_file(self._descriptor)

@@ -56,7 +56,7 @@ def sharing_order(prints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     [records] how many levels each shares with the one before it."""
     count = len(prints)
     order = np.lexsort(prints.T[::-1])
-    shared = _shared_levels(prints[order])
+    shared = _shared_levels(prints[order, level] for level in range(len(LEVELS)))
     # A family stands where its first member stood: lists that share nothing are read from end to end.
     seats: list[np.ndarray] = []
     for level in range(int(shared.max(initial=0))):
@@ -66,14 +66,17 @@ def sharing_order(prints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not seats:
         return np.arange(count), shared
     again = np.lexsort([order, *seats[::-1]])
-    return order[again], _shared_levels(np.stack([seat[again] for seat in seats], axis=1))
+    return order[again], _shared_levels(seat[again] for seat in seats)
 
 
-def _shared_levels(rows: np.ndarray) -> np.ndarray:
-    shared = np.zeros(len(rows), dtype=np.uint8)
-    alike = np.ones(max(len(rows) - 1, 0), dtype=bool)
-    for column in range(rows.shape[1]):
-        alike &= rows[1:, column] == rows[:-1, column]
+def _shared_levels(levels: Iterable[np.ndarray]) -> np.ndarray:
+    """[records] how many levels each has in common with the one before it, counted from the first."""
+    shared = np.zeros(0, dtype=np.uint8)
+    for place, prints in enumerate(levels):
+        if place == 0:
+            shared = np.zeros(len(prints), dtype=np.uint8)
+            alike = np.ones(max(len(prints) - 1, 0), dtype=bool)
+        alike &= prints[1:] == prints[:-1]
         shared[1:] += alike
     return shared
 
