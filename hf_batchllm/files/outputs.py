@@ -73,9 +73,9 @@ class FileOutput(Output):
     ) -> None:
         self.path = real_path(path)
         self.format = kind
-        self.is_table = kind in TABLES
+        self._table = kind in TABLES
         self._record_path = record_path(self.path)
-        self._journal_path = f"{self.path}.part.jsonl" if self.is_table else self.path
+        self._journal_path = f"{self.path}.part.jsonl" if self._table else self.path
         self._restart = restart
         self._note = note
         self._record: RunRecord | None = None
@@ -139,7 +139,7 @@ class FileOutput(Output):
                 f"{self._journal_path} is not empty, and {self._record_path}, which would say how its results were "
                 f"made, is not there: give another output, or {afresh}"
             )
-        if self.is_table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
+        if self._table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
             if self._record is None or self._record.finished is None:
                 raise OutputFileError(
                     f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
@@ -251,10 +251,10 @@ class FileOutput(Output):
         try:
             if record is not None:
                 write_atomically(record_path(aside), record, temporary_beside(self._record_path))
-            if self.is_table and os.path.exists(self.path):
+            if self._table and os.path.exists(self.path):
                 os.rename(self.path, aside)
             if os.path.getsize(self._journal_path):
-                os.rename(self._journal_path, f"{aside}.part.jsonl" if self.is_table else aside)
+                os.rename(self._journal_path, f"{aside}.part.jsonl" if self._table else aside)
                 self._journal.close()
                 self._journal = self._make_journal()
             sync_folder(self.path)
@@ -310,7 +310,7 @@ class FileOutput(Output):
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"
-        if self.is_table:
+        if self._table:
             self._journal.sync()
             self._write_table()
         else:
@@ -320,7 +320,7 @@ class FileOutput(Output):
         if not self._same:
             self._record.finish(figures, len(self))
             self._write_record()
-        self._ended = self.is_table  # the journal goes last: until then the next run would only write the table again
+        self._ended = self._table  # the journal goes last: until then the next run would only write the table again
 
     def _write_table(self) -> None:
         try:

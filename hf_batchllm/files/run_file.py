@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from transformers import GenerationConfig
+
 from ..architecture import base_model
 from ..errors import FilesError
 from ..generator import BatchGenerator
 from ..kinds import a_kind
 from ..notices import warn_user
 from .file_report import FileReport
+from .line_configs import said_by
 from .readers import reader_for
 from .records import ALL_FIELDS, Form
 from .running import run_records
@@ -24,6 +27,7 @@ def run_file(
     gen: BatchGenerator,
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
+    generation_config: GenerationConfig | None = None,
     *,
     format: str | None = None,
     output_format: str | None = None,
@@ -67,11 +71,13 @@ def run_file(
     on_error: "record", or "raise" to stop at the first record that cannot be run.
     limit: run only so many records, the first ones.
     seed: of the sampling noise; by default one is drawn and kept in the run record.
-    settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0 means sampling.
+    generation_config, settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0 means sampling.
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
     base = read_settings({**settings, "seed": seed})
+    if generation_config is not None:
+        base = base.over(said_by(generation_config))
     kept = (keep,) if isinstance(keep, str) and keep != "all" else ALL_FIELDS if keep == "all" else tuple(keep)
     form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)
     with open_source(source, format, note=warn_user) as opened:

@@ -62,8 +62,7 @@ def run_records(
         output = opened.enter_context(
             open_output(target, output_format, source=source, fsync=fsync, restart=restart, note=note)
         )
-        settings = {**identity, "limit": limit if output.is_table else None}
-        record = output.begin(RunRecord(settings=settings, seed=seed), source, retry_errors=retry_errors)
+        record = output.begin(RunRecord(settings=dict(identity), seed=seed), source, retry_errors=retry_errors)
         todo = output.missing(limit)
         report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
         report.before, report.errors = report.records - len(todo), len(output.errors)
@@ -80,6 +79,7 @@ def run_records(
                 tokens=TokenTexts(generator.tokenizer),
                 token_ids=token_ids,
                 model=model_name,
+                where=source.where,
                 created=int(datetime.datetime.fromisoformat(record.created).timestamp()),
                 note=note,
             )
@@ -145,7 +145,7 @@ class _Run:
         self._bar = None
 
     def _window(self, numbers: np.ndarray, progress: bool) -> None:
-        calls: dict[tuple[bool, bool], list[Item]] = {}
+        calls: dict[tuple[bool, ...], list[Item]] = {}
         for number, raw in zip(numbers.tolist(), self._source.records(numbers), strict=True):
             self._keys[number] = record_key(raw)
             item = self._reader.read(number, raw)
@@ -156,16 +156,18 @@ class _Run:
             if why is not None:
                 self._failed(item, why)
                 continue
-            # What cannot be in one call: beams beside single sequences, named adapters beside whatever is active.
-            kind = self._configs.beams(item.settings) > 1, item.settings.adapter is not None
-            calls.setdefault(kind, []).append(item)
-        for (_, adapters), items in calls.items():
-            self._call(items, adapters, progress)
+            # Beams may come from the model's own config, too.
+            apart = self._configs.beams(item.settings) > 1, *item.settings.apart
+            calls.setdefault(apart, []).append(item)
+        for items in calls.values():
+            self._call(items, progress)
         assert not self._keys
 
-    def _call(self, items: Sequence[Item], adapters: bool, progress: bool) -> None:
+    def _call(self, items: Sequence[Item], progress: bool) -> None:
         each = [item.settings for item in items]
-        options: dict[str, Any] = {"adapter": [settings.adapter for settings in each]} if adapters else {}
+        options: dict[str, Any] = {}
+        if each[0].adapter is not None:
+            options["adapter"] = [settings.adapter for settings in each]
         wanted = [settings.logprobs for settings in each if settings.logprobs is not None]
         if wanted:
             options["logprobs"] = max(wanted)
@@ -209,8 +211,6 @@ class _Run:
             said = str(item) if why is None else f"{self._source.where(item.number)}: {why}"
             raise InputFileError(f"{self._source.name}, {said}")
         self._report.errors += 1
-        if why is not None:
-            why = f"{self._source.where(item.number)}: {why}"
         self._append(item.number, self._writer.error(item, self._keys.pop(item.number), why))
 
     def _append(self, number: int, line: bytes) -> None:

@@ -41,7 +41,6 @@ class Output:
 
     path: str
     streams: bool  # no resume, no order
-    is_table = False
     complete = False  # a table that is there already: nothing to do
     _count = 0  # records that are asked for
 
