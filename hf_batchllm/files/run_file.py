@@ -71,7 +71,8 @@ def run_file(
     on_error: "record", or "raise" to stop at the first record that cannot be run.
     limit: run only so many records, the first ones.
     seed: of the sampling noise; by default one is drawn and kept in the run record.
-    generation_config, settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0 means sampling.
+    generation_config, settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0
+        means sampling.
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
