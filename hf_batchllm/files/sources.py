@@ -190,7 +190,7 @@ class Source:
         return len(self._lines)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return self._lines.end
 
     @property
@@ -212,7 +212,7 @@ class Source:
     def summary(self) -> dict[str, Any]:
         """What a run record says of the input."""
         path = self.path if self.path == "-" else os.path.abspath(self.path)
-        return {"path": path, "records": self.count, "bytes": self.bytes, "digest": self.digest}
+        return {"path": path, "records": self.count, "bytes": self.size, "digest": self.digest}
 
     def where(self, number: int) -> str:
         """How a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
