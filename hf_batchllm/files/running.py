@@ -62,7 +62,8 @@ def run_records(
         output = opened.enter_context(
             open_output(target, output_format, source=source, fsync=fsync, restart=restart, note=note)
         )
-        record = output.begin(RunRecord(settings=dict(identity), seed=seed), source, retry_errors=retry_errors)
+        asked = RunRecord(settings=dict(identity), seed=seed)
+        record = output.begin(asked, source, limit=limit, retry_errors=retry_errors)
         todo = output.missing(limit)
         report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
         report.before, report.errors = report.records - len(todo), len(output.errors)
