@@ -1,4 +1,4 @@
-"""``lm_eval --model hf-batchllm``: run when Python starts, by the line of a .pth file that is installed beside this one.
+"""``lm_eval --model hf-batchllm``: run when Python starts, by the line of a .pth file installed beside this one.
 
 The evaluation harness finds models by a list of its own, and asks nobody else. So its list gets a line when it is
 loaded, if ever it is. Every program of the environment runs this first: nothing is imported here, nothing is raised,

@@ -1,4 +1,4 @@
-"""What ``generate_until`` is asked for, as the harness's ``hf`` model understands it, and the run of all of it at once."""
+"""What ``generate_until`` is asked for, as the harness's ``hf`` model understands it; and all of it run at once."""
 
 from __future__ import annotations
 
