@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _register() -> None:
     try:
-        import lm_eval.models  # noqa: F401 -- it registers the models that it brings, all but the first time in vain
+        import lm_eval.models  # noqa: F401 -- if it is not loaded first, its own models are never registered
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
+        if error.name not in ("lm_eval", "lm_eval.models"):
             raise
-        why = "the evaluation harness is not installed: pip install 'hf-batchllm[lm-eval]'"
+        why = "the evaluation harness is not installed, or too old: pip install 'hf-batchllm[lm-eval]'"
         raise ModuleNotFoundError(why, name="lm_eval") from None
     if NAME not in model_registry:
         model_registry.register(NAME, target=_HOME)
