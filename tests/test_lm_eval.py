@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from lm_eval import simple_evaluate
 from lm_eval import tasks as harness_tasks
 from lm_eval.api.registry import get_model
 from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from hf_batchllm import BatchConfig, ConfigError, PromptError, UnsupportedModelError, UnsupportedOptionError
+from hf_batchllm.bench.harness import main as bench
 from hf_batchllm.generator import BatchGenerator
 from hf_batchllm.lm_eval import NAME, BatchLM, main
 from hf_batchllm.lm_eval.command import with_our_model
@@ -470,6 +473,21 @@ def test_what_is_refused(given: dict[str, Any], error: type[Exception], why: str
 def test_an_encoder_decoder_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^t5 is an encoder-decoder"):
         BatchLM(pretrained=REFUSED["t5"](), tokenizer=eval_tokenizer())
+
+
+def test_the_bench_runs(saved: Path, capsys: Any) -> None:
+    verbosity = transformers_logging.get_verbosity()
+    small = "--questions 3 --shots 1 --choices 2 --runs 1 --batch-sizes 1,2 --device cpu --dtype float32"
+    try:
+        for more in ([], ["--letters", "--sampler", "default", "--rival-questions", "2"]):
+            assert bench(["--model", str(saved), *small.split(), *more]) == 0
+            shown = capsys.readouterr().out
+            assert "hf, batches of " in shown
+            assert "is_greedy differs in 0 of" in shown
+            apart = float(re.search(r"differ by (\S+) at most", shown)[1])
+            assert apart < 1e-4
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 # -- how the harness knows it ----------------------------------------------------------------------------------

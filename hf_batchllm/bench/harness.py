@@ -23,6 +23,7 @@ requests are made once, by the harness, and go to `loglikelihood` of both models
 weights: what is timed is encoding, the model and the numbers. `hf` runs at the best of its batch sizes, found with the
 first questions.
 """
+_SLOWER = 1.05  # by so much a batch size must be slower than the best before larger ones are not tried
 _NAMES = "Ada Ben Clara David Elena Felix Greta Hugo Irene Jonas Karin Leo Marta Nils Olga Paul Rosa Simon".split()
 _PLACES = [
     "the old harbour", "a bookshop in Lyon", "the station in Porto", "her uncle's farm", "the public library",
@@ -103,18 +104,20 @@ def _settle(lm: Any) -> None:
 
 
 def best_batch_size(lm: Any, requests: Sequence[Any], sizes: Sequence[int]) -> tuple[int, dict[int, float]]:
-    """The one at which ``hf`` is fastest; and the requests a second of each."""
+    """The one at which ``hf`` is fastest, from one batch of each; and the requests a second of those tried."""
     speeds: dict[int, float] = {}
-    for size in sizes:
+    for size in sorted({min(size, len(requests)) for size in sizes}):
         lm.batch_size_per_gpu = size
         try:
-            seconds, _ = timed(lm, requests)
+            seconds, _ = timed(lm, requests[:size])
         except Exception as error:  # mostly for want of memory, of which larger ones need more
             if not speeds:
                 raise
             print(f"hf, batches of {size}: {type(error).__name__}")
             break
-        speeds[size] = len(requests) / seconds
+        speeds[size] = size / seconds
+        if speeds[size] * _SLOWER < max(speeds.values()):
+            break
     return max(speeds, key=speeds.__getitem__), speeds
 
 
@@ -130,7 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = asked.dtype or ("float32" if device == "cpu" else "bfloat16")
     logging.disable(logging.WARNING)
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     given = {"device": device, "dtype": dtype, "softmax_dtype": "float32"}
     theirs = HFLM(pretrained=asked.model, **given)
     ours = BatchLM(theirs.model, tokenizer=theirs.tokenizer)
@@ -145,10 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"({kind}) to each; about {context:,.0f} tokens a question with {shared} {asked.shots} examples before it\n",
         flush=True,
     )
-    few = part[: max(max(asked.batch_sizes), asked.choices)]
+    few = part[: asked.choices]
     timed(ours, few)
     mine, my_answers = _measured("hf-batchllm", ours, requests, asked.runs)
-    size, speeds = best_batch_size(theirs, few, asked.batch_sizes)
+    timed(theirs, few[:1])
+    size, speeds = best_batch_size(theirs, part, asked.batch_sizes)
     theirs.batch_size_per_gpu = size
     name = f"hf, batches of {size}"
     other, their_answers = _measured(name, theirs, part, asked.rival_runs or asked.runs)

@@ -59,7 +59,7 @@ class Settings:
             kwargs["max_new_tokens"] = getattr(inner.generation_config, "max_new_tokens", None) or new_tokens
         if "" in until:  # which is found in whatever comes first
             kwargs["max_new_tokens"] = 1
-        config = GenerationConfig(pad_token_id=lm.tokenizer.pad_token_id, **kwargs)
+        config = GenerationConfig(**{"pad_token_id": lm.tokenizer.pad_token_id, **kwargs})
         eos_ids = config.eos_token_id if config.eos_token_id is not None else inner.generation_config.eos_token_id
         ends = frozenset([] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else eos_ids)
         strings = [each for each in until if each and (each != eos or lm.eot_token_id not in ends)]

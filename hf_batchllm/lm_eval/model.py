@@ -44,7 +44,8 @@ class BatchLM(HFLM):
     ``logits_cache`` have no effect. Beside them, the fields of a BatchConfig (``kv_memory=20GiB``), or one as
     ``batch_config``. ``backend`` is the harness's if it says a kind of model, else BatchConfig's.
 
-    Log-probabilities are computed in float32, as ``hf`` does with ``softmax_dtype=float32``.
+    Log-probabilities are computed in float32, as ``hf`` does with ``softmax_dtype=float32``. With ``num_beams``, a
+    string to stop at ends the beam that it is in; ``hf`` ends the search.
     """
 
     def __init__(self, pretrained: str | PreTrainedModel, **given: Any) -> None:
