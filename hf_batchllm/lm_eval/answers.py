@@ -1,0 +1,148 @@
+"""What ``generate_until`` is asked for, as the harness's ``hf`` model understands it; and all of it run at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from transformers import GenerationConfig
+from transformers.generation import StoppingCriteriaList
+
+from ..architecture import base_model
+from ..errors import OptionValueError, UnsupportedOptionError
+from ..generator import BatchGenerator
+from ..option_checks import unknown_option
+
+if TYPE_CHECKING:
+    from .model import BatchLM
+
+_FIELDS = frozenset(vars(GenerationConfig()))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of many requests, as a rule."""
+
+    config: GenerationConfig  # without strings to stop at
+    until: list[str]
+    strings: list[str]  # of these, what the engine has to look for
+    ends: frozenset[int]  # tokens that end an answer, whatever comes of the strings
+    room: int  # for a context
+
+    @classmethod
+    def of(cls, lm: BatchLM, gen_kwargs: dict[str, Any]) -> Settings:
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
+        eos = None if lm.eot_token_id is None else lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
+        until = handle_stop_sequences(kwargs.pop("until"), eos=eos)
+        new_tokens = kwargs.pop("max_gen_toks")
+        room = lm.max_length - new_tokens
+        if room <= 0:
+            why = f"is {new_tokens:,}, and max_length {lm.max_length:,}: there is no room for a context"
+            raise OptionValueError("max_gen_toks", why)
+        if not kwargs["do_sample"] and kwargs.get("temperature", 0.0) == 0.0:
+            kwargs.pop("temperature", None)
+        else:
+            kwargs.setdefault("temperature", 0.0)
+        inner = base_model(lm.model)
+        for name in kwargs:
+            if name not in _FIELDS:
+                raise unknown_option(name, inner)
+        if (kwargs.get("num_return_sequences") or 1) > 1:
+            raise UnsupportedOptionError("num_return_sequences", "is not 1: use the `repeats` of a task")
+        if kwargs.get("max_length") is None:
+            # With a model that has a length of its own, that one goes before what `hf` asks for.
+            kwargs["max_new_tokens"] = getattr(inner.generation_config, "max_new_tokens", None) or new_tokens
+        if "" in until:  # which is found in whatever comes first
+            kwargs["max_new_tokens"] = 1
+        config = GenerationConfig(**{"pad_token_id": lm.tokenizer.pad_token_id, **kwargs})
+        eos_ids = config.eos_token_id if config.eos_token_id is not None else inner.generation_config.eos_token_id
+        ends = frozenset([] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else eos_ids)
+        strings = [each for each in until if each and (each != eos or lm.eot_token_id not in ends)]
+        return cls(config, until, strings, ends, room)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request."""
+
+    lm: BatchLM
+    ids: list[int]
+    settings: Settings
+
+    @classmethod
+    def of(cls, lm: BatchLM, context: str, settings: Settings) -> Asked:
+        ids, _ = lm.tok_batch_encode([context], left_truncate_len=settings.room, truncation=lm.truncation)
+        return cls(lm, ids[0].tolist(), settings)
+
+    def criteria(self, prompt_tokens: int) -> StoppingCriteriaList:
+        """Those of ``hf``, for this request alone."""
+        return stop_sequences_criteria(self.lm.tokenizer, self.settings.until, prompt_tokens, 1)
+
+    def ended_by_its_context(self, token_ids: list[int]) -> bool:
+        """Whether a string was found that begins in the context, where ``hf`` does not look.
+
+        ``token_ids``: an answer that was ended by a token or a string.
+        """
+        if token_ids[-1] in self.settings.ends:
+            return False
+        return not bool(self.criteria(0)(torch.tensor([token_ids]), None).all())  # type: ignore[arg-type]
+
+    def text(self, token_ids: list[int]) -> str:
+        end = self.lm.think_end_token
+        of_a_token = isinstance(end, int)
+        if of_a_token and end in token_ids:
+            token_ids = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
+        text = self.lm.tok_decode(token_ids)
+        if of_a_token:
+            text = text.lstrip()
+        return postprocess_generated_text(text, self.settings.until, None if of_a_token else end)
+
+
+def all_asked(lm: BatchLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Asked]:
+    """For each context with what is wanted of it."""
+    known: dict[str, Settings] = {}
+    asked: list[Asked] = []
+    for context, gen_kwargs in requests:
+        key = repr(gen_kwargs)
+        if key not in known:
+            known[key] = Settings.of(lm, gen_kwargs)
+        asked.append(Asked.of(lm, context, known[key]))
+    return asked
+
+
+def answers(generator: BatchGenerator, asked: Sequence[Asked], progress: bool) -> Iterator[tuple[int, list[int]]]:
+    """The place of each request and the tokens of its answer, as they finish.
+
+    The engine's strings are quick, and may begin in the prompt. Where that ended an answer it is computed once more,
+    with the harness's own criteria, which are asked for each token.
+    """
+    again: list[int] = []
+    configs = [_stopping_at(each.settings) for each in asked]
+    for each in generator.stream([each.ids for each in asked], configs, progress=progress):
+        if each.finish_reason == "stop" and asked[each.index].ended_by_its_context(each.token_ids):
+            again.append(each.index)
+        else:
+            yield each.index, each.token_ids
+    if not again:
+        return
+    some = [asked[place] for place in again]
+
+    def criteria(index: int, prompt_token_ids: list[int]) -> list[Any]:
+        return list(some[index].criteria(len(prompt_token_ids)))
+
+    configs = [each.settings.config for each in some]
+    for each in generator.stream([each.ids for each in some], configs, stopping_criteria=criteria, progress=progress):
+        yield again[each.index], each.token_ids
+
+
+def _stopping_at(settings: Settings) -> GenerationConfig:
+    if not settings.strings:
+        return settings.config
+    config = copy.copy(settings.config)
+    config.stop_strings = settings.strings
+    return config

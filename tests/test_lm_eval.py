@@ -1,0 +1,518 @@
+"""The evaluation harness gives the same numbers and texts with ``hf-batchllm`` as with its own ``hf`` model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eval_models import EOS, TASKS, THINK, TURN, asked, eval_model, eval_tokenizer, instances, pair
+from families import REFUSED
+from lm_eval import simple_evaluate
+from lm_eval import tasks as harness_tasks
+from lm_eval.api.registry import get_model
+from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from hf_batchllm import BatchConfig, ConfigError, PromptError, UnsupportedModelError, UnsupportedOptionError
+from hf_batchllm.bench.harness import main as bench
+from hf_batchllm.generator import BatchGenerator
+from hf_batchllm.lm_eval import NAME, BatchLM, main
+from hf_batchllm.lm_eval.command import with_our_model
+
+pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ["hb_choices", "hb_endings", "hb_pages", "hb_words"]
+EXAMPLES = "The dog sat on the mat, and the cat sat on the dog.\nBees make honey. Dogs bark.\n日本の首都は東京\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it asks other programs for seconds
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    yield
+    logging.disable(before)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which methods of a generator run, one after the other."""
+    made: list[str] = []
+    for name in ("score", "stream", "generate"):
+        inner = getattr(BatchGenerator, name)
+
+        def noted(self: Any, *given: Any, _inner: Any = inner, _name: str = name, **more: Any) -> Any:
+            made.append(_name)
+            return _inner(self, *given, **more)
+
+        monkeypatch.setattr(BatchGenerator, name, noted)
+    return made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    eval_model().save_pretrained(folder)
+    eval_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def task_manager() -> Any:
+    return harness_tasks.TaskManager(include_path=TASKS, include_defaults=False)
+
+
+def assert_close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], rel=1e-6, abs=1e-4)
+
+
+# -- whole evaluations -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_length", [300, 48])
+def test_an_evaluation_gives_what_it_gives_with_hf(saved: Path, max_length: int, calls: list[str]) -> None:
+    arguments = f"pretrained={saved},dtype=float32,max_length={max_length}"
+    results = [
+        simple_evaluate(
+            model=name, model_args=f"{arguments}{more}", tasks=NAMES, device="cpu", task_manager=task_manager(),
+            bootstrap_iters=0, batch_size=1,
+        )
+        for name, more in (("hf", ""), (NAME, ",kv_memory=4MiB,page_size=8,backend=torch"))
+    ]  # fmt: skip
+    theirs, ours = results
+    assert sorted(calls) == ["score", "score", "stream"]  # one for each kind of request, whatever the tasks
+    for task in NAMES:
+        expected = {name: value for name, value in theirs["results"][task].items() if isinstance(value, float)}
+        assert len(expected) >= 1
+        found = {name: ours["results"][task][name] for name in expected}
+        assert found == pytest.approx(expected, rel=1e-5)
+        for sample, other in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            assert sample["doc"] == other["doc"]
+            flat, other_flat = ([each for some in one["resps"] for each in some] for one in (sample, other))
+            if task == "hb_words":
+                assert flat == other_flat
+            elif task == "hb_pages":
+                assert flat == pytest.approx(other_flat, rel=1e-5)
+            else:
+                assert_close(flat, other_flat)
+    texts = [each for sample in ours["samples"]["hb_words"] for some in sample["resps"] for each in some]
+    assert len(set(texts)) > 1
+
+
+def test_its_own_command_line(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, calls: list[str]) -> None:
+    quick = functools.partial(harness_tasks.TaskManager, include_defaults=False)  # there are thousands
+    monkeypatch.setattr(harness_tasks, "TaskManager", quick)
+    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
+    monkeypatch.setattr(sys, "argv", before := ["pytest"])
+    arguments = (
+        f"--tasks hb_choices --include_path {TASKS} --limit 2 --model_args pretrained={saved} max_batch_tokens=64"
+    )
+    assert main([*arguments.split(), "--device", "cpu", "--batch_size", "auto"]) == 0
+    assert sys.argv is before
+    assert calls == ["score"]
+    shown = capsys.readouterr().out
+    assert shown.startswith(NAME)
+    assert "|hb_choices|" in shown
+    assert (
+        main(["--model_args", "pretrained=x,kv_memory=much", "--tasks", "hb_choices", "--include_path", str(TASKS)])
+        == 1
+    )
+    assert "kv_memory" in capsys.readouterr().err
+
+
+def test_the_model_runs_if_none_is_named() -> None:
+    ours = ["--model", NAME]
+    assert with_our_model(["--tasks", "x"]) == ["--tasks", "x", *ours]
+    assert with_our_model(["run", "--tasks", "x"]) == ["run", "--tasks", "x", *ours]
+    for given in (["ls", "tasks"], ["--model=hf", "-t", "x"], ["-M", "hf"], ["--config", "x.yaml"], ["--help"], []):
+        assert with_our_model(given) == given
+
+
+# -- likelihoods -----------------------------------------------------------------------------------------------
+
+PAIRS = [
+    *[(f"{EXAMPLES}What sat on the mat?", answer) for answer in (" The dog", " the cat", " the", " bees")],
+    *[(f"{EXAMPLES}What is it? ", answer) for answer in ("honey", " honey", "b", "東京", "🏔️")],
+    *[(f"{EXAMPLES}Dogs", answer) for answer in (" b", " m", " bark", " bark. Cats")],  # a token, or several
+    *[("", answer) for answer in ("The", " dog", "<bos>The")],
+    *[("<bos>the dog", " sat"), ("the", "<eos>"), ("x \n ", "y"), ("x", " ")],
+    *[("the dog " * 90, answer) for answer in ("sat", "sat on the mat", "and the cat " * 6)],  # too long by far
+    *[("the dog", " sat")] * 2,
+]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"bos": False},
+        {"max_length": 40},
+        {"max_length": 27, "logits_cache": False, "bos": False},
+        {"add_bos_token": False},
+        {"prefix_token_id": TURN},
+        {"bos": False, "add_bos_token": True, "max_length": 60},
+    ],
+    ids=str,
+)
+def test_log_likelihoods(given: dict[str, Any]) -> None:
+    theirs, ours = pair(**given)
+    found = asked(ours, "loglikelihood", PAIRS)
+    assert_close(found, asked(theirs, "loglikelihood", PAIRS))
+    assert len({round(each, 3) for each, _ in found}) > 15
+
+
+def test_greedy_answers_are_told() -> None:
+    theirs, ours = pair(bos=False)
+    tokenizer = eval_tokenizer(bos=False)
+    context = "the dog sat on"
+    ids = tokenizer(context, return_tensors="pt").input_ids
+    likeliest = eval_model().generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :].tolist()
+    other = [likeliest[0], (likeliest[1] + 1) % 300 + 50, likeliest[2]]
+    requests = [(None, ids[0].tolist(), each) for each in (likeliest, likeliest[:1], other, other[:2])]
+    expected = theirs._loglikelihood_tokens(requests, disable_tqdm=True)
+    found = ours._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [greedy for _, greedy in found] == [True, True, False, False]
+    assert_close(found, expected)
+
+
+def test_one_text_that_is_split_in_two_ways() -> None:
+    """``hf`` without its cache of logits: with it, the shorter one of the two gets the number of other tokens."""
+    theirs, ours = pair(logits_cache=False)
+    requests = [("the dog sat", " on the mat"), ("the dog sat on the", " mat"), ("the dog sat on", " the cat")]
+    assert_close(asked(ours, "loglikelihood", requests), asked(theirs, "loglikelihood", requests))
+
+
+@pytest.mark.parametrize("max_length", [300, 32, 5])
+def test_texts_are_rolled_through_as_windows(max_length: int, calls: list[str]) -> None:
+    theirs, ours = pair(max_length=max_length, batch_size=3)
+    texts = [(EXAMPLES * 3,), ("",), ("x",), (EXAMPLES,), ("the dog",), ("<bos>the dog",)]
+    found = asked(ours, "loglikelihood_rolling", texts)
+    assert calls == ["score"]
+    assert found == pytest.approx(asked(theirs, "loglikelihood_rolling", texts), rel=1e-5)
+
+
+def test_ranks_of_a_data_parallel_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    theirs, ours = pair(max_length=32)
+    texts = [(EXAMPLES,), ("the dog sat",)]
+    expected = asked(theirs, "loglikelihood_rolling", texts)
+    ours._rank, ours._world_size = 1, 2
+    windows: list[int] = []
+
+    def all_gather(count: torch.Tensor) -> torch.Tensor:
+        windows.append(int(count))
+        return torch.tensor([int(count) + 3, int(count)])  # the other one has more
+
+    monkeypatch.setattr(ours, "all_gather", all_gather)
+    assert ours.loglikelihood_rolling(instances("loglikelihood_rolling", texts)) == pytest.approx(expected, rel=1e-5)
+    assert windows
+    capsys.readouterr()
+    ours.loglikelihood(instances("loglikelihood", PAIRS[:3]))
+    ours.generate_until(instances("generate_until", [("the dog", {"max_gen_toks": 2})]))
+    assert "scores" not in (shown := capsys.readouterr().err)  # one bar is enough
+    assert "prompts" not in shown
+
+
+@pytest.mark.parametrize(
+    ("continuation", "why"),
+    [("", "makes no tokens"), ("s", "makes no tokens"), ("the dog " * 40, "a continuation of .* max_length is 20")],
+)
+def test_what_cannot_be_scored_is_named(continuation: str, why: str) -> None:
+    _, ours = pair(max_length=20)
+    with pytest.raises(PromptError, match=f"^request 1 .*{why}"):
+        asked(ours, "loglikelihood", [("a", "b"), ("dog", continuation)])
+
+
+# -- answers ---------------------------------------------------------------------------------------------------
+
+CONTEXTS = ["the dog sat", "One, two,", f"{EXAMPLES}Köln", "<bos>Bees", "東", EXAMPLES * 4, "the cat\n", "wet, and"]
+
+
+def settings(**given: Any) -> dict[str, Any]:
+    return {"max_gen_toks": 14, "do_sample": False, **given}
+
+
+def both(contexts: list[str], each: dict[str, Any], **given: Any) -> list[str]:
+    theirs, ours = pair(**given)
+    requests = [(context, dict(each)) for context in contexts]
+    found = asked(ours, "generate_until", requests)
+    assert found == asked(theirs, "generate_until", requests)
+    return found
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        settings(until=["\n"]),
+        settings(until="a"),
+        settings(until=["t", "e", "on", "  "]),
+        settings(until=[]),
+        settings(until=[""]),
+        settings(until=["<turn>", "NN"]),
+        {"max_new_tokens": 5},
+        {"max_tokens": 9, "temperature": 0.0},
+        settings(temperature=0.0, repetition_penalty=1.3, until=["c"]),
+        settings(temperature=0.7, until=["c"]),  # says that it is not used
+        settings(num_beams=2),
+        settings(eos_token_id=[EOS, 40, 41, 42, 43, 44, 45, 46, 47, 48]),
+    ],
+    ids=str,
+)
+def test_answers(each: dict[str, Any]) -> None:
+    found = both(CONTEXTS, each)
+    assert len(set(found)) > 2
+
+
+def test_a_length_that_counts_the_context() -> None:
+    found = both(["the dog sat", "the dog sat on the mat"], settings(max_length=14))
+    assert len(found[0]) > len(found[1])
+
+
+@pytest.mark.parametrize(("max_length", "truncation"), [(24, False), (60, False), (60, True)])
+def test_contexts_of_answers_are_cut_from_the_left(max_length: int, truncation: bool) -> None:
+    both(CONTEXTS, settings(until=["a"]), max_length=max_length, truncation=truncation)
+
+
+def test_settings_of_several_tasks_run_together(calls: list[str]) -> None:
+    theirs, ours = pair()
+    some = [settings(until=["a"]), settings(until=["N", "\n"], max_gen_toks=5), {"max_gen_toks": 3}]
+    requests = [(context, dict(some[place % 3])) for place, context in enumerate(CONTEXTS)]
+    assert asked(ours, "generate_until", requests) == asked(theirs, "generate_until", requests)
+    assert calls == ["stream"]
+
+
+def test_a_string_that_begins_in_the_context_ends_nothing(calls: list[str]) -> None:
+    """An answer is looked at by itself."""
+    _, ours = pair()
+    context = "the dog sat"
+    (text,) = asked(ours, "generate_until", [(context, settings())])
+    until = [f"t{text[0]}"]
+    assert until[0] not in text
+    calls.clear()
+    assert both([context, "Bees"], settings(until=until))[0] == text
+    assert calls == ["stream", "stream"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"max_new_tokens": 6}, {"repetition_penalty": 1.5}, {"do_sample": True, "temperature": 0.5}, {"max_length": 9}],
+)
+def test_what_the_model_has_set_for_itself_counts(own: dict[str, Any]) -> None:
+    model = eval_model()
+    before = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=EOS, **own)
+    try:
+        both(CONTEXTS[:4], settings(until=["c"]))
+    finally:
+        model.generation_config = before
+
+
+def test_thoughts_are_cut_off() -> None:
+    model, tokenizer = eval_model(), eval_tokenizer()
+    ids = tokenizer("the dog sat", return_tensors="pt").input_ids
+    new = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    end = new[3]
+    whole = both(["the dog sat"], settings(max_gen_toks=8, until=[]))[0]
+    for think_end_token in (end, str(end), tokenizer.decode([end])):
+        (text,) = both(["the dog sat"], settings(max_gen_toks=8, until=[]), think_end_token=think_end_token)
+        assert text != whole
+        assert whole.endswith(text)
+    with pytest.raises(ValueError, match="think_end_token is required"):
+        pair(enable_thinking=True)
+    _, ours = pair(enable_thinking=True, think_end_token=THINK)
+    with pytest.raises(ValueError, match="not compatible with loglikelihood"):
+        asked(ours, "loglikelihood", [("a", "b")])
+
+
+def test_samples_differ_and_repeat_with_the_seed_of_torch() -> None:
+    _, ours = pair()
+    requests = [("the dog sat", settings(do_sample=True, temperature=1.5, max_gen_toks=8))] * 4
+    torch.manual_seed(3)
+    first = asked(ours, "generate_until", requests)
+    assert len(set(first)) > 1
+    torch.manual_seed(3)
+    assert asked(ours, "generate_until", requests) == first
+
+
+@pytest.mark.parametrize(
+    ("each", "error", "why"),
+    [
+        (settings(stop=["a"]), UnsupportedOptionError, "`stop` "),
+        (settings(temprature=1.0), UnsupportedOptionError, "temperature"),
+        (settings(num_return_sequences=2, num_beams=2), UnsupportedOptionError, "repeats"),
+        (settings(max_gen_toks=300), UnsupportedOptionError, "`max_gen_toks` is 300"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_named(each: dict[str, Any], error: type[Exception], why: str) -> None:
+    _, ours = pair()
+    with pytest.raises(error, match=why):
+        asked(ours, "generate_until", [("the dog", each)])
+
+
+# -- what is kept of the harness -------------------------------------------------------------------------------
+
+
+def test_answers_are_kept_in_the_cache_of_the_harness(tmp_path: Path, calls: list[str]) -> None:
+    lm = pair()[1]
+    seen = []
+    for _ in range(2):
+        result = simple_evaluate(
+            model=lm, tasks=NAMES, task_manager=task_manager(), use_cache=str(tmp_path / "cache"), bootstrap_iters=0
+        )
+        seen.append((result["results"], len(calls)))
+    assert seen[0] == seen[1]
+    assert len(calls) == 3
+
+
+def test_what_had_finished_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair(ours={"max_batch_tokens": 32, "min_shared_tokens": 8})
+    kept: list[Any] = []
+    monkeypatch.setattr(ours.cache_hook, "add_partial", lambda kind, asked, answer: kept.append((kind, asked, answer)))
+    forward, runs = eval_model().forward, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(1)
+        if len(runs) == 6:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    requests = [(f"{each} dog sat on the mat, and the {each}", " cat") for each in range(40)]
+    monkeypatch.setattr(eval_model(), "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asked(ours, "loglikelihood", requests)
+    monkeypatch.undo()
+    assert 0 < len(kept) < 40
+    expected = asked(pair()[1], "loglikelihood", requests)
+    for kind, request, answer in kept:
+        assert kind == "loglikelihood"
+        assert_close([answer], [expected[requests.index(request)]])
+
+
+def test_chats_go_through_the_template() -> None:
+    lm = pair()[1]
+    lm.tokenizer.chat_template = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
+    try:
+        results = [
+            simple_evaluate(
+                model=each,
+                tasks=["hb_choices"],
+                task_manager=task_manager(),
+                apply_chat_template=True,
+                bootstrap_iters=0,
+            )["results"]["hb_choices"]
+            for each in pair()
+        ]
+    finally:
+        lm.tokenizer.chat_template = None
+    assert results[0] == results[1]
+
+
+def test_a_model_with_an_adapter(tmp_path: Path, saved: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    model = type(eval_model()).from_pretrained(saved)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    given = {"pretrained": str(saved), "peft": str(tmp_path), "device": "cpu", "dtype": "float32"}
+    theirs, ours = pair(**given)
+    found = asked(ours, "loglikelihood", PAIRS[:6])
+    assert_close(found, asked(theirs, "loglikelihood", PAIRS[:6]))
+    assert [each for each, _ in found] != pytest.approx(
+        [each for each, _ in asked(pair()[1], "loglikelihood", PAIRS[:6])]
+    )
+
+
+def test_mixed_precision() -> None:
+    theirs, ours = pair(mixed_precision_dtype="bfloat16", softmax_dtype="float32")
+    expected = asked(theirs, "loglikelihood", PAIRS[:6])
+    found = asked(ours, "loglikelihood", PAIRS[:6])
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], rel=0.05)
+    assert [each for each, _ in found] != [each for each, _ in asked(pair()[1], "loglikelihood", PAIRS[:6])]
+
+
+def test_it_is_made_with_the_fields_of_a_config(caplog: pytest.LogCaptureFixture) -> None:
+    _, ours = pair(backend="causal", ours={"kv_memory": "3MiB", "keep_prefixes": 2})
+    assert ours.generator.config == BatchConfig(kv_memory="3MiB", keep_prefixes=2)
+    lm = BatchLM(
+        pretrained=eval_model(), tokenizer=eval_tokenizer(), backend="torch", batch_config=BatchConfig(page_size=8)
+    )
+    assert lm.generator.config == BatchConfig(page_size=8, backend="torch")
+    caplog.clear()
+    pair(batch_size="auto:4")
+    assert any("batch_size has no effect" in each.message for each in caplog.records)
+    lm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        asked(lm, "loglikelihood", PAIRS[:1])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "why"),
+    [
+        ({"kv_memry": 5}, ConfigError, "did you mean `kv_memory`"),
+        ({"page_size": 0}, ConfigError, "page_size"),
+        ({"softmax_dtype": "float64"}, ConfigError, "softmax_dtype"),
+        ({"tp_plan": "auto"}, UnsupportedModelError, "tp_plan"),
+        ({"backend": "seq2seq"}, UnsupportedModelError, "encoder-decoder"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(given: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        BatchLM(pretrained=eval_model(), tokenizer=eval_tokenizer(), **given)
+
+
+def test_an_encoder_decoder_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^t5 is an encoder-decoder"):
+        BatchLM(pretrained=REFUSED["t5"](), tokenizer=eval_tokenizer())
+
+
+def test_the_bench_runs(saved: Path, capsys: Any) -> None:
+    verbosity = transformers_logging.get_verbosity()
+    small = "--questions 3 --shots 1 --choices 2 --runs 1 --batch-sizes 1,2 --device cpu --dtype float32"
+    try:
+        for more in ([], ["--letters", "--sampler", "default", "--rival-questions", "2"]):
+            assert bench(["--model", str(saved), *small.split(), *more]) == 0
+            shown = capsys.readouterr().out
+            assert "hf, batches of " in shown
+            assert "is_greedy differs in 0 of" in shown
+            apart = float(re.search(r"differ by (\S+) at most", shown)[1])
+            assert apart < 1e-4
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+# -- how the harness knows it ----------------------------------------------------------------------------------
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_an_import_makes_it_known_and_loads_nothing() -> None:
+    assert get_model(NAME) is BatchLM
+    run(
+        "import sys, hf_batchllm.lm_eval\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "from lm_eval.api.registry import model_registry\n"
+        "assert {'hf-batchllm', 'hf', 'vllm'} <= set(model_registry)\n"
+    )
+
+
+def test_without_the_harness_it_says_what_to_install() -> None:
+    run(
+        "import sys\n"
+        "sys.modules['lm_eval'] = None\n"
+        "try:\n    import hf_batchllm.lm_eval\n"
+        "except ModuleNotFoundError as error:\n    assert 'hf-batchllm[lm-eval]' in str(error), error\n"
+        "else:\n    raise AssertionError\n"
+    )
