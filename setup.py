@@ -42,5 +42,6 @@ class BuildWithStartup(build_py):
 setup(
     packages=[name for package, folder in FOLDERS.items() for name in tree(package, folder)],
     package_dir=FOLDERS,
+    include_package_data=False,  # what is installed beside the packages need not lie in them, too
     cmdclass={"build_py": BuildWithStartup},
 )
