@@ -56,7 +56,7 @@ CASES = [  # the last column is a person's verdict
     ("When do you open on Saturday?", "Read the sign on the door, if you can read.", "bad"),
 ]
 PROMPTS = [f"{SHOWN}Customer: {question}\nReply: {reply}\n" for question, reply, _ in CASES]
-SAMPLES = 6  # of each case
+SAMPLES, SEEDS = 5, (1, 2)
 VERDICTS = [" good", " bad"]
 
 
@@ -74,7 +74,7 @@ def judge(gen: BatchGenerator, prompts: list[str], blank_line: int, seed: int) -
         do_sample=True,
         temperature=0.8,
         top_p=0.95,
-        max_new_tokens=24,
+        max_new_tokens=20,
         eos_token_id=blank_line,  # ends a case
         seed=seed,
     )
@@ -85,7 +85,7 @@ def judge(gen: BatchGenerator, prompts: list[str], blank_line: int, seed: int) -
 def mean_likelihood(gen: BatchGenerator, samples: list[list[str]]) -> list[float]:
     """Of " good", over the reasons that were drawn for each case. What they begin with is computed once again."""
     reasons = [
-        f"{prompt}Reason:{text.splitlines()[0] if text else ''}\nVerdict:"
+        f"{prompt}Reason: {_reason(text)}\nVerdict:"
         for prompt, texts in zip(PROMPTS, samples, strict=True)
         for text in texts
     ]
@@ -98,34 +98,35 @@ def main() -> None:
     blank_line = tokenizer.convert_tokens_to_ids("\n\n")
     with BatchGenerator(model, tokenizer, keep_prefixes=16) as gen:
         at_once = likelihood_of_good(gen, [f"{prompt}Verdict:" for prompt in PROMPTS])
-        ways: list[dict[str, list[bool]]] = []  # for each seed: is the reply good?
-        for seed in (1, 2):
-            samples = judge(gen, PROMPTS, blank_line, seed)
-            report = gen.last_report
-            drawn = [[_verdict(text) for text in texts] for texts in samples]
-            votes = [(row.count("good"), row.count("bad")) for row in drawn]
-            means = mean_likelihood(gen, samples)
-            ways.append(
-                {
-                    "at once": [value > 0.5 for value in at_once],
-                    "one sample": [row[0] == "good" for row in drawn],
-                    "majority": [good > bad for good, bad in votes],
-                    "mean": [value > 0.5 for value in means],
-                }
-            )
-            print(f"\nSeed {seed}: {SAMPLES} samples of each of {len(CASES)} cases\n\n  votes  mean  a person says")
-            for (good, bad), mean, (_, reply, verdict), texts in zip(votes, means, CASES, samples, strict=True):
-                print(f"  {good} : {bad}  {mean:.2f}  {verdict:<5}{reply}")
-                print(f"                     {texts[0].strip().splitlines()[0] if texts[0].strip() else ''}")
-        again = judge(gen, PROMPTS[:2], blank_line, seed=2)
+        drawn, good = {}, {}  # for each seed: the samples; and for each way whether the replies are good
+        for seed in SEEDS:
+            drawn[seed] = judge(gen, PROMPTS, blank_line, seed)
+            verdicts = [[_verdict(text) for text in texts] for texts in drawn[seed]]
+            votes = [(row.count("good"), row.count("bad")) for row in verdicts]
+            report, means = gen.last_report, mean_likelihood(gen, drawn[seed])
+            good[seed] = {
+                "at once": [value > 0.5 for value in at_once],
+                "one sample": [row[0] == "good" for row in verdicts],
+                "majority": [yes > no for yes, no in votes],
+                "mean": [value > 0.5 for value in means],
+            }
+        again = judge(gen, PROMPTS[:1], blank_line, seed)
 
-    right = [verdict == "good" for *_, verdict in CASES]
-    print(f"\n  {'of ' + str(len(CASES)):<14}right, seed 1   right, seed 2   the same for both seeds")
-    for way in ways[0]:
-        first, second = ways[0][way], ways[1][way]
-        print(f"  {way:<14}{_same(first, right):>13}{_same(second, right):>16}{_same(first, second):>26}")
-    print(f"\nseed 2 once more, for two of the cases: {'the same' if again == samples[:2] else 'OTHER'} samples")
-    print(f"\nThe call for seed 2\n{report}")
+    print(f"\nThe call for seed {seed}\n{report}\n\n  votes  mean   a person says")
+    for (yes, no), mean, (_, reply, verdict), texts in zip(votes, means, CASES, drawn[seed], strict=True):
+        print(f"  {yes} : {no}  {mean:.2f}   {verdict:<5}{reply}\n{'':16}-- {_reason(texts[0])}")
+
+    right, (first, second) = [verdict == "good" for *_, verdict in CASES], good.values()
+    print(f"\n  of {len(CASES)} cases    right, seed {SEEDS[0]}   right, seed {SEEDS[1]}   the same for both seeds")
+    for way in first:
+        counts = _same(first[way], right), _same(second[way], right), _same(first[way], second[way])
+        print(f"  {way:<13}{counts[0]:>13}{counts[1]:>16}{counts[2]:>26}")
+    same = "the same" if again == drawn[seed][:1] else "OTHER"
+    print(f"\nSeed {seed} again, for the first case alone: {same} samples")
+
+
+def _reason(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _verdict(text: str) -> str | None:

@@ -90,8 +90,8 @@ def main() -> None:
         print("\nThe plan, which runs no model: what would sharing save?")
         for layout in (question_first, page_first):
             plan = gen.plan([layout(question, beginning) for question, beginning, _ in QUESTIONS])
-            print(f"  {layout.__name__:<16}{plan.computed_tokens:6,} of {plan.total_tokens:,} tokens to compute", end="")
-            print(f" ({plan.saving:.0%} saved)")
+            share = f"{plan.computed_tokens:6,} of {plan.total_tokens:,} tokens to compute ({plan.saving:.0%} saved)"
+            print(f"  {layout.__name__:<16}{share}")
 
         ends = tokenizer.convert_tokens_to_ids([".", "\n", "\n\n"])  # an answer is a sentence
         options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": ends}

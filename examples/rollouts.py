@@ -2,16 +2,16 @@
 
     python examples/rollouts.py     # the model needs the extra `demo`; a minute on one CPU core
 
-The reward is the share of different words that begin with an s, and the update is GRPO's: the samples of a prompt are
-compared with each other. Nothing is copied to a serving engine and back: the optimizer changes the weights in place,
+The reward is the share of words that begin with an s, and the update is GRPO's: the samples of a prompt are compared
+with each other. Nothing is copied to a serving engine and back: the optimizer changes the weights in place,
 and the next call runs with them. ``keep_prefixes`` keeps the prompts from call to call *while the weights stay*: each
 step proves that none is used that older weights computed.
 
-    cached    prompt tokens that a call found in the cache: none right after an update, nearly all in a second call
-    ratio     how far the likelihood that a rollout's token had when it was drawn is from what the model that is trained
-              says of it, in the largest case; anything but 0 would be rollouts of another model
-    greedy    whether the tokens are those of model.generate with the new weights
-    stale     how far log-probabilities of the next token would be off with a prefix from before the update
+    cached    prompt tokens that a call found in the cache: none in the first call after an update ...
+    ratio     ... whose tokens have the likelihood that the model in training gives them: how far off they are at most
+    cached    in a second call, greedy, with the same weights: what the first one left there
+    tokens    whether that call's tokens are those of model.generate
+    stale     how far the next token's log-probabilities would be off after a prefix computed before the update
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from transformers import DynamicCache
 from hf_batchllm import BatchGenerator, BatchResult
 
 DIARY = """\
-The captain kept a diary. Every evening, when the ship lay at anchor and the crew had gone to sleep, she lit the lamp \
-and wrote a few lines about the day, about the wind and the water.
+The captain kept a diary. Every evening, when the crew had gone to sleep, she lit the lamp and wrote a few lines about \
+the day, the wind and the water.
 
 """
 PROMPTS = [f"{DIARY}Monday. We saw", f"{DIARY}Friday. At noon"]
-SAMPLES, NEW_TOKENS, UPDATES, LEARNING_RATE, CLIP = 8, 8, 4, 1e-4, 0.2
+SAMPLES, NEW_TOKENS, UPDATES = 6, 8, 3
+LEARNING_RATE, CLIP = 1e-4, 0.2
 TRAINED_LAYERS = 6  # the last ones, as this is a CPU
 
 
 def reward(text: str | None) -> float:
     words = re.findall(r"[a-z]+", (text or "").lower())
-    return len({word for word in words if word.startswith("s")}) / max(len(words), NEW_TOKENS // 2)
+    return sum(word.startswith("s") for word in words) / max(len(words), 1)
 
 
 def loss_of(model: torch.nn.Module, group: BatchResult, advantages: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -45,7 +46,7 @@ def loss_of(model: torch.nn.Module, group: BatchResult, advantages: torch.Tensor
     chosen = ids[:, -NEW_TOKENS:, None]
     logits = model(ids, logits_to_keep=NEW_TOKENS + 1).logits[:, :-1]  # [samples, new tokens, vocabulary]
     now = logits.log_softmax(dim=-1).gather(2, chosen).squeeze(2)
-    drawn = torch.tensor([[each[token] for each, token in zip(g.logprobs, g.token_ids)] for g in group])
+    drawn = torch.tensor([[each[token] for each, token in zip(g.logprobs, g.token_ids, strict=True)] for g in group])
     ratio = (now - drawn).exp()  # [samples, new tokens]
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     loss = -torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None]).mean()
@@ -53,14 +54,15 @@ def loss_of(model: torch.nn.Module, group: BatchResult, advantages: torch.Tensor
 
 
 @torch.no_grad()
-def remembered(model: torch.nn.Module, ids: torch.Tensor) -> DynamicCache:
-    """Keys and values of a prompt but for its last token, as the weights are now."""
+def keys_and_values(model: torch.nn.Module, ids: torch.Tensor) -> DynamicCache:
+    """Of a prompt but for its last token, as the weights are now."""
     return model(ids[:, :-1], past_key_values=DynamicCache(config=model.config), logits_to_keep=1).past_key_values
 
 
-def greedy(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache | None = None) -> list[int]:
-    output = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=NEW_TOKENS)
-    return output[0, ids.shape[1] :].tolist()
+@torch.no_grad()
+def next_logprobs(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache | None = None) -> torch.Tensor:
+    """Of the token after the prompt: [vocabulary]. With a cache, only the prompt's last token is run."""
+    return model(ids if cache is None else ids[:, -1:], past_key_values=cache).logits[0, -1].log_softmax(dim=-1)
 
 
 def main() -> None:
@@ -72,37 +74,36 @@ def main() -> None:
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
 
     # Samples of the model's own distribution, all of one length: nothing is cut off, and nothing ends early.
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": NEW_TOKENS}
-    sampling |= {"num_return_sequences": SAMPLES, "logprobs": 0}  # 0: of the drawn tokens alone
-    stale: DynamicCache | None = None
-    print(f"\\n{len(PROMPTS)} prompts, {SAMPLES} samples of each, {UPDATES} updates\\n")
-    print("  update  reward  cached   ratio  greedy   cached  stale    one of the samples")
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": SAMPLES}
+    length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    old: DynamicCache | None = None
+    print(f"\n{len(PROMPTS)} prompts, {SAMPLES} samples of each\n")
+    print("  updates   reward   cached    ratio    cached   tokens   stale    one of the samples")
     with BatchGenerator(model, tokenizer, keep_prefixes=8) as gen:
-        for update in range(UPDATES + 1):
-            rollouts = gen.generate(PROMPTS, max_new_tokens=NEW_TOKENS, seed=update, **sampling)
-            best = gen.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS, do_sample=False)  # the same weights once more
-            expected = greedy(model, ids)
+        for updates in range(UPDATES + 1):
+            rollouts = gen.generate(PROMPTS, seed=updates, logprobs=0, **sampling, **length)
+            best = gen.generate(PROMPTS[:1], do_sample=False, **length)  # the same weights once more
+            expected = model.generate(ids, do_sample=False, **length)[0, ids.shape[1] :].tolist()
             same = "same" if best[0].token_ids == expected else "OTHER"
-            would_be = "" if stale is None else "other" if greedy(model, ids, stale) != expected else "same"
+            stale = next_logprobs(model, ids, old or keys_and_values(model, ids)) - next_logprobs(model, ids)
+            old = keys_and_values(model, ids)
 
             rewards = torch.tensor([reward(text) for text in rollouts.texts]).view(len(PROMPTS), SAMPLES)
-            spread = rewards.std(dim=1, keepdim=True) + 1e-4
-            advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / spread
-            stale = remembered(model, ids)
+            advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
             ratio = 0.0
             for place, advantage in enumerate(advantages):  # a prompt at a time: logits are large
-                group = rollouts[place * SAMPLES : (place + 1) * SAMPLES]
-                loss, off = loss_of(model, group, advantage)
-                ratio = max(ratio, off)
-                if update < UPDATES:
+                with torch.set_grad_enabled(updates < UPDATES):
+                    loss, most = loss_of(model, rollouts[place * SAMPLES : (place + 1) * SAMPLES], advantage)
+                ratio = max(ratio, most)
+                if updates < UPDATES:
                     (loss / len(PROMPTS)).backward()
-            shown = " ".join((rollouts[0].text or "").split())
+            text = " ".join((rollouts[0].text or "").split())
             print(
-                f"  {update:<7}{rewards.mean():7.2f}{rollouts.report.cached_tokens:8}{ratio:9.0e}  {same:<7}"
-                f"{best.report.cached_tokens:8}  {would_be:<7}  ... {shown}",
+                f"  {updates:<7}{rewards.mean():9.2f}{rollouts.report.cached_tokens:9}{ratio:9.0e}"
+                f"{best.report.cached_tokens:10}   {same:<5}{stale.abs().max():9.2f}    ... {text}",
                 flush=True,
             )
-            if update < UPDATES:
+            if updates < UPDATES:
                 torch.nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
