@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import pytest
-from test_real_model import ROOT, _examples_module, loaded, small_model  # noqa: F401  (loaded is a fixture)
+from test_real_model import _examples_module, load_once, small_model
 
 pytestmark = [
     pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),
@@ -21,12 +21,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def run(
-    loaded: tuple[Any, Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the example of a name, with names of its module set anew: its output."""
+    loaded = load_once()
 
     def run(name: str, own_model: bool = False, **smaller: Any) -> str:
         monkeypatch.setattr(small_model, "load", lambda: copy.deepcopy(loaded) if own_model else loaded)
@@ -42,8 +39,8 @@ def run(
 
 
 def test_quickstart(run: Any) -> None:
-    """With two pages, and two answers of model.generate."""
-    printed = run("quickstart", MODULES=("copy", "cmd"), TOPICS=(), EVERY=11)
+    """With one page, and two answers of model.generate."""
+    printed = run("quickstart", MODULES=("copy",), TOPICS=(), SHOWN=(0, 5), EVERY=3, MAX_NEW_TOKENS=8)
     assert "same tokens   yes, for 2 of 2 prompts" in printed
     assert _percent(r"tokens saved .*\((\d+)%\)", printed) > 70
     assert printed.count("result[") == 2
