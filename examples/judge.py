@@ -52,8 +52,6 @@ CASES = [  # the last column is a person's verdict
     ("Can I pay by card?", "Our shop was founded in 1950.", "bad"),
     ("I was charged twice.", "Thank you for telling us. You will have your money back today.", "good"),
     ("I was charged twice.", "That is not our problem. Stop writing to us.", "bad"),
-    ("When do you open on Saturday?", "We open at nine, and we look forward to seeing you.", "good"),
-    ("When do you open on Saturday?", "Read the sign on the door, if you can read.", "bad"),
 ]
 PROMPTS = [f"{SHOWN}Customer: {question}\nReply: {reply}\n" for question, reply, _ in CASES]
 SAMPLES, SEEDS = 5, (1, 2)
@@ -74,7 +72,7 @@ def judge(gen: BatchGenerator, prompts: list[str], blank_line: int, seed: int) -
         do_sample=True,
         temperature=0.8,
         top_p=0.95,
-        max_new_tokens=20,
+        max_new_tokens=18,
         eos_token_id=blank_line,  # ends a case
         seed=seed,
     )

@@ -69,22 +69,22 @@ def test_classify(run: Any) -> None:
 def test_judge(run: Any) -> None:
     printed = run("judge")
     votes = re.findall(r"^  (\d) : (\d)  (0\.\d\d|1\.00)", printed, re.MULTILINE)
-    assert len(votes) == 8 and all(1 <= int(good) + int(bad) <= 5 for good, bad, _ in votes)
+    assert len(votes) == 6 and all(1 <= int(good) + int(bad) <= 5 for good, bad, _ in votes)
     table = {
         way: [int(count) for count in counts]
         for way, *counts in re.findall(r"^  (at once|majority|mean) +(\d) +(\d) +(\d)$", printed, re.MULTILINE)
     }
-    assert min(table["mean"][:2]) >= 5 and min(table["majority"][:2]) >= 5  # of 8, 4 by chance
+    assert sum(table["mean"][:2]) >= 8  # of 12, 6 by chance
     assert sum(table["mean"][:2]) > sum(table["at once"][:2])
     assert "for the first case alone: the same samples" in printed
 
 
 def test_rollouts(run: Any) -> None:
-    printed = run("rollouts", own_model=True, UPDATES=2)
+    printed = run("rollouts", own_model=True, UPDATES=2)  # the third one brings it to 1
     rows = re.findall(r"^  (\d) +([\d.]+) +(\d+) +(\S+) +(\d+) +(\w+) +([\d.]+) ", printed, re.MULTILINE)
     assert [row[0] for row in rows] == ["0", "1", "2"]
     rewards = [float(row[1]) for row in rows]
-    assert rewards[0] < 0.25 and rewards[2] > rewards[0] + 0.1
+    assert rewards[0] < 0.25 and rewards[2] > rewards[0] + 0.3
     for update, _, cached, ratio, cached_again, tokens, stale in rows:
         assert cached == "0" and int(cached_again) > 30
         assert float(ratio) < 1e-3 and tokens == "same"
