@@ -48,6 +48,7 @@ QUESTIONS = {  # and how the answer begins
 }
 
 MAX_NEW_TOKENS = 16
+SHOWN = 0, 10, 13, 43  # results that are printed
 EVERY = 7  # model.generate gets each 7th prompt: one about nearly every page, and no question too often
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     print(result.report)
 
     heading("Some of the results: they are in the order of the prompts")
-    show(result, (0, 10, 13, 43))
+    show(result, SHOWN)
 
     heading("The same with model.generate, one prompt at a time")
     compare(model, tokenizer, prompts, result, seconds)

@@ -249,9 +249,21 @@ def weights_fingerprint(model: nn.Module) -> object:
     """
     tensors = [*model.parameters(), *model.buffers()]
     # Writing through .data moves no version counter: what the weights add up to shows it.
-    sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
+    sums = [_added_up(tensor.detach()) for tensor in tensors]
     identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
     adapters = [
         [str(getattr(layer, name, None)) for name in ("merged_adapters", "scaling")] for layer in adapted_layers(model)
     ]
-    return identity, torch.stack(sums).tolist(), adapters, autocast_dtype(tensors[0].device)
+    kinds = [[each for each in sums if each.dtype == kind] for kind in (torch.int64, torch.float64)]
+    totals = [torch.stack(each).tolist() for each in kinds if each]
+    return identity, totals, adapters, autocast_dtype(tensors[0].device)
+
+
+def _added_up(tensor: torch.Tensor) -> torch.Tensor:
+    """On a CPU the bits, as whole numbers: a tenth of the time of float64, and no change is too small to show."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if plain and tensor.is_contiguous():
+        size = tensor.element_size()
+        if tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
+            return tensor.view(-1).view(torch.int64).sum()
+    return tensor.sum(dtype=torch.float64)

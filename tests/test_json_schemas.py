@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from test_real_model import _examples_module, load_once, small_model
 
 pytest.importorskip("llguidance", reason="needs the extra `json`")
-
-
-def _module(name: str) -> Any:
-    # By its path: an installed package may be called `examples` too.
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-small_model = _module("small_model")
 
 pytestmark = [
     pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),
@@ -46,8 +31,10 @@ def is_of(value: Any, schema: dict[str, Any]) -> bool:
 def test_every_answer_follows_the_schema_of_its_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    loaded = load_once()
+    monkeypatch.setattr(small_model, "load", lambda: loaded)
     monkeypatch.setitem(sys.modules, "small_model", small_model)
-    example = _module("json_schemas")
+    example = _examples_module("json_schemas")
     example.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[::2] == [text for text, _ in example.TASKS]

@@ -72,6 +72,8 @@ def generated(device: str, family: str, prompts: Any, configs: Any, **how: Any) 
 def test_each_prompt_has_what_it_has_among_its_like(
     mixed: list[dict[str, Any]], graphs: bool, family: str, device: str
 ) -> None:
+    if device == "cpu" and (graphs + (family == "llama") + (mixed in (EVERYTHING, GREEDY))) % 2:
+        pytest.skip("a GPU runs them all, a CPU half of them, in which each two settings meet")
     prompts = mixed_prompts(4)
     configs = [GenerationConfig(**options, pad_token_id=0) for options in mixed]
     each = list(itertools.islice(itertools.cycle(configs), len(prompts)))

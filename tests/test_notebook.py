@@ -21,7 +21,7 @@ THEIRS = "[transformers] Passing `generation_config` together with"
 SECONDS = 180  # for a cell; all of them together take some 30
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # run once, though tests of other files may come between
 def executed() -> dict[str, list[Any]]:
     """The outputs of each code cell, by its id."""
     if not small_model.is_available():

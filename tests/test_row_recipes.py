@@ -91,7 +91,7 @@ def check_picking(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
 
 @kernel
 @pytest.mark.parametrize("vocabulary", [1, 37, 4096, 5003])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_picking(vocabulary: int, seed: int) -> None:
     check_picking(seed + 7 * vocabulary, vocabulary, [torch.float32, torch.float16][seed % 2], most=9)
 
