@@ -7,7 +7,7 @@ tokens are looked at when they are collected, and whatever a row has run beyond 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from .architecture import base_model
 from .errors import OptionValueError, TokenizerError
 from .factories import CRITERIA, Factory, factory_of, listed, made_by
+from .known_strings import KnownStrings
 from .notices import Notices
 from .options import Options, config_for_prompt
 from .request import FinishReason, Request
@@ -65,12 +66,16 @@ class Rules:
 
 
 def rules_of_each(
-    model: nn.Module, options: Sequence[Options], tokenizer: Callable[[], Any], in_tensors: bool, notices: Notices
+    model: nn.Module,
+    options: Sequence[Options],
+    tokenizer: Callable[[], Any],
+    in_tensors: bool,
+    notices: Notices,
+    known: KnownStrings,
 ) -> list[Rules]:
     """Of each prompt; those with the same options have the same rules."""
-    shared: dict[Hashable, StopStringCriteria] = {}
     _tell_of_long_preparation(model, options, notices)
-    made = {each: rules_of(model, each, tokenizer, shared) for each in dict.fromkeys(options)}
+    made = {each: rules_of(model, each, tokenizer, known) for each in dict.fromkeys(options)}
     rules = [made[each] for each in options]
     several = in_tensors and sum(each.num_return_sequences for each in options) > 1 and options[0].num_beams == 1
     # Each row is filled up from where it ends. ``generate``, without an EOS token, runs it on until all rows end.
@@ -95,13 +100,8 @@ def _strings_of(options: Options) -> tuple[str, ...] | None:
     return None if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
 
 
-def rules_of(
-    model: nn.Module, options: Options, tokenizer: Callable[[], Any], shared: dict[Hashable, StopStringCriteria]
-) -> Rules:
-    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place.
-
-    ``shared``: of those strings for which another prompt of the call has them already.
-    """
+def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any], known_strings: KnownStrings) -> Rules:
+    """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
     mine = listed(options.given.stopping_criteria)
     config = config_for_prompt(options, 1, 1)
     config.is_assistant = False  # it drafts for nobody here
@@ -109,12 +109,13 @@ def rules_of(
     found = options.given.tokenizer
     if strings is not None and found is None:
         found = _tokenizer_for_strings(tokenizer)
-    # Theirs goes through the whole vocabulary each time: seconds, if it is large.
     of_strings = _strings_of(options)
-    known = None if any(type(each) is StopStringCriteria for each in mine) else shared.get(of_strings)
-    if known is not None:
-        config.stop_strings = None
+    known = None
     try:
+        if of_strings is not None and not any(type(each) is StopStringCriteria for each in mine):
+            known = known_strings.get(found, of_strings)
+        if known is not None:
+            config.stop_strings = None
         merged = base_model(model)._get_stopping_criteria(config, StoppingCriteriaList(mine), found)
     except Exception as error:
         if strings is None:
@@ -128,8 +129,8 @@ def rules_of(
     own = {id(each) for each in mine}
     if known is not None:
         of_a_kind.append(known)
-    elif strings is not None and id(of_a_kind[0]) not in own:
-        shared[of_strings] = of_a_kind[0]
+    elif of_strings is not None and id(of_a_kind[0]) not in own:
+        known_strings.put(found, of_strings, of_a_kind[0])
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
     return Rules(
         stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),

@@ -188,6 +188,16 @@ class BatchResult(Sequence[Generation]):
     def token_ids(self) -> list[list[int]]:
         return [generation.token_ids for generation in self._generations]
 
+    @property
+    def by_prompt(self) -> list[list[Generation]]:
+        """The samples of each prompt. After an interrupt, of those prompts that have any."""
+        rows: list[list[Generation]] = []
+        for generation in self._generations:
+            if not rows or rows[-1][0].index != generation.index:
+                rows.append([])
+            rows[-1].append(generation)
+        return rows
+
     def to_pandas(self) -> pandas.DataFrame:
         """A DataFrame of one row for each generation: the fields of Generation, and how many tokens there were.
 

@@ -19,6 +19,7 @@ from .device_sampling import penalised_by
 from .endings import Rules, rules_of_each
 from .errors import OptionValueError, PromptError
 from .kinds import shown
+from .known_strings import KnownStrings
 from .notices import Notices
 from .options import Options, inferred_mask, resolve_each
 from .processing import check_guidance
@@ -84,6 +85,7 @@ class Checks:
         self._model = model
         self._tokenizer = tokenizer
         self._notices = notices
+        self._known_strings = KnownStrings()
 
     def work(
         self,
@@ -119,7 +121,9 @@ class Checks:
         adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
         check_guidance(resolved, self._notices)
         check_beams(resolved, self._notices)
-        rules = rules_of_each(self._model, resolved, self._tokenizer.required, padded is not None, self._notices)
+        rules = rules_of_each(
+            self._model, resolved, self._tokenizer.required, padded is not None, self._notices, self._known_strings
+        )
         feed = feed_for(resolved, checked, padded)
         rows = None if padded is None else padded.ids.cpu().numpy()
         good: list[Prompt] = []

@@ -188,9 +188,15 @@ def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: 
         for index in range(len(PROMPTS))
     ]
     configs = [GenerationConfig(**options) for options in each]
-    result = make().generate(PROMPTS, configs, progress=False)
-    assert sorted(made) == [("dd",), ("dd", "ab")]
-    assert_as_alone(result, PROMPTS, lambda index: each[index])
+    tokenizer = copy.deepcopy(TOKENIZER)
+    generator = BatchGenerator(build(FAMILY), tokenizer)
+    for _ in range(2):  # the second time they are known
+        result = generator.generate(PROMPTS, configs, progress=False)
+        assert sorted(made) == [("dd",), ("dd", "ab")]
+        assert_as_alone(result, PROMPTS, lambda index: each[index])
+    tokenizer.add_tokens(["ddd"])
+    generator.generate(PROMPTS, configs, progress=False)
+    assert len(made) == 4
     made.clear()
     theirs = {"stopping_criteria": [StopStringCriteria(TOKENIZER, ["c"])]}
     result = make().generate(PROMPTS, configs, progress=False, **theirs)

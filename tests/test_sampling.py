@@ -207,6 +207,7 @@ def test_a_sample_is_the_same_however_many_there_are() -> None:
     for samples in (1, 2, 5):
         result = sampled(prompts(), num_return_sequences=samples)
         assert [(g.index, g.sample) for g in result] == [(i, j) for i in range(14) for j in range(samples)]
+        assert [[g.sample for g in row] for row in result.by_prompt] == [list(range(samples))] * 14
         for generation in result:
             if generation.sample < 3:
                 assert generation.token_ids == usual()[3 * generation.index + generation.sample]

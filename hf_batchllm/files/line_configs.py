@@ -17,6 +17,7 @@ from ..architecture import base_model
 from ..beam_options import check_beams
 from ..endings import rules_of
 from ..errors import BatchLLMError
+from ..known_strings import KnownStrings
 from ..notices import Notices
 from ..options import Options, resolve_options
 from .settings import NAMES, Settings
@@ -92,7 +93,7 @@ class LineConfigs:
             self._check_tokens(settings)
             if config.stop_strings is not None and not self._finds_strings:
                 # Whether they can be found is the tokenizer's matter, and to find out takes seconds: once.
-                rules_of(self._model, options, self._tokenizer, {})
+                rules_of(self._model, options, self._tokenizer, KnownStrings())
                 self._finds_strings = True
         except (BatchLLMError, ValueError, TypeError) as error:
             return " ".join(str(error).split())
