@@ -301,7 +301,7 @@ def test_cast_between_two_calls(dtype: torch.dtype, generating: BatchGenerator, 
     plain = new_model().to(dtype)
     assert generate(generating) == generate(BatchGenerator(plain, page_size=16, min_shared_tokens=1, fuse=False))
     if dtype == torch.float64:
-        assert "are float64" in generating.last_report.fused
+        assert "is float64" in generating.last_report.fused
     else:
         assert set(fusing) == {FORWARDS}
     model.float()
