@@ -86,6 +86,18 @@ def _sandwich(name: str, **rest: Any) -> Family:
     )
 
 
+def _norms_behind(name: str, **rest: Any) -> Family:
+    """OLMo since its second version."""
+    return Family(
+        name,
+        form="olmo",
+        attention_norms=(None, "post_attention_layernorm"),
+        mlp_norms=(None, "post_feedforward_layernorm"),
+        qk_norms="all",
+        **rest,
+    )
+
+
 FAMILIES = (
     Family("Llama"),
     Family("Mistral", window=_config_window),
@@ -94,6 +106,18 @@ FAMILIES = (
     Family("Gemma", form="gemma"),
     _sandwich("Gemma2", softcap=lambda attention: attention.attn_logit_softcapping),
     _sandwich("Gemma3", model="TextModel", qk_norms="heads"),
+    Family(
+        "Phi3",
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+        qkv=("qkv_proj",),
+        window=_config_window,
+        gate_up=("gate_up_proj",),
+        activation="activation_fn",
+    ),
+    Family("Granite", multiplier="residual_multiplier"),
+    _norms_behind("Olmo2"),
+    _norms_behind("Olmo3", window=_own_window),
+    Family("SmolLM3", turns=lambda attention: bool(attention.use_rope), window=_own_window),
     Family("Qwen3Moe", folder="qwen3_moe", window=_own_window, qk_norms="heads", experts="SparseMoeBlock"),
     Family("Mixtral", window=_config_window, experts="SparseMoeBlock"),
 )

@@ -19,7 +19,7 @@ from hf_batchllm.runner import ModelRunner
 WITH_EXPERTS = ["qwen3_moe", "mixtral"]
 FUSED_FAMILIES = [
     *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
-    *("gemma", "gemma2", "gemma3"),
+    *("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3"),
     *WITH_EXPERTS,
 ]
 FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
