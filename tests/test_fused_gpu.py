@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import family_params
-from fused import FUSED_FAMILIES, Adapter, logits_of_steps, new_model, run, some_prompts
+from fused import FUSED_FAMILIES, Adapter, logits_of_steps, new_model, run, said_of, some_prompts
 from harness import assert_parity
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,7 +29,7 @@ def test_tokens_and_the_report(family: str) -> None:
     prompts = some_prompts(20, "mixed")
     result = run(on_gpu(family), prompts, 10)
     assert_parity(family, prompts, result, 10)
-    assert result.report.fused == "3 of 3 layers"
+    assert result.report.fused == said_of(family)
     assert run(on_gpu(family), prompts, 2, fuse=False).report.fused == ""
     assert run(on_gpu(family), prompts, 2, backend="torch").report.fused == ""
 
@@ -50,7 +50,7 @@ def test_logits_are_as_near_to_float32_as_ever(
     assert 0 < errors[1] <= 1.2 * errors[0]
 
 
-@pytest.mark.parametrize("family", family_params(["llama", "qwen3_window"]))
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3_window", "gemma3", "cohere2", "olmo2"]))
 def test_a_step_is_replayed_from_a_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other inputs in the same places it gives what those give."""
     checked, model, step = [], on_gpu(family), ModelRunner.step
