@@ -103,6 +103,8 @@ FAMILIES = (
     Family("Mistral", window=_config_window),
     Family("Qwen2", window=_own_window),
     Family("Qwen3", window=_own_window, qk_norms="heads"),
+    Family("Ministral", window=_own_window),
+    Family("Cwm", window=_own_window),
     Family("Gemma", form="gemma"),
     _sandwich("Gemma2", softcap=lambda attention: attention.attn_logit_softcapping),
     _sandwich("Gemma3", model="TextModel", qk_norms="heads"),
@@ -128,6 +130,7 @@ FAMILIES = (
         turns=lambda attention: attention.sliding_window is not None,
         window=_own_window,
     ),
+    Family("Qwen2Moe", folder="qwen2_moe", experts="SparseMoeBlock"),
     Family("Qwen3Moe", folder="qwen3_moe", window=_own_window, qk_norms="heads", experts="SparseMoeBlock"),
     Family("Mixtral", window=_config_window, experts="SparseMoeBlock"),
     Family(

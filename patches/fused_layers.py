@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,8 +33,7 @@ class FusedKernels:
     act_and_mul: Callable[..., torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """What a part of a layer made, and what is to be done to it before it is added to the residual."""
 
     states: torch.Tensor  # [1, tokens, hidden]
@@ -159,18 +158,29 @@ class Norms:
     def _run(
         self, made: Made, stream: torch.Tensor, weight: torch.Tensor | None, eps: float, keep: bool
     ) -> torch.Tensor:
-        more: dict[str, Any] = {"form": self.family.form, "keep": keep, "multiplier": made.multiplier}
-        if made.norm is not None:
-            more |= {"inner_weight": made.norm.weight, "inner_eps": self.family.eps(made.norm)}
-        if made.first is not None:
-            more["first"] = _flat(made.first)
-        out = self.kernels.add_rms_norm(_flat(made.states), _flat(stream), weight, eps, **more)
-        return out.view(made.states.shape)
+        states, norm, multiplier, first = made
+        out = self.kernels.add_rms_norm(
+            _flat(states),
+            _flat(stream),
+            weight,
+            eps,
+            form=self.family.form,
+            inner_weight=None if norm is None else norm.weight,
+            inner_eps=None if norm is None else self.family.eps(norm),
+            multiplier=multiplier,
+            first=None if first is None else _flat(first),
+            keep=keep,
+        )
+        return out.view(states.shape)
 
     def _fit(self, made: Made, stream: torch.Tensor, norm: nn.Module | None) -> bool:
         """Adapters and quantised projections may give what they like."""
-        weights = [each.weight for each in (made.norm, norm) if each is not None]
-        return _alike(*(each for each in (made.states, stream, made.first) if each is not None), *weights)
+        return (
+            _alike(stream, made.states)
+            and (norm is None or _alike(stream, norm.weight))
+            and (made.norm is None or _alike(stream, made.norm.weight))
+            and (made.first is None or _alike(stream, made.first))
+        )
 
     def _sum_in_torch(self, made: Made, stream: torch.Tensor) -> torch.Tensor:
         states = made.states if made.norm is None else type(made.norm).forward(made.norm, made.states)
@@ -248,9 +258,9 @@ def mlp_forward(
     return forward
 
 
-def _alike(*tensors: torch.Tensor) -> bool:
-    """Whether a kernel can take all of them."""
-    return all(each.dtype == tensors[0].dtype and each.is_contiguous() for each in tensors)
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a kernel can take both."""
+    return one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:  # [1, tokens, hidden] -> [tokens, hidden]

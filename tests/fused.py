@@ -16,10 +16,10 @@ from hf_batchllm.patches.fused import FusedKernels, FusedLayers, Fusion
 from hf_batchllm.runner import ModelRunner
 
 # Each row of the table, by models of it; those with experts keep their own MLPs.
-WITH_EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss"]
+WITH_EXPERTS = ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss"]
 FUSED_FAMILIES = [
     *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
-    *("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
+    *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
     *WITH_EXPERTS,
 ]
 FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
