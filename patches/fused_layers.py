@@ -79,30 +79,27 @@ def layer_forward(
         for name, parameter in inspect.signature(type(layer).forward).parameters.items()
         if parameter.default is not parameter.empty
     }
-
-    def norm_of(part: int, place: int) -> nn.Module | None:
-        """Before or behind attention or the MLP, each as 0 or 1."""
-        name = (family.attention_norms, family.mlp_norms)[part][place]
-        return None if name is None else getattr(layer, name)
+    child = layer._modules.get  # None if the family has no name for it
+    before, behind = zip(family.attention_norms, family.mlp_norms, strict=True)
 
     def made(part: int, states: torch.Tensor, first: torch.Tensor | None = None) -> Made:
-        dropout = family.dropouts[part]
-        if dropout is not None and layer.training and getattr(layer, dropout).p:
-            states = getattr(layer, dropout)(states)
+        """What attention (part 0) or the MLP (1) made."""
+        if layer.training and family.dropouts[part] is not None:
+            states = child(family.dropouts[part])(states)
         multiplier = 1.0 if family.multiplier is None else getattr(layer, family.multiplier)
-        return Made(states, norm_of(part, 1), multiplier, first)
+        return Made(states, child(behind[part]), multiplier, first)
 
     def forward(hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:  # [1, tokens, hidden]
         if takes:
-            states, stream = norms.add(*residual.take(hidden_states), norm_of(0, 0))
+            states, stream = norms.add(*residual.take(hidden_states), child(before[0]))
         else:
-            states, stream = norms.begin(hidden_states, norm_of(0, 0))
+            states, stream = norms.begin(hidden_states, child(before[0]))
         # What the layer's own code takes by name and hands on.
         attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
         if family.parallel:
             result = made(1, layer.mlp(states), first=attended)
         else:
-            states, stream = norms.add(made(0, attended), stream, norm_of(1, 0))
+            states, stream = norms.add(made(0, attended), stream, child(before[1]))
             states = layer.mlp(states)
             result = made(1, states[0] if isinstance(states, tuple) else states)  # experts may give scores, too
         return residual.leave(result, stream) if leaves else norms.sum(result, stream)
