@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,6 +209,31 @@ def test_a_layer_without_experts_among_others(fusing: list[int], monkeypatch: py
     assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
     assert set(fusing) == {forwards_of("qwen3_moe") + 1}
     assert run(model).report.fused == "3 of 3 layers, but for their experts"
+
+
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a part of each head is turned": ("phi3", {"rope_parameters": _PARTIAL}),
+    "scaled tables": ("olmo2", {"rope_parameters": _YARN}),
+    "scaled tables that hold each angle once": ("gpt_oss", {"rope_parameters": _YARN}),
+    "heads of their own width": ("granite", {"head_dim": 24}),
+    "no layer turns": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
+    "no soft cap": ("gemma2", {"attn_logit_softcapping": None}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changed = VARIANTS[variant]
+    model = replace(FAMILIES[family], config=FAMILIES[family].config | changed)()
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert not torch.equal(own[0], logits_of_steps(monkeypatch, new_model(family), fuse=False)[0])
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    model.bfloat16()
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.bfloat16)
+    assert set(fusing) == {forwards_of(family)}
 
 
 def test_biases_are_merged_too(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
