@@ -80,11 +80,12 @@ def test_on_a_cpu_nothing_is_fused_and_nothing_is_said_of_it() -> None:
     assert where == {name: each.data_ptr() for name, each in model.named_parameters()}
 
 
-def test_watchers_see_what_they_always_saw(fusing: list[int]) -> None:
+@pytest.mark.parametrize("family", ["llama", "olmo2", "cohere2", "gpt_oss"])
+def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> None:
     """Of modules that are called: the same tensors in, the same out, the same keywords."""
     seen: dict[bool, list[Any]] = {}
     for fuse in (False, True):
-        model, notes = new_model(), []
+        model, notes = new_model(family), []
 
         def note(module: Any, args: Any, kwargs: Any, output: Any, notes: list[Any] = notes) -> None:
             output = output[0] if isinstance(output, tuple) else output
@@ -103,10 +104,19 @@ def test_watchers_see_what_they_always_saw(fusing: list[int]) -> None:
     assert_same_logits([note[3] for note in seen[True]], [note[3] for note in seen[False]], torch.float32)
 
 
-def test_what_embeddings_and_projections_gave_is_never_written_to(fusing: list[int]) -> None:
-    model, kept = new_model(), []
-    for module in (model.model.embed_tokens, a_layer(model).self_attn.o_proj, a_layer(model).mlp.down_proj):
-        module.register_forward_hook(lambda module, args, output: kept.append((output, output.clone())))
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "cohere2"])
+def test_what_others_may_have_kept_is_never_written_to(family: str, fusing: list[int]) -> None:
+    """What modules that are called gave, and what they got."""
+    model, kept = new_model(family), []
+
+    def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for each in (*args, *kwargs.values(), output):
+            if isinstance(each, torch.Tensor):
+                kept.append((each, each.clone()))
+
+    layer = a_layer(model)
+    for module in (model.model.embed_tokens, layer.self_attn, layer.self_attn.o_proj, layer.mlp, layer.mlp.down_proj):
+        module.register_forward_hook(keep, with_kwargs=True)
     run(model)
     assert kept and all(torch.equal(output, copy) for output, copy in kept)
 
@@ -143,9 +153,10 @@ def test_hooks_on_all_modules_see_all_of_them(fusing: list[int]) -> None:
     assert not fusing and "LlamaRMSNorm" in calls
 
 
-def test_adapters_may_give_another_type(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "granite"])
+def test_adapters_may_give_another_type(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm then goes the long way."""
-    model = new_model()
+    model = new_model(family)
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_hook(lambda module, args, output: output.double())
         layer.self_attn.register_forward_pre_hook(_states_in_float32, with_kwargs=True)
