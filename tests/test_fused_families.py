@@ -219,6 +219,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled tables that hold each angle once": ("gpt_oss", {"rope_parameters": _YARN}),
     "heads of their own width": ("granite", {"head_dim": 24}),
     "no layer turns": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
+    "windows": ("smollm3", FAMILIES["smollm3_window"].config),
+    "windows, with experts": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
     "no soft cap": ("gemma2", {"attn_logit_softcapping": None}),
 }
 
