@@ -56,13 +56,21 @@ class TestEveryFamily:
         assert_parity(family, PROMPTS, result, NEW_TOKENS)
         assert set(fusing) == {forwards_of(family)} and twins["lists"]
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_bits(self, family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         model = new_model(family).to(dtype)
-        own = logits_of_steps(monkeypatch, model, fuse=False)
+        own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
         assert not fusing
-        assert_same_logits(logits_of_steps(monkeypatch, model), own, dtype)
+        assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, dtype)
         assert set(fusing) == {forwards_of(family)}
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "gemma3", "cohere2"]))
+def test_bits_of_half_precision(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model(family).half()
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float16)
+    assert set(fusing) == {forwards_of(family)}
 
 
 @pytest.mark.parametrize("family", family_params(["starcoder2", "gpt2"]))

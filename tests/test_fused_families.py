@@ -229,12 +229,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_variants(variant: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     family, changed = VARIANTS[variant]
     model = replace(FAMILIES[family], config=FAMILIES[family].config | changed)()
-    own = logits_of_steps(monkeypatch, model, fuse=False)
-    assert not torch.equal(own[0], logits_of_steps(monkeypatch, new_model(family), fuse=False)[0])
-    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+    assert not torch.equal(own[0], logits_of_steps(monkeypatch, new_model(family), some_prompts(4), fuse=False)[0])
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, torch.float32)
     model.bfloat16()
-    own = logits_of_steps(monkeypatch, model, fuse=False)
-    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.bfloat16)
+    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, torch.bfloat16)
     assert set(fusing) == {forwards_of(family)}
 
 
