@@ -39,11 +39,12 @@ class Rotation:
     q_weight: torch.Tensor | None = None  # [qk_dim]  an RMSNorm of each head before the rotation
     k_weight: torch.Tensor | None = None
     eps: float = 1e-6
-    unit_offset: bool = False
+    norm: str = "llama"  # forms that the kernels know
+    turn: str = "llama"
 
-    def norms(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """As the kernels' keyword arguments."""
-        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "unit_offset")}
+        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "norm", "turn")}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def write_in_torch(
         return call.q
     q = torch.empty_like(call.q)
     turn = call.rotation
-    rope_and_write(call.q, call.k, call.v, turn.cos, turn.sin, k_cache, v_cache, slots, q_out=q, **turn.norms())
+    rope_and_write(call.q, call.k, call.v, turn.cos, turn.sin, k_cache, v_cache, slots, q_out=q, **turn.options())
     return q
 
 

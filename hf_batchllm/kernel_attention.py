@@ -245,7 +245,7 @@ class KernelAttention:
         given = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
         q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
         turn = call.rotation or Rotation(None, None)
-        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, self.work.slots, q_out=q, **turn.norms())
+        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, self.work.slots, q_out=q, **turn.options())
         k_pages, v_pages = storage.paged(call.layer, kernels.by_page)
         out = q.new_empty(*q.shape[:2], v_cache.shape[2])
         same = {"window": call.window, "softcap": call.softcap}

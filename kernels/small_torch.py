@@ -16,6 +16,9 @@ from .recipes import Recipe, RowRecipes
 # A row's status. Whoever is not RUNNING is left alone by ``advance``.
 RUNNING, STOPPED, FULL, NO_PAGE, NO_TOKEN, PADDING = range(6)
 
+NORM_FORMS = ("llama", "olmo", "gemma", "cohere")
+TURNS = ("llama", "gpt_oss", "cohere")
+
 PHILOX_ROUNDS = 10
 SAMPLE_BLOCK = 2048  # tokens of the vocabulary: which block is drawn first, then which of its tokens
 _WORD = 0xFFFFFFFF
@@ -26,13 +29,23 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 # -- layers ----------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
-    """Over the last dimension; times ``weight`` in x's dtype, or with ``unit_offset`` times 1 + weight in float32."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: str = "llama") -> torch.Tensor:
+    """Over the last dimension, rounded where modules of that form do.
+
+    "llama" rounds to x's dtype before it multiplies by the weight. The others multiply in float32: "olmo" by the
+    weight, "gemma" by 1 + weight, and "cohere" by the weight once it has taken the mean away.
+    """
     wide = x.float()
+    if form == "cohere":
+        wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if unit_offset:
+    if form == "llama":
+        return weight * wide.to(x.dtype)
+    if form == "gemma":
         return (wide * (1.0 + weight.float())).to(x.dtype)
-    return weight * wide.to(x.dtype)
+    if form in ("olmo", "cohere"):
+        return (weight.float() * wide).to(x.dtype)
+    raise ValueError(f"form {form!r} is none of {', '.join(NORM_FORMS)}")
 
 
 def rope_and_write(
@@ -46,23 +59,36 @@ def rope_and_write(
     slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere; its q is made all the same
     *,
     q_out: torch.Tensor | None = None,  # [tokens, heads, dim]  by default q itself
-    q_weight: torch.Tensor | None = None,  # [dim]  an RMSNorm over each head before the rotation
+    q_weight: torch.Tensor | None = None,  # [dim]  a norm over each head before the rotation
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
+    norm: str = "llama",  # its form
+    turn: str = "llama",
 ) -> None:
-    """Normalise and rotate q and k by halves, as Llama does; q goes to ``q_out``, k and v to their slots."""
+    """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots.
+
+    "llama" turns the first half of a head's numbers against the second. So does "gpt_oss", from tables that hold each
+    angle once. "cohere" turns each number against its neighbour, in float32.
+    """
+    if turn not in TURNS:
+        raise ValueError(f"turn {turn!r} is none of {', '.join(TURNS)}")
     written = slots >= 0
     at = slots[written]
+    if turn == "gpt_oss" and cos is not None and sin is not None:
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
     def made(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is not None:
-            x = rms_norm(x, weight, eps, unit_offset)
+            x = rms_norm(x, weight, eps, norm)
         if cos is None or sin is None:
             return x
         rotary = cos.shape[-1]
         turning = x[..., :rotary]
-        turned = torch.cat((-turning[..., rotary // 2 :], turning[..., : rotary // 2]), dim=-1)
+        if turn == "cohere":
+            turning = turning.float()
+            turned = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+        else:
+            turned = torch.cat((-turning[..., rotary // 2 :], turning[..., : rotary // 2]), dim=-1)
         rotated = turning * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
         return torch.cat((rotated.to(x.dtype), x[..., rotary:]), dim=-1)
 
@@ -74,20 +100,29 @@ def rope_and_write(
 def add_rms_norm(
     x: torch.Tensor,  # [tokens, hidden]
     residual: torch.Tensor | None,  # [tokens, hidden]  in place: what x makes of it
-    weight: torch.Tensor,  # [hidden]
+    weight: torch.Tensor | None,  # [hidden]  None: no norm; the sum is the result, and the residual stays as it is
     eps: float,
     *,
-    unit_offset: bool = False,
+    form: str = "llama",  # of the norms
     inner_weight: torch.Tensor | None = None,  # [hidden]  x is normalised with it before it is added
+    inner_eps: float | None = None,  # by default eps
+    multiplier: float = 1.0,  # of x, before it is added
+    first: torch.Tensor | None = None,  # [tokens, hidden]  is added to the residual before x is
+    keep: bool = True,  # else the residual stays as it is, and the sum is lost
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [tokens, hidden]
-    """The RMSNorm of ``residual + x``, which the residual becomes; or of x alone."""
+    """The norm of ``residual + x``, which the residual becomes; or of x alone."""
     if inner_weight is not None:
-        x = rms_norm(x, inner_weight, eps, unit_offset)
+        x = rms_norm(x, inner_weight, eps if inner_eps is None else inner_eps, form)
+    if multiplier != 1:
+        x = x * multiplier
     if residual is not None:
-        x = residual.add_(x)
-    normed = rms_norm(x, weight, eps, unit_offset)
-    return normed if out is None else out.copy_(normed)
+        before = residual
+        x = (residual if first is None else residual + first) + x
+        if keep and weight is not None:
+            before.copy_(x)
+    made = x if weight is None else rms_norm(x, weight, eps, form)
+    return made if out is None else out.copy_(made)
 
 
 def act_and_mul(

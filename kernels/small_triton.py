@@ -18,21 +18,43 @@ LINE_ELEMENTS = 1024  # of the heads that one block of ``rope_and_write`` turns
 NORM_ELEMENTS = 16  # for each thread
 ACT_BLOCK = 1024  # elements for each block of 4 warps
 
+# The forms of norms and rotations, as the kernels know them.
+_FORMS = ("llama", "olmo", "gemma", "cohere", "gpt_oss")
+_LLAMA, _GEMMA, _COHERE, _GPT_OSS = (
+    tl.constexpr(_FORMS.index(name)) for name in ("llama", "gemma", "cohere", "gpt_oss")
+)
 _TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
-def _weighted(x, weight, UNIT_OFFSET: tl.constexpr):
-    """A normalised float32 tile times its weight, rounded as Llama's module does or as Gemma's."""
-    if UNIT_OFFSET:
+def _weighted(x, weight, FORM: tl.constexpr):
+    """A normalised float32 tile times its weight, rounded as modules of that form do."""
+    if FORM == _GEMMA:
         return (x * (1.0 + weight.to(tl.float32))).to(weight.dtype)
-    return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+    if FORM == _LLAMA:
+        x = x.to(weight.dtype).to(tl.float32)
+    return (x * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
+def _normed(row, weight, inside, eps, HIDDEN: tl.constexpr, FORM: tl.constexpr):
+    wide = row.to(tl.float32)
+    if FORM == _COHERE:
+        wide = tl.where(inside, wide - tl.sum(wide, 0) / HIDDEN, 0.0)
+    return _weighted(wide * tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps), weight, FORM)
 
 
 @triton.jit
 def _rounded_product(a, b):
     """Rounded to b's dtype, as a product of tensors is."""
     return (a.to(tl.float32) * b.to(tl.float32)).to(b.dtype).to(tl.float32)
+
+
+@triton.jit
+def _turned_product(a, b, TURN: tl.constexpr):
+    if TURN == _COHERE:
+        return a.to(tl.float32) * b.to(tl.float32)
+    return _rounded_product(a, b)
 
 
 @triton.jit
@@ -45,7 +67,8 @@ def _turn_lines(
     sin,
     eps,
     NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
+    TURN: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
 ):
@@ -56,10 +79,16 @@ def _turn_lines(
     # Weights and tables are read for each line: a thread then has what its own elements need, and nothing moves.
     line = tl.zeros([source.shape[0], 1], tl.int32)
     if HALF > 0:
-        at = line + tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-        inside = valid & (at < HALF)
+        pair = line + tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        turned = pair < HALF
+        # Where both numbers of a pair stand, and their angles.
+        if TURN == _COHERE:
+            at, against = 2 * pair, 2 * pair + 1
+        else:
+            at, against = pair, HALF + pair
+        inside = valid & turned
         low = tl.load(source + at, mask=inside, other=0.0)
-        high = tl.load(source + HALF + at, mask=inside, other=0.0)
+        high = tl.load(source + against, mask=inside, other=0.0)
     if REST > 0:
         beyond = line + tl.arange(0, triton.next_power_of_2(REST))[None, :]
         outside = valid & (beyond < REST)
@@ -74,22 +103,23 @@ def _turn_lines(
             total += tl.sum(rest * rest, 1, keep_dims=True)
         scale = tl.rsqrt(total / DIM + eps)
         if HALF > 0:
-            low = _weighted(low * scale, tl.load(weight + at, mask=at < HALF, other=0.0), UNIT_OFFSET)
-            high = _weighted(high * scale, tl.load(weight + HALF + at, mask=at < HALF, other=0.0), UNIT_OFFSET)
+            low = _weighted(low * scale, tl.load(weight + at, mask=turned, other=0.0), FORM)
+            high = _weighted(high * scale, tl.load(weight + against, mask=turned, other=0.0), FORM)
         if REST > 0:
-            rest = _weighted(
-                rest * scale, tl.load(weight + ROTARY + beyond, mask=beyond < REST, other=0.0), UNIT_OFFSET
-            )
+            rest = _weighted(rest * scale, tl.load(weight + ROTARY + beyond, mask=beyond < REST, other=0.0), FORM)
 
     if HALF > 0:
-        low_cos = tl.load(cos + at, mask=at < HALF, other=0.0)
-        low_sin = tl.load(sin + at, mask=at < HALF, other=0.0)
-        high_cos = tl.load(cos + HALF + at, mask=at < HALF, other=0.0)
-        high_sin = tl.load(sin + HALF + at, mask=at < HALF, other=0.0)
-        new_low = _rounded_product(low, low_cos) - _rounded_product(high, low_sin)
-        new_high = _rounded_product(high, high_cos) + _rounded_product(low, high_sin)
+        low_cos = tl.load(cos + at, mask=turned, other=0.0)
+        low_sin = tl.load(sin + at, mask=turned, other=0.0)
+        if TURN == _GPT_OSS:
+            high_cos, high_sin = low_cos, low_sin
+        else:
+            high_cos = tl.load(cos + against, mask=turned, other=0.0)
+            high_sin = tl.load(sin + against, mask=turned, other=0.0)
+        new_low = _turned_product(low, low_cos, TURN) - _turned_product(high, low_sin, TURN)
+        new_high = _turned_product(high, high_cos, TURN) + _turned_product(low, high_sin, TURN)
         tl.store(target + at, new_low.to(target.dtype.element_ty), mask=inside)
-        tl.store(target + HALF + at, new_high.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + against, new_high.to(target.dtype.element_ty), mask=inside)
     if REST > 0:
         tl.store(target + ROTARY + beyond, rest, mask=outside)
 
@@ -102,7 +132,8 @@ def _rope_and_write(
     q_blocks,  # of each token; the next ones are those of k and v
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
+    TURN: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -122,14 +153,14 @@ def _rope_and_write(
         source = q + token * q_token + head * q_head
         target = q_out + token * out_token + head * out_head
         _turn_lines(
-            source, target, head < HEADS, q_weight, cos, sin, eps, NORM_Q, UNIT_OFFSET, DIM, ROTARY
+            source, target, head < HEADS, q_weight, cos, sin, eps, NORM_Q, FORM, TURN, DIM, ROTARY
         )  # fmt: skip
     else:
         head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         valid = head < KV_HEADS
         source = k + token * k_token + head * k_head
         target = k_cache + (slot * KV_HEADS + head) * DIM
-        _turn_lines(source, target, valid, k_weight, cos, sin, eps, NORM_K, UNIT_OFFSET, DIM, ROTARY)
+        _turn_lines(source, target, valid, k_weight, cos, sin, eps, NORM_K, FORM, TURN, DIM, ROTARY)
         at = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
         inside = valid & (at < V_DIM)
         value = tl.load(v + token * v_token + head * v_head + at, mask=inside, other=0.0)
@@ -150,13 +181,16 @@ def rope_and_write(
     q_weight: torch.Tensor | None = None,  # [dim]  an RMSNorm over each head before the rotation
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
+    norm: str = "llama",  # its form: all but "cohere"
+    turn: str = "llama",  # or "gpt_oss", whose tables are half as wide, or "cohere"
 ) -> None:
-    """Normalise and rotate q and k by halves, as Llama does; q goes to ``q_out``, k and v to their slots."""
+    """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots. The twin says what the forms are."""
+    if norm not in _FORMS[:3] or turn not in ("llama", "gpt_oss", "cohere"):
+        raise ValueError(f"there is no norm of heads {norm!r}, or no rotation {turn!r}")
     tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[1:]
     q_out = q if q_out is None else q_out
-    rotary = 0 if cos is None else cos.shape[-1]
+    rotary = 0 if cos is None else cos.shape[-1] * (2 if turn == "gpt_oss" else 1)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and {q.dtype} == {k.dtype, v.dtype, k_cache.dtype}
     assert all(each.stride(-1) == 1 for each in (q, k, v, q_out))
     if cos is not None and sin is not None:
@@ -173,7 +207,7 @@ def rope_and_write(
         q if q_weight is None else q_weight, q if k_weight is None else k_weight, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], 0 if cos is None else cos.stride(0),
         q_blocks,
-        NORM_Q=q_weight is not None, NORM_K=k_weight is not None, UNIT_OFFSET=unit_offset,
+        NORM_Q=q_weight is not None, NORM_K=k_weight is not None, FORM=_FORMS.index(norm), TURN=_FORMS.index(turn),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROTARY=rotary, BLOCK_H=lines,
         num_warps=max(1, min(4, lines * dim // 512)),  # 8 elements of each half for a thread
         enable_fp_fusion=False,
@@ -182,56 +216,75 @@ def rope_and_write(
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, inner_weight, out,
-    eps,
-    x_token, residual_token, out_token,  # strides
+    x, residual, first, weight, inner_weight, out,
+    eps, inner_eps, multiplier,
+    x_token, residual_token, first_token, out_token,  # strides
     HIDDEN: tl.constexpr,
     ADD: tl.constexpr,
+    FIRST: tl.constexpr,
+    KEEP: tl.constexpr,
     INNER: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    NORM: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, triton.next_power_of_2(HIDDEN))
     inside = at < HIDDEN
     row = tl.load(x + token * x_token + at, mask=inside, other=0.0)
-    gain = tl.load(weight + at, mask=inside, other=0.0)  # on its way while the sum is made
+    if NORM:
+        gain = tl.load(weight + at, mask=inside, other=0.0)  # on its way while the sum is made
     if ADD:
         before = tl.load(residual + token * residual_token + at, mask=inside, other=0.0)
+        if FIRST:
+            earlier = tl.load(first + token * first_token + at, mask=inside, other=0.0)
+            before = (before.to(tl.float32) + earlier.to(tl.float32)).to(row.dtype)
     if INNER:
-        wide = row.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-        row = _weighted(wide * scale, tl.load(inner_weight + at, mask=inside, other=0.0), UNIT_OFFSET)
+        row = _normed(row, tl.load(inner_weight + at, mask=inside, other=0.0), inside, inner_eps, HIDDEN, FORM)
+    if MULTIPLY:
+        row = (row.to(tl.float32) * multiplier).to(row.dtype)
     if ADD:
         row = (row.to(tl.float32) + before.to(tl.float32)).to(row.dtype)
-        tl.store(residual + token * residual_token + at, row, mask=inside)
-    wide = row.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-    tl.store(out + token * out_token + at, _weighted(wide * scale, gain, UNIT_OFFSET), mask=inside)
+        if KEEP:
+            tl.store(residual + token * residual_token + at, row, mask=inside)
+    if NORM:
+        row = _normed(row, gain, inside, eps, HIDDEN, FORM)
+    tl.store(out + token * out_token + at, row, mask=inside)
 
 
 def add_rms_norm(
     x: torch.Tensor,  # [tokens, hidden]
     residual: torch.Tensor | None,  # [tokens, hidden]  in place: what x makes of it
-    weight: torch.Tensor,  # [hidden]
+    weight: torch.Tensor | None,  # [hidden]  None: no norm; the sum is the result, and the residual stays as it is
     eps: float,
     *,
-    unit_offset: bool = False,
+    form: str = "llama",  # of the norms; the twin says what each is
     inner_weight: torch.Tensor | None = None,  # [hidden]  x is normalised with it before it is added
+    inner_eps: float | None = None,  # by default eps
+    multiplier: float = 1.0,  # of x, before it is added
+    first: torch.Tensor | None = None,  # [tokens, hidden]  is added to the residual before x is
+    keep: bool = True,  # else the residual stays as it is, and the sum is lost
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [tokens, hidden]
-    """The RMSNorm of ``residual + x``, which the residual becomes; or of x alone."""
+    """The norm of ``residual + x``, which the residual becomes; or of x alone."""
+    if form not in _FORMS[:4]:
+        raise ValueError(f"form {form!r} is none of {', '.join(_FORMS[:4])}")
     tokens, hidden = x.shape
-    out = torch.empty_like(x) if out is None else out
-    given = [each for each in (x, residual, weight, inner_weight, out) if each is not None]
+    out = x.new_empty(x.shape) if out is None else out
+    given = [each for each in (x, residual, first, weight, inner_weight, out) if each is not None]
     assert all(each.dtype == x.dtype and each.stride(-1) == 1 for each in given)
     if tokens:
         _add_rms_norm[(tokens,)](
-            x, x if residual is None else residual, weight, weight if inner_weight is None else inner_weight, out, eps,
-            x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
-            HIDDEN=hidden, ADD=residual is not None, INNER=inner_weight is not None, UNIT_OFFSET=unit_offset,
+            x, *(x if each is None else each for each in (residual, first, weight, inner_weight)), out,
+            eps, eps if inner_eps is None else inner_eps, multiplier,
+            x.stride(0), *(0 if each is None else each.stride(0) for each in (residual, first)), out.stride(0),
+            HIDDEN=hidden, ADD=residual is not None, FIRST=first is not None, KEEP=keep and weight is not None,
+            INNER=inner_weight is not None, MULTIPLY=multiplier != 1, NORM=weight is not None,
+            FORM=_FORMS.index(form),
             num_warps=max(1, min(16, triton.next_power_of_2(hidden) // (32 * NORM_ELEMENTS))),
-            # Llama's form adds a product to the residual; Gemma's is made in float32, and its rounding stays.
-            enable_fp_fusion=inner_weight is None or unit_offset,
+            # A product that is added to the residual would lose its rounding: Llama's form of it, and a multiplied one.
+            # The other forms are made in float32, and their rounding stays.
+            enable_fp_fusion=multiplier == 1 and (inner_weight is None or form != "llama"),
         )  # fmt: skip
     return out
 

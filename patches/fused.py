@@ -30,9 +30,9 @@ from .fused_layers import (
     layer_forward,
     mlp_forward,
 )
-from .llama_shape import ATTENTION, FAMILIES, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
 from .merged_weights import merge, merged, unmerge
 from .plain import hook_dicts
+from .structure import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
 
 
 def triton_fused_kernels() -> FusedKernels:
@@ -69,7 +69,7 @@ class Fusion:
             weights: dict[tuple[int, str], Merged] = {}
             for index, layer in enumerate(stack.layers):
                 for part in (ATTENTION, MLP):
-                    if part in layer.why_not:
+                    if not layer.fuses(part) or not layer.weights(part):
                         continue
                     try:
                         weights[index, part] = self._merged(layer, part, full)
@@ -105,18 +105,20 @@ class Fusion:
         """What is fused, or why it is not, for a report."""
         if self.paused is not None:
             return f"nothing: {self.paused}"
+        layers = f"{self._whole} of {self._layers} layers" + (", but for their experts" if self._has_experts else "")
         if self._whole == self._layers and not self.reasons:
-            return f"{self._whole} of {self._layers} layers"
+            return layers
         more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
         if not self._fused:
             return f"nothing: {self.reasons[0]}{more}"
-        return f"{self._whole} of {self._layers} layers; left as they are: {self.reasons[0]}{more}"
+        return f"{layers}; left as they are: {self.reasons[0]}{more}"
 
     def _note(self, found: list[Stack]) -> None:
         layers = [layer for stack in found for layer in stack.layers]
         self._layers = len(layers)
         self._whole = sum(not layer.why_not for layer in layers)
-        self._fused = sum(len(layer.why_not) < len(PARTS) for layer in layers)
+        self._fused = sum(any(layer.fuses(part) for part in PARTS) for layer in layers)
+        self._has_experts = any(layer.has_experts for layer in layers)
         counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
         self.reasons = [f"{part} of {count} of {len(layers)} layers: {why}" for (part, why), count in counts.items()]
         for stack in found:
@@ -125,9 +127,8 @@ class Fusion:
             if stack.norm_why_not is not None:
                 self.reasons.append(f"the last norm: it {stack.norm_why_not}")
         if not found:
-            names = ", ".join(family.name for family in FAMILIES[:-1])
             inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-            self.reasons = [f"{type(inner).__name__} is not of the shape of {names} or {FAMILIES[-1].name}"]
+            self.reasons = [f"there are no fused layers for {type(inner).__name__}"]
 
     def _give_back_memory(self) -> None:
         """Where the weights were before: the allocator would keep it, in pieces that nothing else fits into."""
@@ -202,31 +203,35 @@ class FusedLayers:
         self.version += 1
 
     def _make_stack(self, stack: Stack, weights: dict[tuple[int, str], Merged]) -> None:
-        adds = [NORMS not in layer.why_not for layer in stack.layers] + [stack.norm_why_not is None]
+        kernels = self._kernels
+        adds = [layer.fuses(NORMS) for layer in stack.layers] + [stack.norm_why_not is None]
         leaves = [stack.chain_why_not is None and this and after for this, after in pairwise(adds)]
         self._weights += weights.values()
         for index, layer in enumerate(stack.layers):
-            module = layer.module
+            module, family = layer.module, layer.family
             self._places.append((stack.owner.layers._modules, str(index), module))
+            if family is None:
+                continue
             if adds[index]:
                 takes = index > 0 and leaves[index - 1]
-                self._put(module, layer_forward(module, self._kernels, self._residual, takes, leaves[index]))
+                self._put(module, layer_forward(module, family, kernels, self._residual, takes, leaves[index]))
                 self._bypassed.append(module)
-            if (index, ATTENTION) in weights:
-                attention, family = module.self_attn, layer.family
-                qkv = weights[index, ATTENTION]
-                self._put(attention, attention_forward(attention, qkv, family.window, family.qk_norms))
-                self._places.append((module._modules, "self_attn", attention))
-            if (index, MLP) in weights:
-                mlp = module.mlp
-                self._put(mlp, mlp_forward(mlp, weights[index, MLP], self._kernels, activation_of(mlp)))
-                self._places.append((module._modules, "mlp", mlp))
+            if layer.fuses(ATTENTION):
+                qkv = weights.get((index, ATTENTION))
+                self._put(module.self_attn, attention_forward(module.self_attn, family, qkv, kernels))
+                self._places.append((module._modules, "self_attn", module.self_attn))
+            if layer.fuses(MLP):
+                activation = activation_of(module.mlp, family)
+                assert activation is not None
+                gate_up = weights.get((index, MLP))
+                self._put(module.mlp, mlp_forward(module.mlp, family, gate_up, kernels, activation))
+                self._places.append((module._modules, "mlp", module.mlp))
             for part in PARTS:
-                if part not in layer.why_not:
+                if layer.fuses(part):
                     self._watch(layer, part)
         if leaves[-1]:
             norm = stack.owner.norm
-            self._put(norm, final_norm_forward(norm, self._kernels, self._residual))
+            self._put(norm, final_norm_forward(norm, stack.family, kernels, self._residual))
             self._places.append((stack.owner._modules, "norm", norm))
             self._bypassed.append(norm)
 
@@ -247,7 +252,7 @@ class FusedLayers:
         return (
             any(children.get(name) is not child for children, name, child in self._places)
             or any("forward" in own for own, _ in self._forwards)
-            or any("forward" in own for own in self._own)
+            or any("forward" in own or own.get("_compiled_call_impl") is not None for own in self._own)
             or any(_address(parameters.get(name)) != at for parameters, name, at in self._addresses)
             or sum(map(len, self._hooks)) != self._hooks_seen
         )

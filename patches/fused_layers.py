@@ -1,21 +1,24 @@
-"""What a layer of Llama's shape runs instead of its own code: fewer, larger operations, with the same results.
+"""What a layer runs instead of its own code: fewer, larger operations, with the same results.
 
-Each of the functions here makes a ``forward`` for one module of transformers, of the same signature. Modules are called
-as modules wherever their own code calls them and they are not merged into something larger: adapters, quantised
-projections and hooks in there go on working.
+Each of the functions here makes a ``forward`` for one module of transformers, of the same signature, by what the table
+of families says of it. Modules are called as modules wherever their own code calls them and they are not merged into
+something larger: adapters, quantised projections and hooks in there go on working.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ..attention import AttentionCall, Rotation, context_in_use
+from .families import Family
+from .structure import heads_of
 
 Forward = Callable[..., Any]
 # Weight and bias, if there is one. A list: emptied, it holds no memory in whatever forward is still known somewhere.
@@ -30,6 +33,15 @@ class FusedKernels:
     act_and_mul: Callable[..., torch.Tensor]
 
 
+class Made(NamedTuple):
+    """What a part of a layer made, and what is to be done to it before it is added to the residual."""
+
+    states: torch.Tensor  # [1, tokens, hidden]
+    norm: nn.Module | None = None
+    multiplier: float = 1.0
+    first: torch.Tensor | None = None  # what another part made of the same input, to be added before
+
+
 class Residual:
     """What a layer leaves to the next one of the same pass: its result, not yet added to the residual.
 
@@ -37,76 +49,152 @@ class Residual:
     """
 
     def __init__(self) -> None:
-        self._left: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._left: tuple[Made, torch.Tensor] | None = None
 
-    def leave(self, made: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        self._left = made, residual
-        return made
+    def leave(self, made: Made, stream: torch.Tensor) -> torch.Tensor:
+        self._left = made, stream
+        return made.states
 
-    def take(self, made: torch.Tensor) -> torch.Tensor:
+    def take(self, states: torch.Tensor) -> tuple[Made, torch.Tensor]:
         left = self._left
-        if left is None or left[0] is not made:
+        if left is None or left[0].states is not states:
             raise RuntimeError(
                 "something came between two layers of the model, or ran it from another thread meanwhile: "
                 "pass `fuse=False` to BatchGenerator"
             )
         self._left = None
-        return left[1]
+        return left
 
     def forget(self) -> None:
         self._left = None
 
 
-def layer_forward(layer: nn.Module, kernels: FusedKernels, residual: Residual, takes: bool, leaves: bool) -> Forward:
+def layer_forward(
+    layer: nn.Module, family: Family, kernels: FusedKernels, residual: Residual, takes: bool, leaves: bool
+) -> Forward:
     """``takes``: the layer before left its result apart from the residual; ``leaves``: so does this one."""
+    norms = Norms(family, kernels)
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(type(layer).forward).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    child = layer._modules.get  # None if the family has no name for it
+    before, behind = zip(family.attention_norms, family.mlp_norms, strict=True)
 
-    def forward(
-        hidden_states: torch.Tensor,  # [1, tokens, hidden]
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = False,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def made(part: int, states: torch.Tensor, first: torch.Tensor | None = None) -> Made:
+        """What attention (part 0) or the MLP (1) made."""
+        if layer.training and family.dropouts[part] is not None:
+            states = child(family.dropouts[part])(states)
+        multiplier = 1.0 if family.multiplier is None else getattr(layer, family.multiplier)
+        return Made(states, child(behind[part]), multiplier, first)
+
+    def forward(hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:  # [1, tokens, hidden]
         if takes:
-            stream = residual.take(hidden_states)
-            hidden_states, stream = _add_and_norm(hidden_states, stream, layer.input_layernorm, kernels)
+            states, stream = norms.add(*residual.take(hidden_states), child(before[0]))
         else:
-            stream = hidden_states.clone()  # it is added to in place, and the original may be somebody's
-            hidden_states = _norm(hidden_states, layer.input_layernorm, kernels)
-        hidden_states, _ = layer.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        hidden_states, stream = _add_and_norm(hidden_states, stream, layer.post_attention_layernorm, kernels)
-        hidden_states = layer.mlp(hidden_states)
-        return residual.leave(hidden_states, stream) if leaves else stream + hidden_states
+            states, stream = norms.begin(hidden_states, child(before[0]))
+        # What the layer's own code takes by name and hands on.
+        attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
+        if family.parallel:
+            result = made(1, layer.mlp(states), first=attended)
+        else:
+            states, stream = norms.add(made(0, attended), stream, child(before[1]))
+            states = layer.mlp(states)
+            result = made(1, states[0] if isinstance(states, tuple) else states)  # experts may give scores, too
+        return residual.leave(result, stream) if leaves else norms.sum(result, stream)
 
     return forward
 
 
-def final_norm_forward(norm: nn.Module, kernels: FusedKernels, residual: Residual) -> Forward:
+def final_norm_forward(norm: nn.Module, family: Family, kernels: FusedKernels, residual: Residual) -> Forward:
     """Of the norm behind a last layer that leaves its result apart from the residual."""
+    norms = Norms(family, kernels)
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        return _add_and_norm(hidden_states, residual.take(hidden_states), norm, kernels)[0]
+        return norms.add(*residual.take(hidden_states), norm, keep=False)[0]
 
     return forward
 
 
-def attention_forward(
-    attention: nn.Module, qkv: Merged, window: Callable[[Any], int | None], qk_norms: bool
-) -> Forward:
-    """Norms of q and k, rotation and the writing of K and V are left to whoever attends."""
+class Norms:
+    """Norms of a family, with the sums that come before them. Shapes are [1, tokens, hidden]."""
+
+    def __init__(self, family: Family, kernels: FusedKernels) -> None:
+        self.family = family
+        self.kernels = kernels
+
+    def begin(self, x: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of what comes into a first layer, and a residual to add to."""
+        if norm is None:  # then sums are new tensors
+            return x, x
+        stream = x.clone()  # it is added to in place, and the original may be somebody's
+        if not _alike(x, norm.weight):
+            return type(norm).forward(norm, x), stream
+        form, eps = self.family.form, self.family.eps(norm)
+        return self.kernels.add_rms_norm(_flat(x), None, norm.weight, eps, form=form).view(x.shape), stream
+
+    def add(
+        self, made: Made, stream: torch.Tensor, norm: nn.Module | None, keep: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum, and the sum, which takes the place of ``stream`` unless it is not to be kept."""
+        if norm is None:
+            summed = self.sum(made, stream)
+            return summed, summed
+        if not self._fit(made, stream, norm):
+            stream = self._sum_in_torch(made, stream)
+            return type(norm).forward(norm, stream), stream
+        return self._run(made, stream, norm.weight, self.family.eps(norm), keep), stream
+
+    def sum(self, made: Made, stream: torch.Tensor) -> torch.Tensor:
+        """In new memory."""
+        if self._fit(made, stream, None) and (made.norm is not None or made.multiplier != 1 or made.first is not None):
+            return self._run(made, stream, None, 0.0, keep=False)
+        return self._sum_in_torch(made, stream)
+
+    def _run(
+        self, made: Made, stream: torch.Tensor, weight: torch.Tensor | None, eps: float, keep: bool
+    ) -> torch.Tensor:
+        states, norm, multiplier, first = made
+        out = self.kernels.add_rms_norm(
+            _flat(states),
+            _flat(stream),
+            weight,
+            eps,
+            form=self.family.form,
+            inner_weight=None if norm is None else norm.weight,
+            inner_eps=None if norm is None else self.family.eps(norm),
+            multiplier=multiplier,
+            first=None if first is None else _flat(first),
+            keep=keep,
+        )
+        return out.view(states.shape)
+
+    def _fit(self, made: Made, stream: torch.Tensor, norm: nn.Module | None) -> bool:
+        """Adapters and quantised projections may give what they like."""
+        return (
+            _alike(stream, made.states)
+            and (norm is None or _alike(stream, norm.weight))
+            and (made.norm is None or _alike(stream, made.norm.weight))
+            and (made.first is None or _alike(stream, made.first))
+        )
+
+    def _sum_in_torch(self, made: Made, stream: torch.Tensor) -> torch.Tensor:
+        states = made.states if made.norm is None else type(made.norm).forward(made.norm, made.states)
+        if made.multiplier != 1:
+            states = states * made.multiplier
+        return (stream if made.first is None else stream + made.first) + states
+
+
+def attention_forward(attention: nn.Module, family: Family, qkv: Merged | None, kernels: FusedKernels) -> Forward:
+    """Norms of heads, rotation and the writing of K and V are left to whoever attends.
+
+    ``qkv``: the merged projections; None where it is a single one that can be called.
+    """
     own = type(attention).forward
     dim = attention.head_dim
-    heads, kv_heads = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim
+    heads, kv_heads = heads_of(attention, family)
+    norm_of_all = family.qk_norms == "all"
 
     def forward(
         hidden_states: torch.Tensor,  # [1, tokens, hidden]
@@ -119,13 +207,23 @@ def attention_forward(
         usual = attention_mask is None and past_key_values is None and attention.is_causal
         if context is None or not usual or len(hidden_states) != 1:  # to be refused, in the words of before
             return own(attention, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        states = functional.linear(hidden_states[0], *qkv)  # [tokens, (heads + 2 * kv_heads) * dim]
+        if qkv is None:
+            states = getattr(attention, family.qkv[0])(hidden_states)[0]  # [tokens, (heads + 2 * kv_heads) * dim]
+        else:
+            states = functional.linear(hidden_states[0], *qkv)
+        if norm_of_all:
+            q, k = states.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)[:2]
+            for norm, part in ((attention.q_norm, q), (attention.k_norm, k)):
+                kernels.add_rms_norm(part, None, norm.weight, family.eps(norm), form=family.form, out=part)
         q, k, v = states.view(len(states), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
-        cos, sin = position_embeddings
-        rotation = Rotation(cos[0], sin[0])
-        if qk_norms:
+        tables = [None, None]
+        if family.turns(attention):
+            tables = [table[0] for table in position_embeddings]
+        rotation = Rotation(*tables, turn=family.turn)
+        if family.qk_norms and not norm_of_all:
             q_norm, k_norm = attention.q_norm, attention.k_norm
-            rotation = Rotation(cos[0], sin[0], q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+            weights = q_norm.weight, k_norm.weight, family.eps(q_norm)
+            rotation = Rotation(*tables, *weights, norm=family.form, turn=family.turn)
         out = context.attend(
             AttentionCall(
                 layer=attention,
@@ -133,9 +231,9 @@ def attention_forward(
                 k=k,
                 v=v,
                 scale=attention.scaling,
-                window=window(attention),
-                softcap=None,
-                sinks=None,
+                window=family.window(attention),
+                softcap=family.softcap(attention),
+                sinks=family.sinks(attention),
                 rotation=rotation,
             )
         )
@@ -144,31 +242,22 @@ def attention_forward(
     return forward
 
 
-def mlp_forward(mlp: nn.Module, gate_up: Merged, kernels: FusedKernels, activation: str) -> Forward:
+def mlp_forward(
+    mlp: nn.Module, family: Family, gate_up: Merged | None, kernels: FusedKernels, activation: str
+) -> Forward:
+    """``gate_up``: the merged projections; None where it is a single one that can be called."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:  # [1, tokens, hidden]
-        both = functional.linear(x, *gate_up)  # [1, tokens, 2 * inter]
+        both = getattr(mlp, family.gate_up[0])(x) if gate_up is None else functional.linear(x, *gate_up)
         product = kernels.act_and_mul(both.view(-1, both.shape[-1]), activation=activation)
         return mlp.down_proj(product.view(*both.shape[:-1], -1))
 
     return forward
 
 
-def _norm(x: torch.Tensor, norm: nn.Module, kernels: FusedKernels) -> torch.Tensor:
-    weight = norm.weight
-    if x.dtype != weight.dtype or not x.is_contiguous():
-        return type(norm).forward(norm, x)
-    return kernels.add_rms_norm(_flat(x), None, weight, norm.variance_epsilon).view(x.shape)
-
-
-def _add_and_norm(
-    x: torch.Tensor, stream: torch.Tensor, norm: nn.Module, kernels: FusedKernels
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the sum, and the sum, which takes the place of ``stream``."""
-    weight = norm.weight
-    if not x.dtype == stream.dtype == weight.dtype or not x.is_contiguous() or not stream.is_contiguous():
-        stream = stream + x  # adapters and quantised projections may give what they like
-        return type(norm).forward(norm, stream), stream
-    return kernels.add_rms_norm(_flat(x), _flat(stream), weight, norm.variance_epsilon).view(x.shape), stream
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a kernel can take both."""
+    return one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:  # [1, tokens, hidden] -> [tokens, hidden]

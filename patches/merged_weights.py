@@ -21,6 +21,13 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _parts: dict[int, StorageWeakRef] = {}
 
 
+def why_not_used(parameter: nn.Parameter) -> str | None:
+    """What about a weight keeps it from being used outside of its module, in words that follow on "it"."""
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+        return "is sharded or quantised"
+    return None if parameter.dtype in _DTYPES else f"is {str(parameter.dtype).removeprefix('torch.')}"
+
+
 def why_not_merge(parameters: Sequence[nn.Parameter]) -> str | None:
     """What about these weights is in the way, in words that follow on "they"."""
     first = parameters[0]

@@ -8,12 +8,18 @@ from typing import Any
 from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_COMPILED = "torch._dynamo.eval_frame", "OptimizedModule"
 # By these transformers collects hidden states when it is asked to. Once installed they stay, and do nothing.
 IDLE_HOOKS = "transformers.utils.output_capturing"
 
 
 def is_class(cls: type, module: str, name: str) -> bool:
     return (cls.__module__, cls.__name__) == (module, name)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By its ``compile()``, or as what ``torch.compile`` made of it."""
+    return module._compiled_call_impl is not None or is_class(type(module), *_COMPILED)
 
 
 def why_not_own(module: nn.Module | None, home: str, name: str) -> str | None:
@@ -25,7 +31,7 @@ def why_not_own(module: nn.Module | None, home: str, name: str) -> str | None:
     if not is_class(cls, home, name):
         return f"is a {cls.__name__} of {cls.__module__.partition('.')[0]}, not a plain {name}"
     assert module is not None
-    if module._compiled_call_impl is not None:
+    if is_compiled(module):
         return "is compiled"
     if "_hf_hook" in module.__dict__:
         return "has a hook of accelerate's"

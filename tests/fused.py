@@ -15,8 +15,30 @@ from hf_batchllm.kernels import small_torch
 from hf_batchllm.patches.fused import FusedKernels, FusedLayers, Fusion
 from hf_batchllm.runner import ModelRunner
 
-FUSED_FAMILIES = ["llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"]
-FORWARDS = 3 * 3 + 1  # of the tests' models: each layer, its attention, its MLP; and the last norm
+# Each row of the table, by models of it; those with experts keep their own MLPs.
+WITH_EXPERTS = ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss"]
+FUSED_FAMILIES = [
+    *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
+    *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
+    *WITH_EXPERTS,
+]
+FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
+
+
+def layers_of(family: str) -> int:
+    return FAMILIES[family].config.get("num_hidden_layers", 3)
+
+
+def forwards_of(family: str) -> int:
+    return layers_of(family) * (2 if family in WITH_EXPERTS else 3) + 1
+
+
+def said_of(family: str) -> str:
+    """What a report says where all is fused that can be."""
+    layers = layers_of(family)
+    return f"{layers} of {layers} layers" + (", but for their experts" if family in WITH_EXPERTS else "")
+
+
 TWINS = FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
 
 

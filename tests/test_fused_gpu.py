@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import family_params
-from fused import FUSED_FAMILIES, Adapter, logits_of_steps, new_model, run, some_prompts
+from fused import FUSED_FAMILIES, WITH_EXPERTS, Adapter, logits_of_steps, new_model, run, said_of, some_prompts
 from harness import assert_parity
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,12 +29,13 @@ def test_tokens_and_the_report(family: str) -> None:
     prompts = some_prompts(20, "mixed")
     result = run(on_gpu(family), prompts, 10)
     assert_parity(family, prompts, result, 10)
-    assert result.report.fused == "3 of 3 layers"
+    assert result.report.fused == said_of(family)
     assert run(on_gpu(family), prompts, 2, fuse=False).report.fused == ""
     assert run(on_gpu(family), prompts, 2, backend="torch").report.fused == ""
 
 
-@pytest.mark.parametrize("family", family_params(FUSED_FAMILIES))
+# Which experts a token is given to may hang on its last bit.
+@pytest.mark.parametrize("family", family_params([name for name in FUSED_FAMILIES if name not in WITH_EXPERTS]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_as_near_to_float32_as_ever(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -50,7 +51,7 @@ def test_logits_are_as_near_to_float32_as_ever(
     assert 0 < errors[1] <= 1.2 * errors[0]
 
 
-@pytest.mark.parametrize("family", family_params(["llama", "qwen3_window"]))
+@pytest.mark.parametrize("family", family_params(["llama", "qwen3_window", "gemma3", "cohere2", "olmo2"]))
 def test_a_step_is_replayed_from_a_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other inputs in the same places it gives what those give."""
     checked, model, step = [], on_gpu(family), ModelRunner.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -45,18 +46,22 @@ def compare(function: Callable[..., Any], twin: Callable[..., Any], given: dict[
 
 # -- rope_and_write --------------------------------------------------------------------------------------------
 
-# heads, kv_heads, dim, v_dim, rotary, weights, unit_offset, float32 tables
+# heads, kv_heads, dim, v_dim, rotary, the form of norms if there are any, that of the rotation, float32 tables
 ROPE = [
-    (32, 8, 128, 128, 128, False, False, False),
-    (16, 8, 128, 128, 128, True, False, False),
-    (4, 1, 256, 256, 256, True, True, False),
-    (14, 2, 64, 64, 64, False, False, True),
-    (32, 32, 80, 80, 32, False, False, False),
-    (6, 2, 96, 96, 96, True, False, False),
-    (9, 3, 64, 64, 0, False, False, False),
-    (5, 5, 192, 128, 64, False, False, True),
-    (8, 4, 256, 256, 64, True, True, False),
-    (3, 1, 40, 24, 20, True, False, True),
+    (32, 8, 128, 128, 128, "", "llama", False),
+    (16, 8, 128, 128, 128, "llama", "llama", False),
+    (4, 1, 256, 256, 256, "gemma", "llama", False),
+    (14, 2, 64, 64, 64, "", "llama", True),
+    (32, 32, 80, 80, 32, "", "llama", False),
+    (6, 2, 96, 96, 96, "llama", "llama", False),
+    (9, 3, 64, 64, 0, "", "llama", False),
+    (5, 5, 192, 128, 64, "", "llama", True),
+    (8, 4, 256, 256, 64, "gemma", "llama", False),
+    (3, 1, 40, 24, 20, "llama", "llama", True),
+    (8, 1, 64, 64, 64, "", "gpt_oss", False),
+    (6, 3, 128, 128, 128, "", "cohere", False),
+    (4, 2, 48, 48, 24, "olmo", "cohere", True),
+    (4, 2, 96, 96, 24, "llama", "gpt_oss", False),
 ]
 
 
@@ -69,7 +74,7 @@ def parts(merged: torch.Tensor, shape: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> dict[str, Any]:
-    heads, kv_heads, dim, v_dim, rotary, weights, unit_offset, wide = shape
+    heads, kv_heads, dim, v_dim, rotary, norm, turn, wide = shape
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(1, most))
     slots = rng.permutation(2 * tokens)[:tokens]
@@ -78,7 +83,8 @@ def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
     if rng.random() < 0.5:  # padding may hold anything
         merged[torch.from_numpy(slots < 0)] = NAN
     table = dtype if not wide else torch.float32
-    angle = torch.from_numpy(rng.uniform(-9, 9, (tokens, rotary)).astype(np.float32))
+    width = rotary // 2 if turn == "gpt_oss" else rotary
+    angle = torch.from_numpy(rng.uniform(-9, 9, (tokens, width)).astype(np.float32))
     given: dict[str, Any] = {
         "merged": merged,
         "cos": angle.cos().to(table) if rotary else None,
@@ -88,9 +94,10 @@ def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
         "slots": torch.from_numpy(slots),
         "q_out": torch.full((tokens, heads, dim), NAN, dtype=dtype) if rng.random() < 0.5 else None,
         "eps": 1e-5,
-        "unit_offset": unit_offset,
+        "norm": norm or "llama",
+        "turn": turn,
     }
-    if weights:
+    if norm:
         given |= {"q_weight": draw(rng, dim, dtype=dtype), "k_weight": draw(rng, dim, dtype=dtype)}
     return given
 
@@ -119,29 +126,39 @@ def test_rope_and_write(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", range(300))
 def test_rope_and_write_native(case: int) -> None:
-    check_rope(case, ROPE[case % 10], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3])
+    check_rope(
+        case, ROPE[case % len(ROPE)], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3]
+    )
 
 
 # -- add_rms_norm ----------------------------------------------------------------------------------------------
 
-# hidden, residual, unit_offset, inner_weight
+# hidden, residual, form, inner_weight, and what else is asked for
 NORM = [
-    (4096, True, False, False), (4096, False, False, False), (1024, True, True, True), (2560, True, True, False),
-    (640, False, True, False), (576, True, False, False), (8192, True, False, False), (16384, True, False, False),
-    (2880, True, False, True), (75, True, True, True),
+    (4096, True, "llama", False, ()), (4096, False, "llama", False, ()), (1024, True, "gemma", True, ()),
+    (2560, True, "gemma", False, ()), (640, False, "gemma", False, ()), (576, True, "llama", False, ("multiplier",)),
+    (8192, True, "llama", False, ()), (16384, True, "llama", False, ()), (2880, True, "llama", True, ("eps",)),
+    (75, True, "gemma", True, ("lose",)), (2048, True, "olmo", True, ("no norm",)), (75, True, "olmo", True, ("lose",)),
+    (640, True, "olmo", False, ()), (1024, True, "cohere", False, ("first",)), (75, False, "cohere", False, ()),
+    (80, True, "cohere", True, ("first", "lose")), (96, True, "llama", False, ("no norm", "multiplier", "first")),
+    (512, True, "llama", False, ("lose", "multiplier")),
 ]  # fmt: skip
 
 
 def check_norm(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
-    hidden, residual, unit_offset, inner = shape
+    hidden, residual, form, inner, more = shape
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(1, most))
     given = {
         "x": 3.0 * draw(rng, tokens, hidden, dtype=dtype),
         "residual": draw(rng, tokens, hidden, dtype=dtype) if residual else None,
-        "weight": draw(rng, hidden, dtype=dtype),
+        "weight": None if "no norm" in more else draw(rng, hidden, dtype=dtype),
         "eps": 1e-5,
-        "unit_offset": unit_offset,
+        "form": form,
+        "inner_eps": 0.3 if "eps" in more else None,
+        "multiplier": 0.22 if "multiplier" in more else 1.0,
+        "first": draw(rng, tokens, hidden, dtype=dtype) if "first" in more else None,
+        "keep": "lose" not in more,
         "inner_weight": draw(rng, hidden, dtype=dtype) if inner else None,
         "out": torch.full((tokens, hidden), NAN, dtype=dtype) if rng.random() < 0.5 else None,
     }
@@ -158,59 +175,74 @@ def test_add_rms_norm(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", range(300))
 def test_add_rms_norm_native(case: int) -> None:
-    check_norm(case, NORM[case % 10], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3])
+    check_norm(
+        case, NORM[case % len(NORM)], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3]
+    )
+
+
+# family: its class of norms, their form
+MODULES = {
+    "llama": ("LlamaRMSNorm", "llama"), "qwen3": ("Qwen3RMSNorm", "llama"), "gemma": ("GemmaRMSNorm", "gemma"),
+    "gemma2": ("Gemma2RMSNorm", "gemma"), "gemma3": ("Gemma3RMSNorm", "gemma"), "olmo2": ("Olmo2RMSNorm", "olmo"),
+    "gpt_oss": ("GptOssRMSNorm", "olmo"), "cohere2": ("Cohere2LayerNorm", "cohere"),
+}  # fmt: skip
+
+
+def norm_of(family: str, size: int, rng: np.random.Generator, dtype: torch.dtype) -> Any:
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    module = getattr(home, MODULES[family][0])(size, eps=1e-5).to(dtype)
+    module.weight.data.copy_(draw(rng, size, dtype=dtype))
+    return module
 
 
 @plain
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", MODULES)
 def test_the_norms_twin_is_the_module_bit_for_bit(family: str, dtype: torch.dtype) -> None:
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    made = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNorm, "gemma2": Gemma2RMSNorm, "gemma3": Gemma3RMSNorm}[family]
-    rng = np.random.default_rng(1)
-    module, inner = made(96, eps=1e-5).to(dtype), made(96, eps=1e-5).to(dtype)
-    module.weight.data.copy_(draw(rng, 96, dtype=dtype))
-    inner.weight.data.copy_(draw(rng, 96, dtype=dtype))
-    x, residual = draw(rng, 7, 96, dtype=dtype), draw(rng, 7, 96, dtype=dtype)
-    gemma = family.startswith("gemma")
+    rng, form = np.random.default_rng(1), MODULES[family][1]
+    module, inner = norm_of(family, 96, rng, dtype), norm_of(family, 96, rng, dtype)
+    x, residual, first = (draw(rng, 7, 96, dtype=dtype) for _ in range(3))
     with torch.no_grad():
-        assert torch.equal(small_torch.add_rms_norm(x, None, module.weight, 1e-5, unit_offset=gemma), module(x))
-        summed = residual + inner(x)
-        got = small_torch.add_rms_norm(
-            x, residual, module.weight, 1e-5, unit_offset=gemma, inner_weight=inner.weight
-        )  # fmt: skip
+        assert torch.equal(small_torch.add_rms_norm(x, None, module.weight, 1e-5, form=form), module(x))
+        given = {"form": form, "inner_weight": inner.weight, "multiplier": 0.22, "first": first}
+        summed = residual + first + inner(x) * 0.22
+        assert torch.equal(small_torch.add_rms_norm(x, residual, None, 1e-5, **given), summed)
+        got = small_torch.add_rms_norm(x, residual, module.weight, 1e-5, **given)
         assert torch.equal(residual, summed)
         assert torch.equal(got, module(summed))
 
 
 @plain
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "olmo2", "cohere2", "gpt_oss"])
 def test_the_rotations_twin_is_the_attention_modules_bit_for_bit(family: str) -> None:
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    shape = (4, 2, 32, 32, 32, False, False, False)
-    given = rope_case(3, shape, torch.bfloat16, most=20)
+    turn = {"cohere2": "cohere", "gpt_oss": "gpt_oss"}.get(family, "llama")
+    shape = (4, 2, 32, 32, 20 if family == "phi3" else 32, "", turn, family == "olmo2")
+    rng, given = np.random.default_rng(0), rope_case(3, shape, torch.bfloat16, most=20)
     q, k, v = parts(given.pop("merged").nan_to_num(0.5), shape)
     plain_q, plain_k = q.clone(), k.clone()
     given["slots"] = torch.arange(len(q))
-    if family != "llama":
-        norm = (Qwen3RMSNorm if family == "qwen3" else Gemma3RMSNorm)(32, eps=1e-5).bfloat16()
-        norm.weight.data.copy_(draw(np.random.default_rng(0), 32, dtype=torch.bfloat16))
+    if family in ("qwen3", "gemma3"):
+        norm = norm_of(family, 32, rng, torch.bfloat16)
         weight = norm.weight.detach()
-        given |= {"q_weight": weight, "k_weight": weight, "unit_offset": family == "gemma3"}
+        given |= {"q_weight": weight, "k_weight": weight, "norm": MODULES[family][1]}
         plain_q, plain_k = norm(q).detach(), norm(k).detach()
-    want_q, want_k = apply_rotary_pos_emb(plain_q, plain_k, given["cos"], given["sin"], unsqueeze_dim=1)
+    apply = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    want_q, want_k = apply(plain_q, plain_k, given["cos"], given["sin"], unsqueeze_dim=1)
     given["q_out"] = torch.empty_like(q)
     small_torch.rope_and_write(q, k, v, **given)
     assert torch.equal(given["q_out"], want_q)
     assert torch.equal(given["k_cache"][: len(q)], want_k)
     assert torch.equal(given["v_cache"][: len(q)], v)
+
+
+@plain
+def test_forms_that_there_are_none_of() -> None:
+    x = torch.zeros(1, 1, 4)
+    for module in (small_torch, small_triton):
+        with pytest.raises(ValueError, match="'mistral'"):
+            module.add_rms_norm(x[0], None, x[0, 0], 1e-6, form="mistral")
+        with pytest.raises(ValueError, match="'mistral'"):
+            module.rope_and_write(x, x, x, None, None, x, x, torch.zeros(1).long(), turn="mistral")
 
 
 # -- act_and_mul -----------------------------------------------------------------------------------------------

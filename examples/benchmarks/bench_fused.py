@@ -1,7 +1,7 @@
 """What fused layers bring: a step of decode rows and a step of prompts, with a model's own layers and with fused ones.
 
     python examples/benchmarks/bench_fused.py  # eight layers of Llama-8B's shape, random weights
-    python examples/benchmarks/bench_fused.py --family qwen3 --layers 4
+    python examples/benchmarks/bench_fused.py --family gemma3_text --layers 4
     python examples/benchmarks/bench_fused.py --json figures.json
 
 A step is run as the engine runs it. "eager" is its time from call to call, "graph" that of the same forward replayed
@@ -46,7 +46,7 @@ PAGE = 64
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 8192}
 TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-TINY |= {"head_dim": 16, "vocab_size": 500}
+TINY |= {"head_dim": 16, "vocab_size": 500, "pad_token_id": 0}
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Bench:
         self.architecture = inspect_model(model)
         rng = np.random.default_rng(5)
         self.pages = 0
-        self.rows = [self._request(rng, context, new=1) for _ in range(rows)]
+        self.rows = [self._request(rng, context, answered=1) for _ in range(rows)]
         self.prompts = [self._request(rng, length) for _ in range(prompts)]
         self.backend = make_backend(BatchConfig(page_size=PAGE), self.device, KVStorage(self.pages, PAGE), Notices())
         self.builder = BatchBuilder(PAGE, short_chunk=self.backend.short_chunk)
@@ -84,11 +84,11 @@ class Bench:
             ),
         }
 
-    def _request(self, rng: np.random.Generator, length: int, new: int = 0) -> Request:
-        ids = rng.integers(0, self.architecture.vocab_size, length + new).astype(np.int32)
-        request = Request(0, ids[:length], new + 1)
-        request.generated += ids[length:].tolist()
-        taken = -(-(length + new) // PAGE)
+    def _request(self, rng: np.random.Generator, length: int, answered: int = 0) -> Request:
+        vocabulary = self.architecture.vocab_size
+        request = Request(0, rng.integers(0, vocabulary, length).astype(np.int32), 1 + answered)
+        request.generated = rng.integers(0, vocabulary, answered).tolist()
+        taken = -(-(length + answered) // PAGE)
         request.pages = list(range(self.pages, self.pages + taken))
         self.pages += taken
         return request
@@ -159,7 +159,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", default="llama", help="llama, mistral, qwen2 or qwen3")
+    parser.add_argument("--family", default="llama", help="a model_type: llama, qwen3, gemma3_text, ...")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--count", type=int, default=10, help="how often each is timed")
     parser.add_argument("--json", type=Path)
@@ -174,7 +174,8 @@ def main() -> None:
     sizes = (256, 128, 4, 2048) if on_gpu else (8, 16, 2, 32)
     wide = copy.deepcopy(model).float()
     # The angles as they were: a cast to bfloat16 and back would move them.
-    wide.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
+    for name, angles in model.model.rotary_emb.named_buffers():
+        setattr(wide.model.rotary_emb, name, angles.float())
     exact_bench = Bench(wide, *sizes)
     exact = {step: exact_bench.logits(batch, None) for step, batch in exact_bench.steps.items()}
     del exact_bench, wide

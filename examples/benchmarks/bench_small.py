@@ -67,6 +67,10 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
 
 
+def form_of(model: Model) -> str:
+    return "gemma" if model.gemma else "llama"
+
+
 def norm_module(model: Model, size: int) -> torch.nn.Module:
     module = (Gemma3RMSNorm if model.gemma else LlamaRMSNorm)(size, eps=EPS).to("cuda", torch.bfloat16)
     module.weight.data.normal_()
@@ -88,7 +92,7 @@ def rope(model: Model, tokens: int) -> Operation:
         q, k, v = merged.split([heads, kv_heads, kv_heads], dim=1)
         weights = {"q_weight": q_norm.weight, "k_weight": k_norm.weight} if model.qk_norm else {}
         small_triton.rope_and_write(
-            q, k, v, cos, sin, *caches, slots, eps=EPS, unit_offset=model.gemma, **weights
+            q, k, v, cos, sin, *caches, slots, eps=EPS, norm=form_of(model), **weights
         )  # fmt: skip
         return q, *caches
 
@@ -112,7 +116,7 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
     def ours(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
         weight = inner_norm.weight if inner else None
         normed = small_triton.add_rms_norm(
-            x, residual, norm.weight, EPS, unit_offset=model.gemma, inner_weight=weight
+            x, residual, norm.weight, EPS, form=form_of(model), inner_weight=weight
         )  # fmt: skip
         return normed, residual
 

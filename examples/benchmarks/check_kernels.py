@@ -89,17 +89,18 @@ def draw(rng: np.random.Generator, *shape: int, dtype: torch.dtype) -> torch.Ten
     return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(dtype)
 
 
-# heads, kv_heads, dim, v_dim, rotary, weights, unit_offset
-ROPE = [(8, 2, 64, 64, 64, False, False), (4, 1, 256, 256, 256, True, True), (5, 5, 96, 80, 40, True, False)]
+# heads, kv_heads, dim, v_dim, rotary, the form of norms if there are any, that of the rotation
+ROPE = [(8, 2, 64, 64, 64, "", "llama"), (4, 1, 256, 256, 256, "gemma", "llama"), (5, 5, 96, 80, 40, "llama", "llama")]
+ROPE += [(8, 1, 64, 64, 64, "", "gpt_oss"), (3, 3, 128, 128, 128, "", "cohere")]
 
 
 def rope(case: int) -> Found:
-    heads, kv_heads, dim, v_dim, rotary, weights, unit_offset = ROPE[case % len(ROPE)]
+    heads, kv_heads, dim, v_dim, rotary, norm, turn = ROPE[case % len(ROPE)]
     rng, dtype = np.random.default_rng(case), [HALF, F32][case % 2]
     tokens = int(rng.integers(1, 12))
     slots = rng.permutation(tokens + 2)[:tokens]
     slots[rng.random(tokens) < 0.2] = -1
-    angle = draw(rng, tokens, rotary, dtype=F32)
+    angle = draw(rng, tokens, rotary // 2 if turn == "gpt_oss" else rotary, dtype=F32)
     given = {
         "q": draw(rng, tokens, heads, dim, dtype=dtype),
         "k": draw(rng, tokens, kv_heads, dim, dtype=dtype),
@@ -109,9 +110,10 @@ def rope(case: int) -> Found:
         "k_cache": torch.full((tokens + 2, kv_heads, dim), NAN, dtype=dtype),
         "v_cache": torch.full((tokens + 2, kv_heads, v_dim), NAN, dtype=dtype),
         "slots": torch.from_numpy(slots),
-        "unit_offset": unit_offset,
+        "norm": norm or "llama",
+        "turn": turn,
     }
-    if weights:
+    if norm:
         given |= {"q_weight": draw(rng, dim, dtype=dtype), "k_weight": draw(rng, dim, dtype=dtype)}
     yield from compare("rope_and_write", small_triton.rope_and_write, small_torch.rope_and_write, given)
 
@@ -124,7 +126,8 @@ def norm(case: int) -> Found:
         "residual": draw(rng, tokens, hidden, dtype=dtype) if case % 4 else None,
         "weight": draw(rng, hidden, dtype=dtype),
         "eps": 1e-5,
-        "unit_offset": case % 2 == 1,
+        "form": small_torch.NORM_FORMS[case // 2 % 4],
+        "multiplier": [1.0, 0.7][case % 5 == 2],
         "inner_weight": draw(rng, hidden, dtype=dtype) if case % 3 == 1 else None,
         "out": torch.full((tokens, hidden), NAN, dtype=dtype),
     }

@@ -1,4 +1,4 @@
-"""Models of Llama's shape, and which of their parts are as transformers made them.
+"""Which parts of a model's layers are as transformers made them, and may be run by fused code instead.
 
 A layer has three parts that are fused each for itself: the norms with the residual (which takes the layer's own code),
 attention, and the MLP. An adapter in the attention does not keep the MLP from being fused.
@@ -8,42 +8,24 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
-from .merged_weights import why_not_merge
-from .plain import is_class, why_not_linear, why_not_own, why_not_plain
+from .families import FAMILIES, Family
+from .merged_weights import why_not_merge, why_not_used
+from .plain import is_class, is_compiled, why_not_linear, why_not_own, why_not_plain
 
 NORMS, ATTENTION, MLP = "norms", "attention", "MLP"
 PARTS = (NORMS, ATTENTION, MLP)
-QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 # The classes of activations for which there is a kernel.
-_ACTIVATIONS = {("transformers.activations", "SiLUActivation"): "silu", (nn.SiLU.__module__, "SiLU"): "silu"}
-
-
-@dataclass(frozen=True)
-class Family:
-    """In what a family differs from Llama."""
-
-    name: str  # with which its classes begin
-    window: Callable[[Any], int | None] = lambda attention: None  # what its attention passes on as `sliding_window`
-    qk_norms: bool = False
-
-    @property
-    def home(self) -> str:
-        return f"transformers.models.{self.name.lower()}.modeling_{self.name.lower()}"
-
-
-FAMILIES = (
-    Family("Llama"),
-    Family("Mistral", window=lambda attention: getattr(attention.config, "sliding_window", None)),
-    Family("Qwen2", window=lambda attention: attention.sliding_window),
-    Family("Qwen3", window=lambda attention: attention.sliding_window, qk_norms=True),
-)
+_ACTIVATIONS = {
+    ("transformers.activations", "SiLUActivation"): "silu",
+    (nn.SiLU.__module__, "SiLU"): "silu",
+    ("transformers.activations", "GELUTanh"): "gelu_tanh",
+}
 
 
 @dataclass
@@ -51,29 +33,39 @@ class Layer:
     module: nn.Module
     family: Family | None
     why_not: dict[str, str] = field(default_factory=dict)  # by part
+    has_experts: bool = False  # its MLP is left to its own code, and that is no obstacle
+
+    def fuses(self, part: str) -> bool:
+        return part not in self.why_not and not (part == MLP and self.has_experts)
 
     def linears(self, part: str) -> list[nn.Linear]:
-        """Those that are merged."""
+        """Those that make up one product."""
+        assert self.family is not None
         if part == ATTENTION:
-            return [getattr(self.module.self_attn, name) for name in QKV]
-        return [getattr(self.module.mlp, name) for name in GATE_UP] if part == MLP else []
+            return [getattr(self.module.self_attn, name) for name in self.family.qkv]
+        return [getattr(self.module.mlp, name) for name in self.family.gate_up] if part == MLP else []
 
     def weights(self, part: str) -> list[list[nn.Parameter]]:
-        """The weights, and the biases if there are any."""
+        """The weights that are to be merged, and the biases if there are any."""
         linears = self.linears(part)
-        biases = [[linear.bias for linear in linears]] if linears and linears[0].bias is not None else []
-        return [[linear.weight for linear in linears], *biases] if linears else []
+        if len(linears) < 2:
+            return []
+        biases = [[linear.bias for linear in linears]] if linears[0].bias is not None else []
+        return [[linear.weight for linear in linears], *biases]
 
     def bypassed(self, part: str) -> list[tuple[nn.Module, str]]:
-        """Modules that are not called where the part is fused, each as (the module that has it, its name)."""
-        layer = self.module
+        """Modules that are not called where the part is fused, each as (the module that has it, its name).
+
+        Projections that are one already, and dropouts, are called. But what they give is relied upon.
+        """
+        layer, family = self.module, self.family
+        assert family is not None
         if part == NORMS:
-            return [(layer, "input_layernorm"), (layer, "post_attention_layernorm")]
+            return [(layer, name) for name in (*family.norms(), *family.dropouts) if name is not None]
         if part == MLP:
-            return [(layer.mlp, name) for name in (*GATE_UP, "act_fn")]
-        assert self.family is not None
-        norms = ("q_norm", "k_norm") if self.family.qk_norms else ()
-        return [(layer.self_attn, name) for name in (*QKV, *norms)]
+            return [(layer.mlp, name) for name in (*family.gate_up, family.activation)]
+        norms = ("q_norm", "k_norm") if family.qk_norms else ()
+        return [(layer.self_attn, name) for name in (*family.qkv, *norms)]
 
 
 @dataclass
@@ -82,40 +74,49 @@ class Stack:
 
     owner: nn.Module
     layers: list[Layer]
+    family: Family
     norm_why_not: str | None = None  # why the last norm is left as it is
     chain_why_not: str | None = None  # why each layer adds up its own residual
 
 
-def activation_of(mlp: nn.Module) -> str | None:
-    cls = type(mlp.act_fn)
-    return _ACTIVATIONS.get((cls.__module__, cls.__name__))
+def activation_of(mlp: nn.Module, family: Family) -> str | None:
+    activation = getattr(mlp, family.activation)
+    if getattr(getattr(activation, "act", None), "__name__", "") == "_gelu_tanh_python":
+        return None  # rounds after each step of the formula
+    return _ACTIVATIONS.get((type(activation).__module__, type(activation).__name__))
 
 
 def stacks(model: nn.Module) -> Iterator[Stack]:
     """Looks, and changes nothing."""
     uses = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    compiled = [set(module.modules()) for module in model.modules() if is_compiled(module)]
     for owner in model.modules():
         layers = getattr(owner, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             continue
         run = layers[: getattr(getattr(owner, "config", None), "num_hidden_layers", None)]
         found = [Layer(layer, _family(type(layer), "DecoderLayer")) for layer in run]
-        family = _family(type(owner), "Model") or next((layer.family for layer in found if layer.family), None)
+        family = _family(type(owner), "") or next((layer.family for layer in found if layer.family), None)
         if family is not None and found:
             for layer in found:
-                layer.why_not = _why_not_layer(layer, owner, uses)
+                if any(layer.module in each for each in compiled):
+                    layer.why_not = dict.fromkeys(PARTS, "the layer, or the model around it, is compiled")
+                else:
+                    layer.why_not = _why_not_layer(layer, owner, uses)
             yield Stack(
                 owner,
                 found,
-                norm_why_not=why_not_plain(getattr(owner, "norm", None), family.home, f"{family.name}RMSNorm"),
-                chain_why_not=why_not_own(owner, family.home, f"{family.name}Model"),
+                family,
+                norm_why_not=why_not_plain(getattr(owner, "norm", None), family.home, family.norm_class),
+                chain_why_not=why_not_own(owner, family.home, family.name + family.model),
             )
 
 
 def _family(cls: type, ending: str) -> Family | None:
+    """The family of a layer, or of what runs the layers if no ending is given."""
     for base in cls.__mro__:
         for family in FAMILIES:
-            if is_class(base, family.home, family.name + ending):
+            if is_class(base, family.home, family.name + (ending or family.model)):
                 return family
     return None
 
@@ -126,10 +127,11 @@ def _why_not_layer(layer: Layer, owner: nn.Module, uses: Counter[int]) -> dict[s
         cls = type(module)
         why = f"the layer is a {cls.__name__} of {cls.__module__.partition('.')[0]}"
         return dict.fromkeys(PARTS, why)
+    layer.has_experts = bool(family.experts) and is_class(type(module.mlp), family.home, family.name + family.experts)
     found = {
         NORMS: _why_not_norms(module, family, owner),
         ATTENTION: _why_not_attention(layer, uses),
-        MLP: _why_not_mlp(layer, uses),
+        MLP: None if layer.has_experts else _why_not_mlp(layer, uses),
     }
     return {part: why for part, why in found.items() if why is not None}
 
@@ -141,11 +143,24 @@ def _why_not_norms(layer: nn.Module, family: Family, owner: nn.Module) -> str | 
     config = getattr(owner, "config", None)
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         return "the model's config asks for hidden states or attentions"
-    return _why_not_norm(layer, "input_layernorm", family) or _why_not_norm(layer, "post_attention_layernorm", family)
+    for name in family.norms():
+        why = _why_not_norm(layer, name, family)
+        if why is not None:
+            return why
+    for name in family.dropouts:
+        why = None if name is None else why_not_plain(getattr(layer, name, None), nn.Dropout.__module__, "Dropout")
+        if why is not None:
+            return f"`{name}` {why}"
+    return None
 
 
 def _why_not_norm(owner: nn.Module, name: str, family: Family) -> str | None:
-    why = why_not_plain(getattr(owner, name, None), family.home, f"{family.name}RMSNorm")
+    norm = getattr(owner, name, None)
+    why = why_not_plain(norm, family.home, family.norm_class)
+    if why is None:
+        assert norm is not None
+        why = why_not_used(norm.weight)
+        why = None if why is None else f"has a weight that {why}"
     return None if why is None else f"`{name}` {why}"
 
 
@@ -163,19 +178,25 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
         why = _why_not_norm(attention, "q_norm", family) or _why_not_norm(attention, "k_norm", family)
         if why is not None:
             return why
-    why = _why_not_linears(layer, ATTENTION, QKV, uses)
+    why = _why_not_linears(layer, ATTENTION, family.qkv, uses)
     if why is not None:
         return why
-    q, k, v = layer.linears(ATTENTION)
-    if q.out_features % attention.head_dim or k.out_features % attention.head_dim or k.out_features != v.out_features:
+    rows = [linear.out_features for linear in layer.linears(ATTENTION)]
+    heads, kv_heads = heads_of(attention, family)
+    if sum(rows) != (heads + 2 * kv_heads) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
         return "its projections do not fit its heads"
     if family.qk_norms:
-        norms = attention.q_norm, attention.k_norm
-        if norms[0].variance_epsilon != norms[1].variance_epsilon or any(
-            norm.weight.dtype != q.weight.dtype for norm in norms
-        ):
+        norms, dtype = (attention.q_norm, attention.k_norm), layer.linears(ATTENTION)[0].weight.dtype
+        if family.eps(norms[0]) != family.eps(norms[1]) or any(norm.weight.dtype != dtype for norm in norms):
             return "the norms of q and k differ from each other, or from their weights"
     return None
+
+
+def heads_of(attention: nn.Module, family: Family) -> tuple[int, int]:
+    """How many heads, and how many of K and V."""
+    if len(family.qkv) == 1:
+        return attention.config.num_attention_heads, attention.num_key_value_heads
+    return attention.q_proj.out_features // attention.head_dim, attention.k_proj.out_features // attention.head_dim
 
 
 def _why_not_mlp(layer: Layer, uses: Counter[int]) -> str | None:
@@ -184,13 +205,13 @@ def _why_not_mlp(layer: Layer, uses: Counter[int]) -> str | None:
     why = why_not_own(mlp, family.home, f"{family.name}MLP")
     if why is not None:
         return f"`mlp` {why}"
-    activation = type(mlp.act_fn)
-    if activation_of(mlp) is None:
+    activation = type(getattr(mlp, family.activation))
+    if activation_of(mlp, family) is None:
         return f"there is no kernel for the activation {activation.__name__}"
-    why = why_not_plain(mlp.act_fn, activation.__module__, activation.__name__)
+    why = why_not_plain(getattr(mlp, family.activation), activation.__module__, activation.__name__)
     if why is not None:
-        return f"`act_fn` {why}"
-    return _why_not_linears(layer, MLP, GATE_UP, uses)
+        return f"`{family.activation}` {why}"
+    return _why_not_linears(layer, MLP, family.gate_up, uses)
 
 
 def _why_not_linears(layer: Layer, part: str, names: tuple[str, ...], uses: Counter[int]) -> str | None:
@@ -200,6 +221,9 @@ def _why_not_linears(layer: Layer, part: str, names: tuple[str, ...], uses: Coun
         if why is not None:
             return f"`{name}` {why}"
     linears = layer.linears(part)
+    if len(linears) == 1:
+        why = why_not_used(linears[0].weight)
+        return None if why is None else f"the weight of `{names[0]}` {why}"
     if len({linear.bias is None for linear in linears}) > 1:
         return "only some of its projections have a bias"
     for parameters in layer.weights(part):
