@@ -65,6 +65,7 @@ def _turn_lines(
     weight,
     cos,  # pointers to the token's row of the table, as is sin
     sin,
+    step,  # from one number of a table to the next
     eps,
     NORM: tl.constexpr,
     FORM: tl.constexpr,
@@ -109,13 +110,13 @@ def _turn_lines(
             rest = _weighted(rest * scale, tl.load(weight + ROTARY + beyond, mask=beyond < REST, other=0.0), FORM)
 
     if HALF > 0:
-        low_cos = tl.load(cos + at, mask=turned, other=0.0)
-        low_sin = tl.load(sin + at, mask=turned, other=0.0)
+        low_cos = tl.load(cos + at * step, mask=turned, other=0.0)
+        low_sin = tl.load(sin + at * step, mask=turned, other=0.0)
         if TURN == _GPT_OSS:
             high_cos, high_sin = low_cos, low_sin
         else:
-            high_cos = tl.load(cos + against, mask=turned, other=0.0)
-            high_sin = tl.load(sin + against, mask=turned, other=0.0)
+            high_cos = tl.load(cos + against * step, mask=turned, other=0.0)
+            high_sin = tl.load(sin + against * step, mask=turned, other=0.0)
         new_low = _turned_product(low, low_cos, TURN) - _turned_product(high, low_sin, TURN)
         new_high = _turned_product(high, high_cos, TURN) + _turned_product(low, high_sin, TURN)
         tl.store(target + at, new_low.to(target.dtype.element_ty), mask=inside)
@@ -128,7 +129,7 @@ def _turn_lines(
 def _rope_and_write(
     q, k, v, cos, sin, k_cache, v_cache, slots, q_out, q_weight, k_weight,
     eps,
-    q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, table_token,  # strides
+    q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, table_token, table_step,  # strides
     q_blocks,  # of each token; the next ones are those of k and v
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
@@ -153,14 +154,14 @@ def _rope_and_write(
         source = q + token * q_token + head * q_head
         target = q_out + token * out_token + head * out_head
         _turn_lines(
-            source, target, head < HEADS, q_weight, cos, sin, eps, NORM_Q, FORM, TURN, DIM, ROTARY
+            source, target, head < HEADS, q_weight, cos, sin, table_step, eps, NORM_Q, FORM, TURN, DIM, ROTARY
         )  # fmt: skip
     else:
         head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         valid = head < KV_HEADS
         source = k + token * k_token + head * k_head
         target = k_cache + (slot * KV_HEADS + head) * DIM
-        _turn_lines(source, target, valid, k_weight, cos, sin, eps, NORM_K, FORM, TURN, DIM, ROTARY)
+        _turn_lines(source, target, valid, k_weight, cos, sin, table_step, eps, NORM_K, FORM, TURN, DIM, ROTARY)
         at = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
         inside = valid & (at < V_DIM)
         value = tl.load(v + token * v_token + head * v_head + at, mask=inside, other=0.0)
@@ -171,7 +172,7 @@ def rope_and_write(
     q: torch.Tensor,  # [tokens, heads, dim]  any strides, but for each head's dim in a row, as with k and v
     k: torch.Tensor,  # [tokens, kv_heads, dim]
     v: torch.Tensor,  # [tokens, kv_heads, v_dim]
-    cos: torch.Tensor | None,  # [tokens, rotary_dim], of q's dtype or float32; None: no rotation
+    cos: torch.Tensor | None,  # [tokens, rotary_dim]  any strides, of q's dtype or float32; None: no rotation
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,  # [slots, kv_heads, dim]
     v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
@@ -194,7 +195,7 @@ def rope_and_write(
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and {q.dtype} == {k.dtype, v.dtype, k_cache.dtype}
     assert all(each.stride(-1) == 1 for each in (q, k, v, q_out))
     if cos is not None and sin is not None:
-        assert cos.stride() == sin.stride() and cos.stride(-1) == 1
+        assert cos.stride() == sin.stride()
         assert cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
     assert all(weight is None or weight.dtype == q.dtype for weight in (q_weight, k_weight))
     if tokens == 0:
@@ -205,7 +206,8 @@ def rope_and_write(
     _rope_and_write[(tokens, q_blocks + triton.cdiv(kv_heads, lines))](
         q, k, v, q if cos is None else cos, q if sin is None else sin, k_cache, v_cache, slots, q_out,
         q if q_weight is None else q_weight, q if k_weight is None else k_weight, eps,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], 0 if cos is None else cos.stride(0),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2],
+        *((0, 1) if cos is None else cos.stride()),
         q_blocks,
         NORM_Q=q_weight is not None, NORM_K=k_weight is not None, FORM=_FORMS.index(norm), TURN=_FORMS.index(turn),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROTARY=rotary, BLOCK_H=lines,

@@ -85,6 +85,8 @@ def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
     table = dtype if not wide else torch.float32
     width = rotary // 2 if turn == "gpt_oss" else rotary
     angle = torch.from_numpy(rng.uniform(-9, 9, (tokens, width)).astype(np.float32))
+    if rng.random() < 0.5:  # as GPT-OSS has it
+        angle = angle.T.contiguous().T
     given: dict[str, Any] = {
         "merged": merged,
         "cos": angle.cos().to(table) if rotary else None,
