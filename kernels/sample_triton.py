@@ -131,8 +131,8 @@ def _noisy_weight_of_block(
     if SOME_BEST and factor == _BEST:
         score = tl.max(_without_nan(scores), 0)
     else:
-        seed = tl.load(seed + row if SEEDS else seed)
-        score = _noisy_weight(scores, factor, threshold, seed, block * BLOCK, prompt, sample, position, row, CUT)
+        key = tl.load(seed + row if SEEDS else seed)
+        score = _noisy_weight(scores, factor, threshold, key, block * BLOCK, prompt, sample, position, row, CUT)
     tl.store(block_score + row * BLOCKS + block, score)
 
 
@@ -157,8 +157,8 @@ def _draw_from_best_block(
     if SOME_BEST and factor == _BEST:
         _, picked = _best(_without_nan(scores), token)
     else:
-        seed = tl.load(seed + row if SEEDS else seed)
-        picked = _drawn(scores, factor, threshold, seed, token, prompt, sample, position, row, best, CUT)
+        key = tl.load(seed + row if SEEDS else seed)
+        picked = _drawn(scores, factor, threshold, key, token, prompt, sample, position, row, best, CUT)
     tl.store(out + row, picked.to(tl.int64))
 
 

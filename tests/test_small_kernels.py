@@ -147,11 +147,11 @@ NORM = [
 ]  # fmt: skip
 
 
-def check_norm(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
+def norm_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> dict[str, Any]:
     hidden, residual, form, inner, more = shape
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(1, most))
-    given = {
+    return {
         "x": 3.0 * draw(rng, tokens, hidden, dtype=dtype),
         "residual": draw(rng, tokens, hidden, dtype=dtype) if residual else None,
         "weight": None if "no norm" in more else draw(rng, hidden, dtype=dtype),
@@ -164,7 +164,10 @@ def check_norm(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int)
         "inner_weight": draw(rng, hidden, dtype=dtype) if inner else None,
         "out": torch.full((tokens, hidden), NAN, dtype=dtype) if rng.random() < 0.5 else None,
     }
-    compare(small_triton.add_rms_norm, small_torch.add_rms_norm, given)
+
+
+def check_norm(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
+    compare(small_triton.add_rms_norm, small_torch.add_rms_norm, norm_case(seed, shape, dtype, most))
 
 
 @kernel

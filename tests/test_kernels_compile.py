@@ -1,0 +1,86 @@
+"""The small kernels go through Triton's compiler for a Hopper card: its interpreter takes what that one refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from interpreted import plain
+from test_small_kernels import NORM, ROPE, norm_case, parts, rope_case
+
+from hf_batchllm.kernels import cut_triton, past_triton, sample_triton, small_triton
+from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
+
+pytestmark = [
+    plain,
+    pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="Triton has no compiler for Hopper here"),
+]
+VOCABULARY, ROWS = 3000, 3
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of kernels that were compiled where they would have been launched."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource
+    from triton.runtime import jit
+
+    target = GPUTarget("cuda", 90, 32)
+    backend, names = CUDABackend(target), []
+
+    def compile_it(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        find = jit.create_function_from_signature(self.signature, self.params, backend)
+        bound, kinds, rest = find(*given, **options)
+        chosen, signature, constants, attributes = self._pack_args(backend, options, bound, kinds, rest)
+        source = ASTSource(self, signature, constants, attributes)
+        triton.compile(source, target=target, options=chosen.__dict__)
+        names.append(self.fn.__name__)
+
+    monkeypatch.setattr(jit.JITFunction, "run", compile_it)
+    yield names
+    assert names
+
+
+@pytest.mark.parametrize("seeds", [1, ROWS])
+@pytest.mark.parametrize("temperature", [0.7, "of each row", "the best of some"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_sampling(compiled: list[str], seeds: int, temperature: Any, cut: bool) -> None:
+    logits, numbers = torch.zeros(ROWS, VOCABULARY, dtype=BF16), torch.zeros(4, ROWS, dtype=torch.int32)
+    if isinstance(temperature, str):
+        recipes = [Recipe(temperature=0.5), Recipe(temperature=0 if "best" in temperature else 0.8)]
+        temperature = RowRecipes(RecipeTable(recipes, VOCABULARY, "cpu"), numbers[3])
+    edge = torch.zeros(ROWS) if cut else None
+    seed = torch.zeros(seeds, dtype=torch.int64)
+    sample_triton.gumbel_sample(logits, temperature, seed, *numbers[:3], threshold=edge)
+    assert compiled == ["_noisy_weight_of_block", "_draw_from_best_block"]
+
+
+def test_what_goes_before_and_after_sampling(compiled: list[str]) -> None:
+    logits = torch.zeros(ROWS, VOCABULARY, dtype=BF16)
+    which, line = torch.zeros(ROWS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
+    seen = torch.zeros(ROWS, VOCABULARY // 32 + 1, dtype=torch.int32)
+    sample_triton.greedy(logits)
+    recipes = [Recipe(1.2, 0.5, 40, 0.9, 0.1), Recipe(temperature=0)]
+    by_row = RowRecipes(RecipeTable(recipes, VOCABULARY, "cpu"), which)
+    cut_triton.cutoffs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, by_row=by_row)
+    eos, minimum = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int32)
+    past_triton.penalise(
+        logits, by_row=by_row, seen=seen, line=line, penalty=1.2, eos=eos, made=minimum, minimum=minimum
+    )
+    past_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
+
+
+@pytest.mark.parametrize("case", range(0, len(ROPE), 2))
+def test_rotation(compiled: list[str], case: int) -> None:
+    given = rope_case(case, ROPE[case], BF16, 4)
+    small_triton.rope_and_write(*parts(given.pop("merged"), ROPE[case]), **given)
+
+
+@pytest.mark.parametrize("case", range(0, len(NORM), 2))
+def test_norm(compiled: list[str], case: int) -> None:
+    small_triton.add_rms_norm(**norm_case(case, NORM[case], BF16, 4))
