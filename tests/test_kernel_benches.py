@@ -256,7 +256,15 @@ def test_a_gate_is_suggested_between_what_pays_and_what_does_not() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["bench_attention", "bench_prefill", "calibrate_attention", "bench_small", "bench_sampling", "bench_fused"],
+    [
+        "bench_attention",
+        "bench_prefill",
+        "calibrate_attention",
+        "bench_small",
+        "bench_sampling",
+        "bench_fused",
+        "bench_forward",
+    ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_benches_say_that_they_need_a_gpu(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
