@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from families import build
 from words import word_tokenizer
 
-from hf_batchllm import BatchGenerator, run_file
+from hf_batchllm import BatchGenerator, BatchLLMError, run_file
+from hf_batchllm.cli import main
+from hf_batchllm.errors import RunChangedError
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "seed": 5, "progress": False}
 
@@ -41,3 +45,56 @@ def test_values_that_transformers_has_no_words_for(tmp_path: Path, generator: Ba
     assert "settings that cannot be used" in bad[0]["error"]
     for each, name in zip(bad[1:], ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"), strict=True):
         assert f"`{name}` has token 6000, outside the model's vocabulary" in each["error"]
+
+
+def test_a_corrected_line_runs_with_retry_errors(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines: list[dict[str, Any]] = [{"prompt": f"w{place}", "temperature": 1.0} for place in range(3, 9)]
+    right = dict(lines[2])
+    lines[2] = {"promt": "w5"}
+    assert "error" in answered(generator, tmp_path, lines)[2]
+    lines[2] = right
+    with pytest.raises(RunChangedError, match=r"line 3.*has an error for it.*`--retry-errors` runs"):
+        answered(generator, tmp_path, lines)
+    found = answered(generator, tmp_path, lines, retry_errors=True)
+    (tmp_path / "once").mkdir()
+    assert found == answered(generator, tmp_path / "once", lines)
+    with pytest.raises(RunChangedError, match=r"line 2.*has a result for it"):
+        answered(generator, tmp_path, [lines[0], {"prompt": "w9"}, *lines[2:]], retry_errors=True)
+
+
+def test_errors_are_counted_among_the_records_asked_for(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines = [{"prompt": "w5"}, {"prompt": "w6"}, {"prompt": None}]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for target, limits in {"out.jsonl": {3: 1, 2: 0}, "out.csv": {3: 1}}.items():
+        for _ in range(2):
+            for limit, errors in limits.items():
+                report = run_file(generator, tmp_path / "in.jsonl", tmp_path / target, limit=limit, **SETTINGS)
+                assert report.errors == errors
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_temperatures_that_are_no_numbers(tmp_path: Path, generator: BatchGenerator, value: float) -> None:
+    with pytest.raises(BatchLLMError, match="`temperature` must be a number"):
+        answered(generator, tmp_path, [{"prompt": "w5"}], temperature=value)
+
+
+def test_a_command_without_stdout() -> None:
+    """No file that is opened later is to have its number."""
+    code = "import os, sys; from hf_batchllm.cli import main; main(['--version']); sys.exit(os.dup(0))"
+    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" <&- >&-'], capture_output=True, timeout=60)
+    assert done.returncode > 2 and not done.stderr
+
+
+def test_an_input_without_records(tmp_path: Path, generator: BatchGenerator) -> None:
+    (tmp_path / "in.jsonl").write_text("\n")
+    report = run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert "the input has no records" in str(report)
+
+
+def test_an_interrupt_before_a_command_begins(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_batchllm.cli.commands.dispatch", interrupted)
+    assert main(["run", "in.jsonl", "out.jsonl", "--model", "m"]) == 130
+    assert capsys.readouterr().err == "hf-batchllm: error: interrupted.\n"

@@ -66,7 +66,9 @@ def run_records(
         record = output.begin(asked, source, limit=limit, retry_errors=retry_errors)
         todo = output.missing(limit)
         report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
-        report.before, report.errors = report.records - len(todo), len(output.errors)
+        report.before, report.errors = report.records - len(todo), int((output.errors < report.records).sum())
+        if output.complete:  # a table: its journal is gone
+            report.errors = int(record.figures.get("errors") or 0)
         if on_error == "raise":
             _refuse_bad(reader, source, todo)
         if len(todo):
