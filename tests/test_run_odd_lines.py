@@ -98,3 +98,15 @@ def test_an_interrupt_before_a_command_begins(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr("hf_batchllm.cli.commands.dispatch", interrupted)
     assert main(["run", "in.jsonl", "out.jsonl", "--model", "m"]) == 130
     assert capsys.readouterr().err == "hf-batchllm: error: interrupted.\n"
+
+
+def test_errors_of_openai_requests_are_in_their_words(tmp_path: Path, generator: BatchGenerator) -> None:
+    wrong: list[dict[str, Any]] = [{"n": 2, "temperature": 0}, {"logit_bias": {"6000": 1}}]
+    lines = [
+        {"custom_id": str(place), "url": "/v1/completions", "body": {"prompt": "w5", **each}}
+        for place, each in enumerate(wrong)
+    ]
+    found = answered(generator, tmp_path, lines)
+    said = [each["response"]["body"]["error"]["message"] for each in found]
+    assert "`n` is 2" in said[0] and "a `temperature` above 0" in said[0]
+    assert "`logit_bias` has token 6000" in said[1]

@@ -25,6 +25,7 @@ from ..results import Generation
 from .answers import Writer
 from .file_report import FileReport
 from .line_configs import LineConfigs
+from .openai_batch import in_their_words
 from .outputs import Output, open_output
 from .records import BadItem, Item, Reader
 from .run_record import RunRecord
@@ -157,7 +158,7 @@ class _Run:
                 continue
             why = self._configs.problem(item.settings)
             if why is not None:
-                self._failed(item, why)
+                self._failed(item, why if item.request is None else in_their_words(why))
                 continue
             # Beams may come from the model's own config, too.
             apart = self._configs.beams(item.settings) > 1, *item.settings.apart
