@@ -15,7 +15,7 @@ from words import word_tokenizer
 
 from hf_batchllm import BatchGenerator, BatchLLMError, run_file
 from hf_batchllm.cli import main
-from hf_batchllm.errors import RunChangedError
+from hf_batchllm.errors import FilesError, RunChangedError
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "seed": 5, "progress": False}
 
@@ -110,3 +110,20 @@ def test_errors_of_openai_requests_are_in_their_words(tmp_path: Path, generator:
     said = [each["response"]["body"]["error"]["message"] for each in found]
     assert "`n` is 2" in said[0] and "a `temperature` above 0" in said[0]
     assert "`logit_bias` has token 6000" in said[1]
+
+
+def test_arguments_that_are_wrong_are_found_before_anything_runs(tmp_path: Path, generator: BatchGenerator) -> None:
+    wrong: dict[str, list[dict[str, Any]]] = {
+        "`order` must be": [{"order": "inptu"}],
+        "`on_error` must be": [{"on_error": "skip"}],
+        "`limit` must be": [{"limit": 0}, {"limit": -1}, {"limit": "5"}],
+        "`window_bytes` must be": [{"window_bytes": "1MiB"}],
+        "`generation_config` must be": [{"generation_config": {"max_new_tokens": 3}}],
+        "has no field 'question'": [{"prompt_field": "question"}, {"template": "{question}"}],
+        "have no such field": [{"keep": "question"}],
+    }
+    for said, each in wrong.items():
+        for given in each:
+            with pytest.raises(FilesError, match=said):
+                answered(generator, tmp_path, [{"prompt": "w5"}], **given)
+            assert not (tmp_path / "out.jsonl").exists()

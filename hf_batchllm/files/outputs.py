@@ -26,7 +26,7 @@ from .tables import import_pyarrow
 
 AFRESH = "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
 
-_ORDERS = ("input", "finished")
+ORDERS = ("input", "finished")
 
 
 def open_output(
@@ -311,8 +311,8 @@ class FileOutput(Output):
         self._journal.append(lines)
 
     def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
-        if order not in _ORDERS:
-            raise OutputFileError(f"order {order!r}: it is one of {', '.join(_ORDERS)}")
+        if order not in ORDERS:
+            raise OutputFileError(f"order {order!r}: it is one of {', '.join(ORDERS)}")
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"

@@ -11,11 +11,12 @@ from transformers import GenerationConfig
 from ..architecture import base_model
 from ..errors import FilesError
 from ..generator import BatchGenerator
-from ..kinds import a_kind
+from ..kinds import a_kind, shown
 from ..notices import warn_user
 from .file_report import FileReport
 from .line_configs import said_by
-from .readers import reader_for
+from .outputs import ORDERS
+from .readers import check_first, reader_for
 from .records import ALL_FIELDS, Form
 from .running import run_records
 from .settings import read_settings
@@ -76,6 +77,17 @@ def run_file(
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
+    for name, value, good in (("order", order, ORDERS), ("on_error", on_error, ("record", "raise"))):
+        if value not in good:
+            raise FilesError(f"`{name}` must be {' or '.join(map(repr, good))}, not {shown(value)}")
+    for name, size in (("limit", limit), ("window_bytes", window_bytes)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise FilesError(
+            f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: options go by their "
+            "names, as in run_file(gen, source, target, max_new_tokens=100)"
+        )
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:
         base = base.over(said_by(generation_config))
@@ -83,6 +95,7 @@ def run_file(
     form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)
     with open_source(source, format, note=warn_user) as opened:
         reader = reader_for(opened, form, base)
+        check_first(reader, opened, limit)
         inner = base_model(gen.model)
         name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
         identity = {
