@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import build as adapted
 from families import build
 from words import word_tokenizer
 
@@ -127,3 +129,20 @@ def test_arguments_that_are_wrong_are_found_before_anything_runs(tmp_path: Path,
             with pytest.raises(FilesError, match=said):
                 answered(generator, tmp_path, [{"prompt": "w5"}], **given)
             assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_what_the_model_says_itself_is_a_setting_too(tmp_path: Path) -> None:
+    with BatchGenerator(copy.deepcopy(adapted("lora")), word_tokenizer(97)) as gen:
+        lines = [{"prompt": "w5"}]
+        answered(gen, tmp_path, lines)
+        assert answered(gen, tmp_path, lines)
+        config = gen.model.generation_config
+        config.repetition_penalty = 1.5
+        with pytest.raises(RunChangedError, match=r"generation_config.repetition_penalty was not set and is 1.5"):
+            answered(gen, tmp_path, lines)
+        config.repetition_penalty = None
+        answered(gen, tmp_path, lines)
+        before = gen.model.active_adapters
+        gen.model.set_adapter(next(name for name in gen.model.peft_config if name not in before))
+        with pytest.raises(RunChangedError, match="active_adapters was"):
+            answered(gen, tmp_path, lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ..adapters import active_adapters
 from ..architecture import base_model
 from ..errors import FilesError
 from ..generator import BatchGenerator
@@ -19,7 +20,7 @@ from .outputs import ORDERS
 from .readers import check_first, reader_for
 from .records import ALL_FIELDS, Form
 from .running import run_records
-from .settings import read_settings
+from .settings import NAMES, read_settings
 from .sources import open_source
 from .templates import Template
 
@@ -112,6 +113,7 @@ def run_file(
             "logprobs": base.logprobs,
             "adapter": base.adapter,
             **base.options,
+            **_of_its_own(gen),
         }
         try:
             return run_records(
@@ -138,3 +140,13 @@ def run_file(
             raise KeyboardInterrupt(
                 f"interrupted: what had finished is in {os.fspath(target)}, and the same call goes on with it"
             ) from None
+
+
+def _of_its_own(gen: BatchGenerator) -> dict[str, Any]:
+    """What results depend on though nobody says it in the call: in a notebook, any of it may be another one later."""
+    inner = base_model(gen.model)
+    config = {} if inner.generation_config is None else inner.generation_config.to_diff_dict()
+    return {
+        "generation_config": {name: value for name, value in config.items() if name in NAMES and value is not None},
+        "active_adapters": sorted(active_adapters(gen.model)) or None,
+    }
