@@ -146,3 +146,11 @@ def test_what_the_model_says_itself_is_a_setting_too(tmp_path: Path) -> None:
         gen.model.set_adapter(next(name for name in gen.model.peft_config if name not in before))
         with pytest.raises(RunChangedError, match="active_adapters was"):
             answered(gen, tmp_path, lines)
+
+
+def test_numbers_beyond_all_floats_come_out_as_null(tmp_path: Path, generator: BatchGenerator) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w5", "id": 1e999, "mine": [{"x": -1e999, "y": "\\ud800"}]}\n')
+    run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", keep="mine", **SETTINGS)
+    text = (tmp_path / "out.jsonl").read_text()
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert found["id"] is None and found["mine"] == [{"x": None, "y": "\ud800"}]
