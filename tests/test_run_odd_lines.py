@@ -154,3 +154,20 @@ def test_numbers_beyond_all_floats_come_out_as_null(tmp_path: Path, generator: B
     text = (tmp_path / "out.jsonl").read_text()
     found = json.loads(text, parse_constant=pytest.fail)
     assert found["id"] is None and found["mine"] == [{"x": None, "y": "\ud800"}]
+
+
+def test_a_line_with_many_log_probabilities_costs_the_others_nothing(
+    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    stream = generator.stream
+
+    def watched(*given: Any, **options: Any) -> Any:
+        asked.append(options.get("logprobs"))
+        return stream(*given, **options)
+
+    monkeypatch.setattr(generator, "stream", watched)
+    lines = [{"prompt": "w5", "logprobs": count} for count in (0, 2, 90, 1)]
+    found = answered(generator, tmp_path, lines)
+    assert sorted(count or 0 for count in asked) == [2, 90]
+    assert [len(each["logprobs"][0].get("top", [])) for each in found] == [0, 2, 90, 1]

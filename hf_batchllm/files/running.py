@@ -34,6 +34,7 @@ from .token_texts import TokenTexts
 from .weights import fingerprint
 
 _MANY = 32  # records from which on a bar is shown unasked
+_FEW_LOGPROBS = 20  # of each token: what OpenAI tells at most
 _NAMED = 8  # bad records spelled out in an error
 
 
@@ -149,7 +150,7 @@ class _Run:
         self._bar = None
 
     def _window(self, numbers: np.ndarray, progress: bool) -> None:
-        calls: dict[tuple[bool, ...], list[Item]] = {}
+        calls: dict[tuple[int, ...], list[Item]] = {}
         for number, raw in zip(numbers.tolist(), self._source.records(numbers), strict=True):
             self._keys[number] = record_key(raw)
             item = self._reader.read(number, raw)
@@ -161,7 +162,9 @@ class _Run:
                 self._failed(item, why if item.request is None else in_their_words(why))
                 continue
             # Beams may come from the model's own config, too.
-            apart = self._configs.beams(item.settings) > 1, *item.settings.apart
+            beams = self._configs.beams(item.settings) > 1
+            # All of a call get as many log-probabilities as the one that asks for most.
+            apart = beams, *item.settings.apart, max(item.settings.logprobs or 0, _FEW_LOGPROBS)
             calls.setdefault(apart, []).append(item)
         for items in calls.values():
             self._call(items, progress)
