@@ -31,7 +31,7 @@ def adapter_of_each(
 ) -> list[str | None] | None:
     """The adapter of each of ``count`` prompts, None for the model without any; no list where nobody says which."""
     if adapter is AS_IT_IS:
-        _refuse(model, _active(model))
+        _refuse(model, active_adapters(model))
         return None
     if hasattr(adapter, "tolist"):  # a column of a table
         adapter = adapter.tolist()
@@ -121,7 +121,7 @@ def adapter_configs(model: nn.Module) -> Mapping[str, Any]:
     return configs if isinstance(configs, Mapping) else {}
 
 
-def _active(model: nn.Module) -> Iterable[str]:
+def active_adapters(model: nn.Module) -> Iterable[str]:
     names = {name for layer in adapted_layers(model) for name in active_of(layer)}
     on_top = getattr(model, "active_adapters", ())  # of kinds without layers; a method of transformers' models
     return names if callable(on_top) or getattr(model, "_adapters_disabled", False) else names.union(on_top)

@@ -114,6 +114,7 @@ def test_help_and_refusals_come_without_torch() -> None:
             "there is no option --max-new-token; did you mean --max-new-tokens?",
         ),
         ("run in out.jsonl --model m --max_new_tokens 5", "did you mean --max-new-tokens?"),
+        ("run in out.jsonl --model m --n 5", "there is no option --n; did you mean -n?"),
         ("run in out.jsonl --model m --temprature=1", "did you mean --temperature?"),
         ("run in out.jsonl --model m --seed x", "argument --seed: 'x' is not a whole number"),
         ("run in out.jsonl --model m --limit 0", "'0' is less than 1"),
@@ -205,7 +206,7 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     assert "--model no-such-model" in refused(capsys, *run, "no-such-model")
     assert "--device warp: it is cpu" in refused(capsys, *run, saved, "--device", "warp")
     assert "CUDA device" in refused(capsys, *run, saved, "--device", "cuda:99")
-    assert "set `do_sample=True`" in refused(capsys, *run, saved, "-n", "2")
+    assert "-n is 2, and greedy decoding gives one" in refused(capsys, *run, saved, "-n", "2")
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_text((Path(saved) / "config.json").read_text())

@@ -10,6 +10,7 @@ from types import FrameType
 
 DONE, STOPPED, USAGE, SOME_ERRORS = 0, 1, 2, 3
 _BY_SIGNAL = 128  # and the signal's number, as shells have it
+INTERRUPTED = int(_BY_SIGNAL + signal.SIGINT)
 
 WORDS = """\
 exit codes:
@@ -26,7 +27,7 @@ class Interrupts:
     """``code``: of the exit, once there was one."""
 
     def __init__(self) -> None:
-        self.code = _BY_SIGNAL + signal.SIGINT
+        self.code = INTERRUPTED
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.code = _BY_SIGNAL + number

@@ -10,15 +10,13 @@ from typing import Any
 
 from ..chats import is_chat
 from ..errors import BatchLLMError
-from ..files.parsing import BadRecord, parse
-from ..files.readers import reader_for
-from ..files.records import ALL_FIELDS, OPENAI, BadItem, Form, Item, Reader
+from ..files.readers import check_first, reader_for
+from ..files.records import ALL_FIELDS, OPENAI, Form, Reader
 from ..files.settings import Settings, read_assignments, read_settings
 from ..files.sources import Source
 from ..files.templates import Template, unescaped
 from .said import UsageError
 
-_FIRST = 20  # records that are looked at before a model is loaded
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -80,34 +78,11 @@ def _refuse_for_batches(asked: argparse.Namespace) -> None:
             raise UsageError(f"{name} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
 
 
-def check_first(reader: Reader, source: Source, limit: int | None = None) -> First:
-    """An option that is wrong makes all lines bad: that is said at once, and not once for each line."""
-    count = min(source.count, _FIRST, limit or _FIRST)
-    raws = source.records(range(count))
-    read = [reader.read(number, raw) for number, raw in enumerate(raws)]
-    bad = [each for each in read if isinstance(each, BadItem) and each.no_prompt]
-    if bad and len(bad) == len(read):
-        more = f" (and so with {'all' if count == source.count else f'the first {count}'} of them)" if count > 1 else ""
-        raise UsageError(f"{bad[0]}{more}")
-    items = [each for each in read if isinstance(each, Item)]
-    _check_kept(reader, raws)
+def first_of(reader: Reader, source: Source, limit: int | None = None) -> First:
+    items = check_first(reader, source, limit)
     texts = any(isinstance(each.prompt, str) for each in items)
     chats = any(is_chat(each.prompt) for each in items)
     return First(texts or chats, chats)
-
-
-def _check_kept(reader: Reader, raws: list[bytes]) -> None:
-    if reader.form.keep == ALL_FIELDS or not raws:
-        return
-    seen: dict[str, None] = {}
-    for raw in raws:
-        try:
-            seen |= dict.fromkeys(parse(raw))
-        except BadRecord:
-            continue
-    for name in reader.form.keep:
-        if seen and name not in seen:
-            raise UsageError(f"--keep {name}: the records have no such field; they have {', '.join(list(seen)[:8])}")
 
 
 def settings_of(asked: argparse.Namespace) -> Settings:

@@ -70,7 +70,9 @@ class Loader:
         why = LineConfigs(model, generator._tokenizer.required, _Silence()).problem(self._base)
         if why is not None:
             generator.close()
-            raise UsageError(why)
+            raise UsageError(
+                why.replace("`num_return_sequences`", "-n").replace("`do_sample=True`", "a --temperature above 0")
+            )
         return generator
 
 

@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
             return f"there is one argument too many: {unknown[0]!r}"
         name = options[0].partition("=")[0]
         known = [text for text in self._option_string_actions if text.startswith("--")]
-        same = [text for text in known if text.replace("-", "") == name.replace("-", "").replace("_", "")]
+        short = [f"-{name.lstrip('-')}"] if f"-{name.lstrip('-')}" in self._option_string_actions else []
+        same = short or [text for text in known if text.replace("-", "") == name.replace("-", "").replace("_", "")]
         near = same or difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.6)
         return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
 

@@ -20,7 +20,7 @@ from ..prompts import Prompt, check_prompts
 from ..sharing import SharingPlan, plan_sharing
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
-from .inputs import check_first, form_of, reader_of, size_of
+from .inputs import first_of, form_of, reader_of, size_of
 from .loading import check_template, load_tokenizer, quiet_transformers
 from .said import Said, UsageError, reason
 
@@ -88,7 +88,7 @@ def _found(asked: argparse.Namespace, said: Said) -> Found:
     source = open_source(asked.source, asked.format, note=said.note)
     try:
         reader = reader_of(asked, source, form, Settings())
-        first = check_first(reader, source, asked.limit)
+        first = first_of(reader, source, asked.limit)
 
         @cache
         def tokenizer() -> Any:

@@ -16,7 +16,7 @@ from ..files.streams import is_stream
 from .arguments import run_parser
 from .config_flags import config_of
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
-from .inputs import check_first, form_of, reader_of, settings_of, size_of
+from .inputs import first_of, form_of, reader_of, settings_of, size_of
 from .loading import Loader
 from .said import Said, UsageError, reason
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             source = open_source(asked.source, asked.format, note=said.note)
             try:
                 reader = reader_of(asked, source, form, base)
-                first = check_first(reader, source, asked.limit)
+                first = first_of(reader, source, asked.limit)
                 loader = Loader(asked, config, base, first)
                 summary = _run_file()(
                     loader,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +107,21 @@ class Writer:
 
 def as_line(record: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(record, ensure_ascii=False).encode()
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # 1e999 in what was kept, or a score: in no JSON
+        text = json.dumps(_finite(record), ensure_ascii=False)
+    try:
+        return text.encode()
     except UnicodeEncodeError:  # half a character (a lone surrogate) in what was kept
-        return json.dumps(record).encode()
+        return json.dumps(json.loads(text)).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _id(item: Item | BadItem) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class FileReport:
 
     def __str__(self) -> str:
         where = "stdout" if self.path == "-" else self.path
+        if not self.records:
+            return f"{where}: nothing to do, as the input has no records"
         if not self.written and not self.left:
             return f"{where}: complete already, {_counted(self.records, 'result')}{self._errors()}. Nothing to do"
         beside = f", {self.before:,} were there" if self.before else ""

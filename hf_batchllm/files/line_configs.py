@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4096  # different settings remembered at a time
 _OF_TOKENS = ("sequence_bias", "bad_words_ids")  # refused by transformers in the middle of a call
+_BROKEN = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))  # of a device, not of a setting
+_FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 Key = tuple[str, int | None, str | None]
 
 
@@ -90,19 +93,29 @@ class LineConfigs:
             check_beams([options], self._notices)
             if settings.adapter is not None:
                 adapter_of_each(self._model, settings.adapter, 1, self._notices)
-            self._check_tokens(settings)
+            self._check_tokens(settings, options)
             if config.stop_strings is not None and not self._finds_strings:
                 # Whether they can be found is the tokenizer's matter, and to find out takes seconds: once.
                 rules_of(self._model, options, self._tokenizer, KnownStrings())
                 self._finds_strings = True
-        except (BatchLLMError, ValueError, TypeError) as error:
-            return " ".join(str(error).split())
+        except (torch.OutOfMemoryError, *_BROKEN):
+            raise
+        except Exception as error:  # transformers has no words of its own for many a wrong value
+            known = isinstance(error, BatchLLMError | ValueError | TypeError)
+            return ("" if known else f"has settings that cannot be used: {type(error).__name__}: ") + " ".join(
+                str(error).split()
+            )
         return _Made(config, options)
 
-    def _check_tokens(self, settings: Settings) -> None:
+    def _check_tokens(self, settings: Settings, options: Options) -> None:
+        said = settings.options
+        named = {name: _integers(said.get(name), name == "sequence_bias") for name in _OF_TOKENS}
+        named |= {name: _listed(said.get(name)) for name in _FORCED}
+        if said.get("exponential_decay_length_penalty") is not None:
+            named["eos_token_id"] = sorted(options.eos_token_ids)
         vocabulary = base_model(self._model).config.get_text_config(decoder=True).vocab_size
-        for name in _OF_TOKENS:
-            for token in _integers(settings.options.get(name), name == "sequence_bias"):
+        for name, tokens in named.items():
+            for token in tokens:
                 if not 0 <= token < vocabulary:
                     raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
 
@@ -118,3 +131,7 @@ def _integers(value: Any, biased: bool) -> list[int]:
         return []
     rows = [pair[0] for pair in value] if biased else value
     return [token for row in rows for token in row]
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]

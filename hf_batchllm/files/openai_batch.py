@@ -101,6 +101,18 @@ _NOTHING: dict[str, Callable[[Any], str | None]] = {
 _KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_NOTHING}
 
 
+def in_their_words(why: str) -> str:
+    """What is wrong with settings, by the names that requests have for them."""
+    for ours, theirs in (
+        ("`num_return_sequences`", "`n`"),
+        ("`sequence_bias`", "`logit_bias`"),
+        ("`stop_strings`", "`stop`"),
+        ("`do_sample=True`", "a `temperature` above 0"),
+    ):
+        why = why.replace(ours, theirs)
+    return why
+
+
 def read_request(record: Mapping[str, Any]) -> tuple[Any, Settings, Request]:
     """The prompt, what the request says about the answer, and what its form depends on."""
     _check_envelope(record)

@@ -26,7 +26,7 @@ from .tables import import_pyarrow
 
 AFRESH = "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
 
-_ORDERS = ("input", "finished")
+ORDERS = ("input", "finished")
 
 
 def open_output(
@@ -165,7 +165,7 @@ class FileOutput(Output):
         self._count = source.count if limit is None else min(limit, source.count)
         old = self._record
         if old is not None:
-            self._compare(old, record, source)
+            self._compare(old, record, source, retry_errors)
         if self.complete:
             if retry_errors:
                 raise OutputFileError(
@@ -194,7 +194,7 @@ class FileOutput(Output):
         self._journal.repair(drop_errors=retry_errors)
         return self._record
 
-    def _compare(self, old: RunRecord, record: RunRecord, source: Source) -> None:
+    def _compare(self, old: RunRecord, record: RunRecord, source: Source, retry_errors: bool) -> None:
         differences = old.differences(record)
         afresh = f"give another output, or {AFRESH.format(path=self.path)}"
         if differences:
@@ -212,10 +212,13 @@ class FileOutput(Output):
                 f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",
                 [f"{source.name} has changed"],
             )
-        self._compare_records(source, afresh)
+        self._compare_records(source, afresh, retry_errors)
 
-    def _compare_records(self, source: Source, afresh: str) -> None:
+    def _compare_records(self, source: Source, afresh: str, retry_errors: bool) -> None:
         numbers, keys = self._journal.keys()
+        errors = np.isin(numbers, self.errors)
+        if retry_errors:  # they are run again anyhow: whoever has corrected such a line is welcome
+            numbers, keys = numbers[~errors], keys[~errors]
         if len(numbers) and numbers[-1] >= source.count:
             raise RunChangedError(
                 f"{self.path} has {int(numbers[-1]) + 1:,} records or more to go by, and {source.name} has only "
@@ -225,13 +228,16 @@ class FileOutput(Output):
         first = 0
         for chunk in source.chunks(numbers):
             found = np.array([int(record_key(raw), 16) for raw in source.records(chunk)], dtype=np.uint64)
-            changed = np.flatnonzero(found != keys[first : first + len(chunk)])
+            changed = np.flatnonzero(found != keys[first : first + len(chunk)]) + first
             first += len(chunk)
             if len(changed):
-                where = source.where(int(chunk[changed[0]]))
+                where = source.where(int(numbers[changed[0]]))
+                corrected = not retry_errors and bool(errors[changed].all())
+                todo = "`--retry-errors` runs lines again that had errors" if corrected else "Give the old input"
                 raise RunChangedError(
-                    f"{source.name}, {where}: this record has changed since {self.path} was begun, which has a result "
-                    f"for it. Give the old input (lines may be added at its end); else {afresh}",
+                    f"{source.name}, {where}: this record has changed since {self.path} was begun, which has "
+                    f"{'an error' if corrected else 'a result'} for it. {todo} (lines may be added at its end); "
+                    f"else {afresh}",
                     [f"{source.name}, {where} has changed"],
                 )
 
@@ -305,8 +311,8 @@ class FileOutput(Output):
         self._journal.append(lines)
 
     def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
-        if order not in _ORDERS:
-            raise OutputFileError(f"order {order!r}: it is one of {', '.join(_ORDERS)}")
+        if order not in ORDERS:
+            raise OutputFileError(f"order {order!r}: it is one of {', '.join(ORDERS)}")
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"

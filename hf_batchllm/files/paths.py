@@ -23,6 +23,7 @@ _REASONS = {
     errno.EISDIR: "it is a folder",
     errno.ELOOP: "its links lead in a circle",
     errno.ENAMETOOLONG: "the name is too long",
+    errno.EBADF: "it is closed",
     errno.EMFILE: "this process has too many files open (`ulimit -n`)",
 }
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .records import OPENAI, PLAIN, Form, Reader, dialect_of, second_ids
+from ..errors import InputFileError
+from .parsing import BadRecord, parse
+from .records import ALL_FIELDS, OPENAI, PLAIN, BadItem, Form, Item, Reader, dialect_of, second_ids
 from .settings import Settings
 from .sources import Source
+
+_FIRST = 20  # records that are looked at before a model is loaded
 
 
 def reader_for(source: Source, form: Form, base: Settings, dialect: str = "auto") -> Reader:
@@ -22,6 +26,36 @@ def reader_for(source: Source, form: Form, base: Settings, dialect: str = "auto"
         second=second_ids(_all(source)) if dialect == OPENAI else {},
         problems=source.problems,
     )
+
+
+def check_first(reader: Reader, source: Source, limit: int | None = None) -> list[Item]:
+    """The first records that can be run. An option that is wrong makes all lines bad: that is said at once, and not
+    once for each line."""
+    count = min(source.count, _FIRST, limit or _FIRST)
+    raws = source.records(range(count))
+    read = [reader.read(number, raw) for number, raw in enumerate(raws)]
+    bad = [each for each in read if isinstance(each, BadItem) and each.no_prompt]
+    if bad and len(bad) == len(read):
+        more = f" (and so with {'all' if count == source.count else f'the first {count}'} of them)" if count > 1 else ""
+        raise InputFileError(f"{bad[0]}{more}")
+    _check_kept(reader, raws)
+    return [each for each in read if isinstance(each, Item)]
+
+
+def _check_kept(reader: Reader, raws: list[bytes]) -> None:
+    if reader.form.keep == ALL_FIELDS or not raws:
+        return
+    seen: dict[str, None] = {}
+    for raw in raws:
+        try:
+            seen |= dict.fromkeys(parse(raw))
+        except BadRecord:
+            continue
+    for name in reader.form.keep:
+        if seen and name not in seen:
+            raise InputFileError(
+                f"--keep {name}: the records have no such field; they have {', '.join(list(seen)[:8])}"
+            )
 
 
 def _all(source: Source) -> Iterator[tuple[int, bytes]]:

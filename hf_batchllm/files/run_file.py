@@ -8,17 +8,19 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ..adapters import active_adapters
 from ..architecture import base_model
 from ..errors import FilesError
 from ..generator import BatchGenerator
-from ..kinds import a_kind
+from ..kinds import a_kind, shown
 from ..notices import warn_user
 from .file_report import FileReport
 from .line_configs import said_by
-from .readers import reader_for
+from .outputs import ORDERS
+from .readers import check_first, reader_for
 from .records import ALL_FIELDS, Form
 from .running import run_records
-from .settings import read_settings
+from .settings import NAMES, read_settings
 from .sources import open_source
 from .templates import Template
 
@@ -76,6 +78,17 @@ def run_file(
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
+    for name, value, good in (("order", order, ORDERS), ("on_error", on_error, ("record", "raise"))):
+        if value not in good:
+            raise FilesError(f"`{name}` must be {' or '.join(map(repr, good))}, not {shown(value)}")
+    for name, size in (("limit", limit), ("window_bytes", window_bytes)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise FilesError(
+            f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: options go by their "
+            "names, as in run_file(gen, source, target, max_new_tokens=100)"
+        )
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:
         base = base.over(said_by(generation_config))
@@ -83,6 +96,7 @@ def run_file(
     form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)
     with open_source(source, format, note=warn_user) as opened:
         reader = reader_for(opened, form, base)
+        check_first(reader, opened, limit)
         inner = base_model(gen.model)
         name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
         identity = {
@@ -99,6 +113,7 @@ def run_file(
             "logprobs": base.logprobs,
             "adapter": base.adapter,
             **base.options,
+            **_of_its_own(gen),
         }
         try:
             return run_records(
@@ -125,3 +140,13 @@ def run_file(
             raise KeyboardInterrupt(
                 f"interrupted: what had finished is in {os.fspath(target)}, and the same call goes on with it"
             ) from None
+
+
+def _of_its_own(gen: BatchGenerator) -> dict[str, Any]:
+    """What results depend on though nobody says it in the call: in a notebook, any of it may be another one later."""
+    inner = base_model(gen.model)
+    config = {} if inner.generation_config is None else inner.generation_config.to_diff_dict()
+    return {
+        "generation_config": {name: value for name, value in config.items() if name in NAMES and value is not None},
+        "active_adapters": sorted(active_adapters(gen.model)) or None,
+    }

@@ -25,6 +25,7 @@ from ..results import Generation
 from .answers import Writer
 from .file_report import FileReport
 from .line_configs import LineConfigs
+from .openai_batch import in_their_words
 from .outputs import Output, open_output
 from .records import BadItem, Item, Reader
 from .run_record import RunRecord
@@ -33,6 +34,7 @@ from .token_texts import TokenTexts
 from .weights import fingerprint
 
 _MANY = 32  # records from which on a bar is shown unasked
+_FEW_LOGPROBS = 20  # of each token: what OpenAI tells at most
 _NAMED = 8  # bad records spelled out in an error
 
 
@@ -66,7 +68,9 @@ def run_records(
         record = output.begin(asked, source, limit=limit, retry_errors=retry_errors)
         todo = output.missing(limit)
         report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
-        report.before, report.errors = report.records - len(todo), len(output.errors)
+        report.before, report.errors = report.records - len(todo), int((output.errors < report.records).sum())
+        if output.complete:  # a table: its journal is gone
+            report.errors = int(record.figures.get("errors") or 0)
         if on_error == "raise":
             _refuse_bad(reader, source, todo)
         if len(todo):
@@ -146,7 +150,7 @@ class _Run:
         self._bar = None
 
     def _window(self, numbers: np.ndarray, progress: bool) -> None:
-        calls: dict[tuple[bool, ...], list[Item]] = {}
+        calls: dict[tuple[int, ...], list[Item]] = {}
         for number, raw in zip(numbers.tolist(), self._source.records(numbers), strict=True):
             self._keys[number] = record_key(raw)
             item = self._reader.read(number, raw)
@@ -155,10 +159,12 @@ class _Run:
                 continue
             why = self._configs.problem(item.settings)
             if why is not None:
-                self._failed(item, why)
+                self._failed(item, why if item.request is None else in_their_words(why))
                 continue
             # Beams may come from the model's own config, too.
-            apart = self._configs.beams(item.settings) > 1, *item.settings.apart
+            beams = self._configs.beams(item.settings) > 1
+            # All of a call get as many log-probabilities as the one that asks for most.
+            apart = beams, *item.settings.apart, max(item.settings.logprobs or 0, _FEW_LOGPROBS)
             calls.setdefault(apart, []).append(item)
         for items in calls.values():
             self._call(items, progress)

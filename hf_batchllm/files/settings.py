@@ -242,6 +242,8 @@ def _checked(name: str, known: str, value: Any) -> Any:
         raise SettingError(name, f"must be true or false, not {shown(value)}")
     if takes is Takes.NUMBER and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise SettingError(name, f"must be a number, not {shown(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(name, f"must be a number, not {value}")
     if known in ("max_new_tokens", "num_return_sequences", "num_beams") and value < 1:
         raise SettingError(name, f"must be at least 1, and is {value}")
     if known == "stop_strings":

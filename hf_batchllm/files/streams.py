@@ -98,6 +98,8 @@ class StreamOutput(Output):
         try:
             own = descriptor_of(path)  # not opened anew, which for a file would begin at its first byte
             self._descriptor = os.dup(own) if own is not None else os.open(path, os.O_WRONLY | os.O_APPEND)
+            if own is not None:
+                os.write(own, b"")  # one that is open for reading alone says so now
         except OSError as error:
             raise OutputFileError(f"{self.name} cannot be written to: {reason(error)}") from error
         if source is not None and source.is_file(self._descriptor):
