@@ -416,7 +416,7 @@ def test_a_plan_of_token_ids_needs_no_tokenizer(written: Callable[..., str]) -> 
 
 def test_other_commands_are_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("hf_batchllm.bench.__main__.main", lambda arguments: 7 if arguments == ["--x"] else 1)
+        patched.setattr("hf_batchllm.bench.__main__.main", lambda asked, name: 7 if asked == ["--x"] and name else 1)
         assert main(["bench", "--x"]) == 7
         patched.setattr("importlib.util.find_spec", lambda name: None)
         assert "pip install 'hf-batchllm[lm-eval]'" in refused(capsys, "lm-eval", "--tasks", "x")

@@ -30,8 +30,8 @@ _SLOW_RIVAL = 64  # prompts for generate_batch on a GPU, where it may make one o
 _PROFILED_NEW = 96  # new tokens: a profiler remembers every kernel
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    asked = read_arguments(arguments)
+def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_batchllm.bench") -> int:
+    asked = read_arguments(arguments, program)
     device = asked.torch_device
     if asked.threads:
         torch.set_num_threads(asked.threads)

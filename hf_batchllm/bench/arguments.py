@@ -51,9 +51,9 @@ _DEFAULTS = {
 }
 
 
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
     """What was asked, checked; and worked out from it ``workloads``, ``fields`` (of BatchConfig), ``torch_device``."""
-    parser = _parser()
+    parser = _parser(program)
     asked = parser.parse_args(arguments)
     try:
         _refuse_what_does_not_go_together(asked)
@@ -185,9 +185,9 @@ def _rivals(text: str) -> tuple[str, ...]:
     return names
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m hf_batchllm.bench",
+        prog=program,
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

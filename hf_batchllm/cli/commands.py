@@ -58,7 +58,7 @@ def dispatch(arguments: Sequence[str]) -> int:
     if command == "bench":
         from ..bench.__main__ import main as bench
 
-        return bench(rest)
+        return bench(rest, "hf-batchllm bench")
     if command in ("lm-eval", "lm_eval"):
         return _lm_eval(rest)
     if command.startswith("-"):
