@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from .errors import UnsupportedModelError
@@ -90,6 +91,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         )
     device = _single_device(inner, name)
     _refuse_by_config(inner, name)
+    _refuse_repeated_layers(inner, name)
     calls = _attention_calls(inner, name)
     _refuse_by_calls(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
@@ -111,6 +113,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     """What an owner may change between two calls: where the weights are, their type, the size of the vocabulary."""
     inner = base_model(model)
     device = _single_device(inner, architecture.name)
+    _refuse_repeated_layers(inner, architecture.name)
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
@@ -154,6 +157,18 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{name} lets layers share the K and V of others; that is not supported")
+
+
+def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
+    """A copy of the architecture does not show what an owner has done to the list of layers."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            layers = [each for each in module if isinstance(each, GradientCheckpointingLayer)]
+            if len(set(layers)) < len(layers):
+                raise UnsupportedModelError(
+                    f"{name} has a layer that stands in several places, and would overwrite its own K and V; that is "
+                    "not supported: put copies there (copy.deepcopy)"
+                )
 
 
 def _refuse_by_calls(model: PreTrainedModel, name: str, calls: list[AttentionCall]) -> None:

@@ -260,10 +260,16 @@ def weights_fingerprint(model: nn.Module) -> object:
 
 
 def _added_up(tensor: torch.Tensor) -> torch.Tensor:
-    """On a CPU the bits, as whole numbers: a tenth of the time of float64, and no change is too small to show."""
+    """On a CPU the bits, as whole numbers: a tenth of the time of float64, and no change of one row is too small to
+    show. Rows count differently: two that change places show as well.
+    """
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if plain and tensor.is_contiguous():
+    if plain and tensor.is_contiguous() and tensor.numel():
         size = tensor.element_size()
-        if tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
-            return tensor.view(-1).view(torch.int64).sum()
+        # A float64 fills a word, at whose upper end signs and powers of two are lost: negating two adds nothing.
+        if size < 8 and tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
+            words = tensor.view(-1).view(torch.int64)
+            rows = tensor.numel() // tensor.shape[-1]
+            sums = words.view(rows, -1).sum(dim=1) if len(words) % rows == 0 else words
+            return (sums * torch.arange(1, 2 * len(sums), 2)).sum()
     return tensor.sum(dtype=torch.float64)

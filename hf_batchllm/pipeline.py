@@ -147,7 +147,7 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
         if self._closed:
             raise GeneratorBusyError("this pipeline is closed: make a new one for the model")
         kept = self._generator
-        if kept is not None and kept.model is self.model and kept.tokenizer is self.tokenizer:
+        if kept is not None and kept.model is self.model and kept.given_tokenizer is self.tokenizer:
             return kept
         if kept is not None:
             kept.close()

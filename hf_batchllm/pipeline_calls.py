@@ -42,7 +42,7 @@ class TokenGenerator(BatchGenerator):
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
         super().__init__(model, tokenizer, config)
-        self.tokenizer = tokenizer
+        self.given_tokenizer = tokenizer
 
     def _generation(self, request: Request, recording: Recording, decode: bool = True) -> Generation:
         return super()._generation(request, recording, decode=False)

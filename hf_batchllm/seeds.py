@@ -28,7 +28,7 @@ def signed(seed: int) -> int:
 
 
 def checked_seeds(given: Any, prompts: int) -> Seeds:
-    each = given.tolist() if is_array(given) else list(given) if isinstance(given, list | tuple) else given
+    each = given.tolist() if is_array(given) else list(given) if isinstance(given, list | tuple | range) else given
     if not isinstance(each, list):
         return _checked(given)
     if len(each) != prompts:

@@ -194,7 +194,7 @@ class FusedLayers:
         # What must stay as it is for that to be right: who is where, whom nobody watches, where the weights lie.
         self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._bypassed: list[nn.Module] = []
-        self._addresses: list[tuple[dict[str, Any], str, int]] = []
+        self._addresses: list[tuple[dict[str, Any], str, int | None]] = []
         for stack, weights in self._fusion.lay_out():
             self._make_stack(stack, weights)
         self._own = [module.__dict__ for module in self._bypassed]
@@ -244,8 +244,7 @@ class FusedLayers:
             self._bypassed.append(getattr(owner, name))
         for linear in layer.linears(part):
             for name, parameter in linear._parameters.items():
-                if parameter is not None:
-                    self._addresses.append((linear._parameters, name, parameter.data_ptr()))
+                self._addresses.append((linear._parameters, name, _address(parameter)))
 
     def _is_out_of_date(self) -> bool:
         """Owners may change their model while a stream is open."""

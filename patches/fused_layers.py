@@ -171,9 +171,11 @@ class Norms:
         return out.view(states.shape)
 
     def _fit(self, made: Made, stream: torch.Tensor, norm: nn.Module | None) -> bool:
-        """Adapters and quantised projections may give what they like."""
+        """Adapters and quantised projections may give what they like, and hooks one row in place of all."""
         return (
-            _alike(stream, made.states)
+            stream.shape == made.states.shape
+            and (made.first is None or stream.shape == made.first.shape)
+            and _alike(stream, made.states)
             and (norm is None or _alike(stream, norm.weight))
             and (made.norm is None or _alike(stream, made.norm.weight))
             and (made.first is None or _alike(stream, made.first))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,21 @@ IDLE_HOOKS = "transformers.utils.output_capturing"
 
 def is_class(cls: type, module: str, name: str) -> bool:
     return (cls.__module__, cls.__name__) == (module, name)
+
+
+def is_function(function: Any, module: str, name: str) -> bool:
+    """Whether it is the one that is written there, in no wrappers but transformers' own.
+
+    By where its code is, as wrappers take over names and modules (``functools.wraps``).
+    """
+    while type(function) is FunctionType:
+        home, wrapped = function.__globals__.get("__name__", ""), getattr(function, "__wrapped__", None)
+        if wrapped is None:
+            return (home, function.__qualname__) == (module, name)
+        if not home.startswith("transformers."):
+            return False
+        function = wrapped
+    return False
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -37,8 +52,7 @@ def why_not_own(module: nn.Module | None, home: str, name: str) -> str | None:
         return "has a hook of accelerate's"
     if "forward" in module.__dict__:
         return "has a forward of its own"
-    forward: Any = inspect.unwrap(cls.forward)
-    if (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) != (home, f"{name}.forward"):
+    if not is_function(cls.forward, home, f"{name}.forward"):
         return f"is a {name} whose forward has been replaced"
     return None
 

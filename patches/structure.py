@@ -16,7 +16,7 @@ from torch import nn
 
 from .families import FAMILIES, Family
 from .merged_weights import why_not_merge, why_not_used
-from .plain import is_class, is_compiled, why_not_linear, why_not_own, why_not_plain
+from .plain import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
 
 NORMS, ATTENTION, MLP = "norms", "attention", "MLP"
 PARTS = (NORMS, ATTENTION, MLP)
@@ -172,7 +172,7 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
         return f"`self_attn` {why}"
     rotary = getattr(sys.modules[family.home], "apply_rotary_pos_emb", None)
     # transformers itself makes a module of it where the package `kernels` is installed.
-    if getattr(rotary, "__module__", "") != family.home and not hasattr(rotary, "kernel_layer_name"):
+    if not is_function(rotary, family.home, "apply_rotary_pos_emb") and not hasattr(rotary, "kernel_layer_name"):
         return "its rotary embedding has been replaced"
     if family.qk_norms:
         why = _why_not_norm(attention, "q_norm", family) or _why_not_norm(attention, "k_norm", family)

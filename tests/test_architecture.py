@@ -46,6 +46,20 @@ def test_what_cannot_be_right_is_refused_by_name(name: str) -> None:
     assert type(model).__name__.removesuffix("ForCausalLM")[:4] in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_layer_that_stands_in_two_places_is_refused(name: str) -> None:
+    """The copy of the architecture that is run has two layers there."""
+    model = FAMILIES[name]()
+    layers = model.model.layers if name == "llama" else model.transformer.h
+    generator = BatchGenerator(model)
+    own, layers[1] = layers[1], layers[0]
+    for call in (lambda: BatchGenerator(model), lambda: generator.generate([[1, 2]], max_new_tokens=2)):
+        with pytest.raises(UnsupportedModelError, match="a layer that stands in several places"):
+            call()
+    layers[1] = own
+    generator.generate([[1, 2]], max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("name", "heads", "dims"),
     [("llama", 2, 32), ("deepseek_v3", 4, 36), ("gemma", 1, 32), ("gpt2", 4, 24)],

@@ -236,6 +236,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "new parameters": lambda model: model.load_state_dict(
         {name: each * 1.01 for name, each in model.state_dict().items()}, assign=True
     ),
+    "a bias": lambda model: setattr(a_layer(model).mlp.gate_proj, "bias", nn.Parameter(torch.full([64], 3.0))),
     "own forward": lambda model: own_forward(a_layer(model).mlp),
     "another MLP": lambda model: setattr(a_layer(model), "mlp", new_model().model.layers[2].mlp),
     "layer left out": lambda model: as_class(a_layer(model), OwnLayer),

@@ -137,6 +137,29 @@ def test_what_is_in_the_way_stays_in_the_way(obstacle: str, fusing: list[int], m
     assert run(model).report.fused.startswith("3 of" if not less else f"{forwards_of(family) // 3 - 1} of")
 
 
+BROADCAST: dict[str, Callable[[Any], Any]] = {
+    "the mean of all tokens": lambda states: states.mean(1, keepdim=True),
+    "a number": lambda states: states.new_ones(()),
+    "without the batch": lambda states: states[0],
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "cohere2"])
+@pytest.mark.parametrize("shape", BROADCAST)
+def test_hooks_may_give_what_is_broadcast(
+    shape: str, family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do that take a part out of a model to see what it does."""
+    model = new_model(family)
+    for layer in (a_layer(model), model.model.layers[-1]):
+        layer.mlp.register_forward_hook(lambda module, args, output: BROADCAST[shape](output))
+    hook = lambda module, args, output: (BROADCAST["the mean of all tokens"](output[0]), None)  # noqa: E731
+    a_layer(model).self_attn.register_forward_hook(hook)
+    own = logits_of_steps(monkeypatch, model, some_prompts(3), fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32)
+    assert set(fusing) == {forwards_of(family)}
+
+
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "by its method": lambda model: model.compile(backend="eager"),
     "in a wrapper": lambda model: torch.compile(model, backend="eager"),

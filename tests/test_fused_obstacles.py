@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +251,18 @@ def test_code_that_other_libraries_replace_is_noticed(monkeypatch: pytest.Monkey
         "attention of 3 of 3 layers: its rotary embedding has been replaced",
         "MLP of 3 of 3 layers: `mlp` is a LlamaMLP whose forward has been replaced",
     ]
+
+
+def test_a_wrapper_that_has_taken_over_the_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in (
+        *((cls, "forward") for cls in (LlamaMLP, LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, nn.Linear)),
+        (modeling_llama.LlamaAttention, "forward"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, functools.wraps(inner := getattr(owner, name))(lambda *given: inner(*given)))
+            assert "has been replaced" in reasons(new_model()), (owner, name)
+    assert not reasons(new_model())
 
 
 def test_norms_of_queries_and_keys_that_differ() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from untouched import FAMILY, NEW_TOKENS, assert_untouched, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
+from hf_batchllm.memory import weights_fingerprint
 from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.runner import ModelRunner
 from hf_batchllm.scheduler import GroupScheduler
@@ -209,6 +210,24 @@ def test_prefixes_of_other_weights_are_dropped() -> None:
     result = generator.generate(given, max_new_tokens=NEW_TOKENS)
     assert result.report.cached_tokens == 0
     assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_changes_behind_the_back_of_pytorch_that_sums_may_miss(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(64, 64, dtype=dtype, generator=torch.Generator().manual_seed(0)))
+    model.one = nn.Parameter(torch.ones(8, dtype=dtype))
+    model.odd = nn.Parameter(torch.ones(3, dtype=dtype))
+    model.register_buffer("none", torch.empty(4, 0))
+    changes = [lambda weight=weight: weight.mul_(2) for weight in (model.weight.data, model.one.data, model.odd.data)]
+    changes += [model.weight.data.neg_, model.one.data.neg_, lambda: model.weight.data[3].mul_(1.01)]
+    if dtype != torch.float64:
+        changes += [lambda: model.weight.data.copy_(model.weight.data.flip(0))]
+    for place, change in enumerate(changes):
+        before = weights_fingerprint(model)
+        assert weights_fingerprint(model) == before
+        change()
+        assert weights_fingerprint(model) != before, place
 
 
 def test_weights_made_in_inference_mode_have_no_versions_and_are_kept_track_of_all_the_same() -> None:

@@ -145,7 +145,7 @@ class Shuffled(FifoScheduler):
         return random.Random(8).sample(list(requests), len(requests))
 
 
-def sampled(given: Any, seed: int | None = 11, config: dict[str, Any] | None = None, **options: Any) -> BatchResult:
+def sampled(given: Any, seed: Any = 11, config: dict[str, Any] | None = None, **options: Any) -> BatchResult:
     options = {"do_sample": True, "max_new_tokens": 8, "temperature": 2.0, "top_k": 0, **options}
     return BatchGenerator(build(FAMILY), **(config or {})).generate(given, seed=seed, **options)
 
@@ -238,6 +238,7 @@ def test_with_seeds_of_their_own_it_does_not_matter_where_prompts_stand() -> Non
     streamed = BatchGenerator(build(FAMILY)).stream(given, seed=seeds, **options)
     alone = BatchGenerator(build(FAMILY)).generate(given, seed=seeds, **options)
     assert {each.index: each.token_ids for each in streamed} == dict(enumerate(alone.token_ids))
+    assert sampled(given, seed=range(14)).token_ids == sampled(given, seed=list(range(14))).token_ids
 
 
 # -- seeds and other people's generators -----------------------------------------------------------------------
