@@ -33,6 +33,6 @@ def forget_tensors(error: BaseException | None) -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             name = str(frame.f_globals.get("__name__"))  # of code that was made up, it may be anything
             inside = inside or name.startswith(_ATTENTION)
-            if inside or name in _AROUND_IT:
+            if inside or name.startswith(_AROUND_IT):
                 with contextlib.suppress(RuntimeError):  # it is still running: an error on its way through
                     frame.clear()
