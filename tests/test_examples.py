@@ -80,11 +80,11 @@ def test_judge(run: Any) -> None:
 
 
 def test_rollouts(run: Any) -> None:
-    printed = run("rollouts", own_model=True, UPDATES=2)  # the third one brings it to 1
+    printed = run("rollouts", own_model=True, UPDATES=1)  # the third one brings the reward to 1
     rows = re.findall(r"^  (\d) +([\d.]+) +(\d+) +(\S+) +(\d+) +(\w+) +([\d.]+) ", printed, re.MULTILINE)
-    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert [row[0] for row in rows] == ["0", "1"]
     rewards = [float(row[1]) for row in rows]
-    assert rewards[0] < 0.25 and rewards[2] > rewards[0] + 0.3
+    assert rewards[0] < 0.25 and rewards[1] > rewards[0] + 0.1
     for update, _, cached, ratio, cached_again, tokens, stale in rows:
         assert cached == "0" and int(cached_again) > 30
         assert float(ratio) < 1e-3 and tokens == "same"
