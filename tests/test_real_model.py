@@ -183,7 +183,7 @@ def test_memory_so_small_that_sequences_wait_and_yield(model, tokenizer, referen
 
 def test_log_probabilities(model, tokenizer, reference):
     """Of prompts, too, through a window that is left behind; the head runs in steps of many rows."""
-    prompts = [ABOUT_LONG[0], ABOUT_SHORT[0], ALONE[0]]
+    prompts = [ABOUT_LONG[0], ALONE[0]]
     result = BatchGenerator(model, tokenizer).generate(
         prompts, max_new_tokens=NEW_TOKENS, logprobs=2, prompt_logprobs=1
     )
@@ -202,13 +202,6 @@ def test_log_probabilities(model, tokenizer, reference):
             assert got[0].item() == pytest.approx(expected[place - 1].max().item(), abs=1e-3)
 
 
-def test_nothing_shared(model, tokenizer, reference):
-    prompts = [ABOUT_LONG[0], *ABOUT_SHORT[:2], SAME, ALONE[0]]
-    result = BatchGenerator(model, tokenizer, share_prefixes=False).generate(prompts, max_new_tokens=NEW_TOKENS)
-    _assert_same(model, reference, prompts, result)
-    assert result.report.computed_tokens == result.report.prompt_tokens
-
-
 def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, reference):
     prompts = [ABOUT_SHORT[0], ABOUT_SHORT[1], ALONE[1]]
     ids = [tokenizer(prompt).input_ids for prompt in prompts]
@@ -220,7 +213,7 @@ def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, referenc
 
 @pytest.mark.parametrize("strings", [[". ", ", and", "the", "def fibonacci(n):\n    if"]])
 def test_strings_end_real_text_where_they_do_in_generate(model, tokenizer, strings):
-    prompts = ALONE[1:]
+    prompts = ALONE[1:4]
     with BatchGenerator(model, tokenizer) as generator:
         result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, stop_strings=strings)
     ended = 0
