@@ -12,6 +12,7 @@ import torch
 from families import build
 
 from hf_batchllm.bench.busy import busy_share, share_of
+from hf_batchllm.bench.device_time import Gap, Span, kind_of, lines_of, time_of
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of
 from hf_batchllm.bench.models import load_model
 from hf_batchllm.bench.rates import Rates, measure_rates
@@ -151,6 +152,31 @@ def test_how_busy_a_device_was() -> None:
     assert share_of(spans((0, 10), (10, 20)), -1).share == 1.0  # type: ignore[union-attr]
     assert share_of(np.zeros((0, 2), dtype=np.int64), 0) is None
     assert busy_share(torch.device("cpu"), lambda: None, lambda: 0) is None
+
+
+def test_where_a_devices_time_goes() -> None:
+    ms = 1_000_000
+    spans = [
+        Span("nvjet_tst_128x256", 0, 4 * ms),
+        Span("_attend_chunks", 4 * ms, 6 * ms),  # the last with prompts
+        Span("_act_and_mul", 6 * ms + 5_000, 7 * ms),  # 5 us later
+        Span("_attend_items", 9 * ms, 12 * ms),  # two at a time
+        Span("_attend_items", 10 * ms, 11 * ms),
+        Span("void at::native::elementwise_kernel<128, 4>(int)", 11 * ms, 13 * ms),
+    ]
+    found = time_of(spans)
+    assert found is not None and found.total == pytest.approx(0.013) and found.kernels == 6
+    assert sum(found.parts) == pytest.approx(found.total)
+    assert found.seconds["products"] == [0.004, 0] and found.seconds["attention of prompts"] == [0.002, 0]
+    assert found.seconds["attention of answers"] == [0, pytest.approx(0.003)]
+    assert found.seconds["other kernels"] == [0, pytest.approx(0.001)]
+    assert found.seconds["idle, under 10 us at a time"] == [0, pytest.approx(5e-6)]
+    assert found.seconds["idle, longer"] == [0, pytest.approx(0.002)]
+    assert found.gaps[-1] == Gap(pytest.approx(0.007), pytest.approx(0.002), "_act_and_mul", "_attend_items")
+    said = lines_of(found)
+    assert "0.013 s" not in said and "0.01 s and 6 kernels" in said and "2.00 ms at   0.007 s" in said
+    assert kind_of("splitKreduce_kernel") == "products" and kind_of("Memcpy HtoD (Pinned -> Device)") == "copies"
+    assert time_of([]) is None
 
 
 def test_what_the_profiler_noted_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from . import figures, table
 from .arguments import read_arguments
 from .busy import Busy, busy_share
 from .contenders import Generate, GenerateBatch, Ours, best_batch_size, tidied
+from .device_time import device_time, lines_of
 from .measuring import Floors, Reads, Row, agreement, is_greedy, measure
 from .models import end_at_random, load_model
 from .pieces import bare_pieces
@@ -45,7 +46,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_ba
     print(f"{name}, {str(dtype).removeprefix('torch.')}, on {machine}")
     said = _work(asked)
     print(f"{textwrap.fill(said, 118)}\n", flush=True)
-    kind = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
+    if asked.profile:
+        kind = _profile
+    else:
+        kind = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
     found = {**figures.of_the_machine(model, name, machine), "work": said, **kind(model, asked)}
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -151,6 +155,24 @@ def _degrees(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any
     if sweep.note:
         print(f"no floor: {sweep.note}")
     return figures.of_degrees(sweep)
+
+
+def _profile(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
+    """Each workload once to warm up, then under a profiler. Nothing else is measured: a profiler slows runs down."""
+    vocabulary = model.config.get_text_config().vocab_size
+    found = []
+    for workload in asked.workloads:
+        prompts = workload.prompts(vocabulary)
+        ours = Ours(model, asked.fields)
+        for answers in (workload.cut_short(2).answers, workload.answers):
+            ours.run(prompts, answers)
+        tidied(model.device)
+        time = device_time(model.device, lambda ours=ours, w=workload, prompts=prompts: ours.run(prompts, w.answers))
+        print(f"\n{workload}")
+        print("the profiler noted nothing of what the device did" if time is None else lines_of(time))
+        print(ours.report, flush=True)
+        found.append({"workload": workload.as_dict(), "device_time": None if time is None else time.figures()})
+    return {"profiles": found}
 
 
 def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:

@@ -56,13 +56,13 @@ def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Na
     parser = _parser(program)
     asked = parser.parse_args(arguments)
     try:
+        asked.torch_device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         _refuse_what_does_not_go_together(asked)
         asked.workloads = _workloads(asked)
         asked.fields = dict(_setting(text) for text in asked.set)
         BatchConfig.of(None, asked.fields)
         if asked.steps_per_sync and (double := {"steps_per_sync", "cuda_graphs"} & set(asked.fields)):
             raise ValueError(f"--steps-per-sync sets {', '.join(sorted(double))} itself: leave out --set")
-        asked.torch_device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
             if path and not path.parent.is_dir():
                 raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
@@ -111,6 +111,12 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
     if asked.stop_after and (asked.floor or asked.degrees):
         other = "--floor" if asked.floor else "--degrees"
         raise ValueError(f"--stop-after ends answers at random, and {other} needs to know their lengths")
+    if asked.profile:
+        if asked.torch_device.type != "cuda":
+            raise ValueError("--profile says where a GPU's time goes: it needs --device cuda")
+        unused = {"--steps-per-sync": asked.steps_per_sync, "--rivals": asked.rivals, "--plot": asked.plot}
+        if given := [name for name, value in unused.items() if value]:
+            raise ValueError(f"--profile measures nothing else: leave out {given[0]}")
     if asked.plot is None:
         return
     if asked.steps_per_sync:
@@ -270,6 +276,11 @@ def _add_measuring(measuring: Any) -> None:
         type=_positives,
         metavar="N,N,...",
         help="instead: a table over the steps on their way at a time, with CUDA graphs and without",
+    )
+    measuring.add_argument(
+        "--profile",
+        action="store_true",
+        help="instead: where the GPU's time goes, by kinds of kernels, and what it waits for (with --degrees, of each)",
     )
     measuring.add_argument(
         "--off-new", type=_positive, metavar="N", help="new tokens for the runs without graphs, which are slow"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .device_time import spans_of
+
 _LAST = 0.6  # of the decode part: graphs are captured at its beginning
 
 
@@ -19,19 +21,7 @@ class Busy:
 
 def busy_share(device: torch.device, run: Callable[[], None], prompts_until: Callable[[], int]) -> Busy | None:
     """None where nobody keeps a record of what the device does. ``prompts_until``: when the prompts ended, in ns."""
-    if device.type != "cuda" or torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize(device)
-    results = getattr(profile.profiler, "kineto_results", None)
-    if results is None:
-        return None
-    spans = [
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in results.events()  # as they were noted: torch's own list of them takes minutes to make
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith("ProfilerStep")
-    ]
+    spans = [(span.start, span.end) for span in spans_of(device, run)]
     return share_of(np.array(spans, dtype=np.int64).reshape(-1, 2), prompts_until())
 
 
