@@ -81,8 +81,16 @@ class SeatedSampler:
 
 
 class Ahead:
+    """``requests``: all that are to be run."""
+
     def __init__(
-        self, runner: ModelRunner, pick: Pick, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
+        self,
+        runner: ModelRunner,
+        requests: Sequence[Request],
+        pick: Pick,
+        seats: Seats,
+        graphs: DecodeGraphs | None,
+        device: torch.device,
     ) -> None:
         self.runner = runner
         self.pick = pick
@@ -93,6 +101,8 @@ class Ahead:
         # after whoever was found to have ended.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._outside: torch.cuda.Stream | None = None  # during a step, the caller's
+        self._unfinished = list(requests)
+        self._latest: torch.cuda.Event | None = None  # when the step that was launched last is over
 
     @property
     def most_times(self) -> int:
@@ -103,6 +113,8 @@ class Ahead:
             self._outside = torch.cuda.current_stream()
         with current_device(self.device), torch.cuda.stream(self._stream):
             wait = self._launch(batch, sampling)
+            if self.graphs is not None and self._is_behind():
+                self._prepare(self.graphs)
         self._outside = None
         return wait
 
@@ -126,6 +138,21 @@ class Ahead:
         self.seats.take(tokens.sample_seats, picked)
         return self._on_its_way(picked[:, None])
 
+    def _is_behind(self) -> bool:
+        """Whether the device was still at work on the step before this one: then the host has time."""
+        if self._stream is None:
+            return False
+        before, self._latest = self._latest, torch.cuda.Event()
+        self._latest.record()
+        return before is not None and not before.query()
+
+    def _prepare(self, graphs: DecodeGraphs) -> None:
+        going = self._unfinished = [request for request in self._unfinished if not request.done]
+        if not graphs.fit(going):
+            going = [request for request in going if request.made]  # how many come to run at a time is not known
+        left = [request.max_new_tokens - request.made for request in going if not request.exhausted]
+        graphs.prepare(left, any(request.can_stop for request in going))
+
     def back(self) -> None:
         if self.graphs is not None:
             self.graphs.look_again = True
@@ -138,7 +165,8 @@ class Ahead:
             return ""
         count = f"{graphs.captured} graph{'s' if graphs.captured > 1 else ''}"
         taken = f"{1000 * graphs.seconds:,.0f} ms and {shown_size(graphs.bytes)}"
-        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture"
+        beside = f" ({1000 * graphs.seconds_beside:,.0f} ms while other steps ran)" if graphs.seconds_beside else ""
+        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}"
 
     def close(self) -> None:
         if self._outside is not None:  # an interrupt came while a step put things back

@@ -6,6 +6,7 @@ Where a model cannot be captured, its rows run by themselves in the same way, an
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,25 +14,18 @@ from torch import nn
 
 from .batch import ModelBatch
 from .config import BatchConfig
-from .decode_rows import Advance, DecodeRows, Met, Pick, Seats
-from .kernel_attention import KernelBackend
+from .decode_rows import Advance, DecodeRows, Pick, Seats
+from .graph_sizes import WORTH, bucket_of, fitting, larger, sizes_to_come
+from .kernel_attention import KernelBackend, Met
 from .kernels.work_lists import NoRoom
 from .notices import Notices
 from .patches.plain import IDLE_HOOKS
+from .request import Request
 from .runner import ModelRunner
 from .storage import autocast_dtype
 
 _CAPTURE = "graphs: capture"
-_WORTH = 8  # steps still to come: fewer do not pay for a capture
-_SPARE = 1.3  # rows: a graph that is there and is no larger than so many times what is needed will do
-
-
-def bucket_of(rows: int) -> int:
-    """The rows of the graph for a step of so many."""
-    for upto, size in ((8, 1), (64, 8), (256, 16), (1024, 64)):
-        if rows <= upto:
-            return -(-rows // size) * size
-    return -(-rows // 256) * 256
+_WARM_ROWS = 16  # of the run in which kernels are compiled
 
 
 class DecodeGraphs:
@@ -61,8 +55,12 @@ class DecodeGraphs:
         # What could not be captured once cannot be the next time.
         self._given_up = not capture or notices.was_given(_CAPTURE)
         self._state: object = None  # of the model, as it was captured
+        self._warm = False  # whether rows have run
         self.look_again = True  # somebody else has been at work since the last step
+        self.not_prepared = ""  # why graphs are only captured when they are wanted
+        self._preparing = False
         self.seconds = 0.0  # that captures took
+        self.seconds_beside = 0.0  # of these, while the device was at work
         self.bytes = 0  # and the memory
         self.captured = 0
         self.steps = 0  # run by graphs
@@ -74,19 +72,20 @@ class DecodeGraphs:
             return None
         self._look()
         rows = batch.attention.rows
-        graph = self._fitting(rows) or self._made(rows)
+        graph = self._fitting(rows, steps_to_come) or self._made(bucket_of(rows))
         step = self._backend.work_of(batch.attention)
         try:
             graph.load(batch, step)
         except NoRoom:  # an odd burst: what is made for it has room enough
             self._forget(graph)
-            graph = self._made(rows)
+            graph = self._made(bucket_of(rows))
             graph.load(batch, step)
         times = batch.burst.times
         if not graph.captured:
             graph.run()
+            self._warm = True
             times -= 1
-            if not self._given_up and steps_to_come >= _WORTH:
+            if not self._given_up and steps_to_come >= WORTH:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
@@ -109,16 +108,51 @@ class DecodeGraphs:
         if (reason := not_in_graphs(self._runner.model)) is not None:
             self._give_up(reason)
 
-    def _fitting(self, rows: int) -> DecodeRows | None:
-        sizes = [size for size in self._graphs if rows <= size <= max(bucket_of(rows), _SPARE * rows)]
-        return self._graphs[min(sizes)] if sizes else None
+    def prepare(self, left: Sequence[int], may_stop: bool) -> None:
+        """Capture one of the graphs that steps to come will want, while the device is at work on what it was given.
 
-    def _made(self, rows: int) -> DecodeRows:
-        bucket = bucket_of(rows)
-        self._graphs[bucket] = DecodeRows(
-            bucket, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met
+        ``left``: how many tokens each of the sequences that run at a time may still get; some ``may_stop`` before.
+        """
+        known = self._met or self._backend.met  # the kinds of work that there are
+        if self._given_up or self.not_prepared or not known or not self._backend.does_all:
+            return
+        self._look()
+        there = {size for size, graph in self._graphs.items() if graph.captured}
+        wanted = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
+        if self._given_up or wanted is None:
+            return
+        if not self._warm:
+            # What is made on first use is made in a run of a few idle rows: in a capture it could not be.
+            self._new(_WARM_ROWS).run_idle(known)
+            self._warm = True
+        graph = self._made(wanted)
+        graph.work.make_rooms(known, idle=wanted > len(left))
+        seconds, self._preparing = self.seconds, True
+        self._capture(graph)
+        self._preparing = False
+        self.seconds_beside += self.seconds - seconds
+        if not graph.captured:
+            del self._graphs[wanted]
+
+    def fit(self, requests: Sequence[Request]) -> bool:
+        """Whether there is memory for all of them at a time."""
+        storage = self._backend.storage
+        return sum(request.most_pages(storage.page_size) for request in requests) <= storage.num_pages
+
+    def _fitting(self, rows: int, steps: int) -> DecodeRows | None:
+        size = fitting(self._graphs, rows)
+        if size is None:
+            size = larger((size for size, graph in self._graphs.items() if graph.captured), rows, steps)
+        return None if size is None else self._graphs[size]
+
+    def _made(self, size: int) -> DecodeRows:
+        self._graphs[size] = self._new(size)
+        return self._graphs[size]
+
+    def _new(self, size: int) -> DecodeRows:
+        return DecodeRows(
+            size, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met
         )
-        return self._graphs[bucket]
 
     def _capture(self, graph: DecodeRows) -> None:
         began = time.perf_counter()
@@ -126,7 +160,6 @@ class DecodeGraphs:
         index = torch.cuda.current_device() if device.index is None else device.index
         stream, generator = torch.cuda.current_stream(device), torch.cuda.default_generators[index]
         noise = generator.get_state()
-        torch.cuda.empty_cache()  # as a capture does: what the graph takes shows afterwards
         reserved = torch.cuda.memory_reserved(device)
         try:
             if not any(other.captured for other in self._graphs.values()):
@@ -140,7 +173,9 @@ class DecodeGraphs:
             generator.graphsafe_set_state(fresh)
             if not isinstance(error, Exception):
                 raise
-            if isinstance(error, torch.OutOfMemoryError):
+            if self._preparing:  # when it is wanted, after a run of its own, it may do
+                self.not_prepared = f"{type(error).__name__}: {error}"
+            elif isinstance(error, torch.OutOfMemoryError):
                 self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
             else:
                 said = str(error).strip().splitlines()

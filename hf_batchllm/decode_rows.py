@@ -7,15 +7,18 @@ nothing, and nobody looks at them. So does a row that has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from .batch import ModelBatch
-from .kernel_attention import KernelAttention, KernelBackend, StepWork
+from .kernel_attention import KernelAttention, KernelBackend, Met, StepWork
 from .kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
 from .kernels.work_lists import NoRoom, WorkLists, sent
 from .runner import ModelRunner
@@ -63,14 +66,6 @@ class Seats:
             self.ended[seats] = (picked[:, None] == eos).any(dim=1)
 
 
-@dataclass
-class Met:
-    """What kinds of work there were."""
-
-    tiles: set[int] = field(default_factory=set)
-    merges: bool = False
-
-
 class RowsWork:
     """The work of whatever the rows are; as ``StepWork``, at addresses that stay. The kernels can do all layers.
 
@@ -94,6 +89,10 @@ class RowsWork:
         self._rooms: dict[tuple[Any, ...], WorkLists] = {}
         self._step: StepWork | None = None
 
+    @property
+    def rooms(self) -> list[WorkLists]:
+        return list(self._rooms.values())
+
     def load(self, step: StepWork) -> None:
         """Take over a step's lists. NoRoom if they do not fit."""
         made = []
@@ -107,33 +106,39 @@ class RowsWork:
         self._step = step
 
     def _note(self, key: tuple[Any, ...], work: WorkLists) -> Met:
-        met = self._met.setdefault(key, Met())
-        met.tiles |= work.items.keys()
-        met.merges |= work.merges or work.rows < self.rows  # which writes what idle rows give: zeros
-        return met
+        # What idle rows give is written by the merge: zeros.
+        return self._met.setdefault(key, Met()).note(work.items, work.merges or work.rows < self.rows)
 
-    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
-        key = window, heads, kv_heads, sinks
+    def lists(self, *key: Any) -> WorkLists:  # window, heads, kv_heads, sinks
         if key not in self._rooms:  # in the run before the capture
             assert self._step is not None
             work = self._step.on_host(*key)
-            met = self._note(key, work)
-            at_once = self._multiprocessors // kv_heads + 1
-            blocks = self.rows * (heads // kv_heads) // 64 + 1
-            items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
-            with torch.inference_mode(False):  # filled for bursts that may run outside
-                room = WorkLists.room(
-                    rows=self.rows,
-                    items={tile: max(items[tile], _more(len(work.items.get(tile, ())))) for tile in sorted(met.tiles)},
-                    entries=max(self._entries, _more(len(work.entries))),
-                    parts=max(8 * self.rows + 8 * at_once, _more(work.parts)),
-                    device=self._device,
-                    direct=not sinks,
-                )
+            room = self._rooms[key] = self._room(key, self._note(key, work), work)
             room.packed.copy_(sent(room.fitted(work).packed, self._device))
-            room.merges = met.merges
-            self._rooms[key] = room
         return self._rooms[key]
+
+    def make_rooms(self, known: Mapping[tuple[Any, ...], Met], idle: bool) -> None:
+        """Room for the ``known`` kinds of work, none of which has come yet. ``idle``: some rows will be."""
+        for key, met in known.items():
+            self._rooms[key] = self._room(key, Met(set(met.tiles), met.merges or idle))
+
+    def _room(self, key: tuple[Any, ...], met: Met, work: WorkLists | None = None) -> WorkLists:
+        _, heads, kv_heads, sinks = key
+        at_once = self._multiprocessors // kv_heads + 1
+        blocks = self.rows * (heads // kv_heads) // 64 + 1
+        items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
+        wanted = {tile: 0 if work is None else _more(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
+        with torch.inference_mode(False):  # filled for bursts that may run outside
+            room = WorkLists.room(
+                rows=self.rows,
+                items={tile: max(items[tile], size) for tile, size in wanted.items()},
+                entries=max(self._entries, 0 if work is None else _more(len(work.entries))),
+                parts=max(8 * self.rows + 8 * at_once, 0 if work is None else _more(work.parts)),
+                device=self._device,
+                direct=not sinks,
+            )
+        room.merges = met.merges
+        return room
 
 
 class DecodeRows:
@@ -227,10 +232,20 @@ class DecodeRows:
             seats.ended[self._seat] = state.status == STOPPED
         return state.produced
 
+    def run_idle(self, known: Mapping[tuple[Any, ...], Met]) -> None:
+        """Once, for the sake of what is made on first use."""
+        self.work.make_rooms(known, idle=True)
+        self._seat.fill_(len(self._seats.last) - 1)
+        self._state.status.fill_(PADDING)
+        self._state.slot.fill_(-1)
+        self._run()
+
     def capture(self, pool: Any) -> None:
-        """After a first run, in which whatever is made on first use is made."""
+        """After a run, of these rows or others, in which whatever is made on first use is made."""
+        for rooms in self.work.rooms:
+            self._context.backend.reserve(rooms.parts)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _capturing(graph, pool, self._state.token.device):
             self._run()
         self._graph = graph
 
@@ -240,6 +255,32 @@ class DecodeRows:
         logits = self._runner.rows(state.token, state.position, self._context)
         picked = self._pick(logits, self._seat, state.made)
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """As `torch.cuda.graph`, but the host does not wait for the device, which goes on with what it was given.
+
+    No garbage is collected meanwhile: events and graphs among it must not be taken apart during a capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(_capture_stream(device)):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps memory for each stream that it has worked on."""
+    return torch.cuda.Stream(device)
 
 
 def _more(count: int) -> int:

@@ -7,8 +7,8 @@ cannot do is run in plain PyTorch, and that is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -59,6 +59,19 @@ def triton_kernels(interpreted: bool = False) -> AttentionKernels:
     )
 
 
+@dataclass
+class Met:
+    """What kinds of work have come up in layers that attend in the same way."""
+
+    tiles: set[int] = field(default_factory=set)
+    merges: bool = False
+
+    def note(self, tiles: Iterable[int], merges: bool) -> Met:
+        self.tiles.update(tiles)
+        self.merges |= merges
+        return self
+
+
 class KernelBackend:
     short_chunk = SHORT_CHUNK
 
@@ -79,7 +92,9 @@ class KernelBackend:
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.scratch = Scratch()
+        self.met: dict[tuple[Any, ...], Met] = {}  # in decode rows of steps, by what a layer's lists hang on
         self._parts: torch.Tensor | None = None  # the largest that was asked for
+        self._part_shapes: set[tuple[int, int, torch.device]] = set()
         self._refusals: dict[tuple[Any, ...], str | None] = {}
 
     def prepare(self, batch: AttentionBatch) -> KernelAttention:
@@ -90,7 +105,7 @@ class KernelBackend:
         self._parts = None
 
     def work_of(self, batch: AttentionBatch) -> StepWork:
-        return StepWork(batch, self.device, self.multiprocessors, self.gates)
+        return StepWork(batch, self.device, self.multiprocessors, self.gates, self.met)
 
     @property
     def does_all(self) -> bool:
@@ -101,12 +116,18 @@ class KernelBackend:
         self, parts: int, heads: int, dim: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [parts, heads, dim], [parts, heads]
         """Where partial results lie until they are merged: steps, their layers and all graphs take turns with it."""
+        self._part_shapes.add((heads, dim, device))
         numbers = parts * heads * (dim + 1)
         if self._parts is None or len(self._parts) < numbers:
             with torch.inference_mode(False):  # used again, maybe outside
                 self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         out = self._parts[: parts * heads * dim].view(parts, heads, dim)
         return out, self._parts[parts * heads * dim : numbers].view(parts, heads)
+
+    def reserve(self, parts: int) -> None:
+        """So many of each shape that has come up will be asked for."""
+        for heads, dim, device in self._part_shapes:
+            self.parts(parts, heads, dim, device)
 
     def refusal(self, call: AttentionCall) -> str | None:
         """Why the kernels cannot do this layer."""
@@ -136,8 +157,14 @@ class StepWork:
     """The lists of a step, for whatever windows and heads its layers have."""
 
     def __init__(
-        self, batch: AttentionBatch, device: torch.device, multiprocessors: int, gates: tuple[float, float]
+        self,
+        batch: AttentionBatch,
+        device: torch.device,
+        multiprocessors: int,
+        gates: tuple[float, float],
+        met: dict[tuple[Any, ...], Met],
     ) -> None:
+        self._met = met
         self.batch = batch
         self.gates = gates
         self.device = device
@@ -156,7 +183,9 @@ class StepWork:
     def lists(self, *key: Any) -> WorkLists:
         """As ``on_host``, on the device."""
         if key not in self._lists:
-            self._lists[key] = self.on_host(*key).to(self.device, non_blocking=True)
+            work = self.on_host(*key)
+            self._met.setdefault(key, Met()).note(work.items, work.merges)
+            self._lists[key] = work.to(self.device, non_blocking=True)
         return self._lists[key]
 
     def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:

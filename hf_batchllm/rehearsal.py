@@ -17,8 +17,9 @@ from torch import nn
 from .architecture import base_model
 from .batch import BatchBuilder
 from .config import BatchConfig
-from .decode_graphs import bucket_of, not_in_graphs
+from .decode_graphs import not_in_graphs
 from .device_memory import DeviceMemory, is_out_of_memory
+from .graph_sizes import bucket_of
 from .kernel_attention import KernelBackend
 from .prompts import Prompt
 from .request import Chunk, Request, Step

@@ -17,8 +17,9 @@ from test_kernel_attention import TWINS
 from test_parity import KINDS_OF_ATTENTION, mixed_prompts
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.decode_graphs import DecodeGraphs, bucket_of
+from hf_batchllm.decode_graphs import DecodeGraphs
 from hf_batchllm.decode_rows import DecodeRows, RowsWork
+from hf_batchllm.graph_sizes import bucket_of
 from hf_batchllm.kernel_attention import AttentionKernels, KernelBackend
 
 pytestmark = plain
@@ -111,14 +112,6 @@ def test_an_error_of_the_model_is_no_want_of_room(graphs: list[DecodeGraphs], mo
     monkeypatch.setattr(DecodeRows, "run", run)
     with pytest.raises(ValueError, match="the model's own"):
         BatchGenerator(build("llama"), steps_per_sync=2).generate(mixed_prompts(1), max_new_tokens=12, progress=False)
-
-
-def test_buckets() -> None:
-    sizes = [bucket_of(rows) for rows in range(1, 2000)]
-    assert all(size >= rows for rows, size in enumerate(sizes, 1))
-    assert sizes == sorted(sizes)
-    assert all(size <= 1.5 * rows for rows, size in enumerate(sizes, 1) if rows >= 16)
-    assert len(set(sizes)) < 50
 
 
 def test_hooks_are_called_in_every_step(graphs: list[DecodeGraphs]) -> None:

@@ -1,0 +1,80 @@
+"""Which graphs there are, and that those which steps to come will want are captured beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from device_loop import DEVICES, model_on, run_over_twins
+from interpreted import plain
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.ahead import Ahead
+from hf_batchllm.decode_graphs import DecodeGraphs
+from hf_batchllm.graph_sizes import bucket_of, fitting, larger, sizes_to_come
+
+pytestmark = plain
+
+
+def test_buckets() -> None:
+    sizes = [bucket_of(rows) for rows in range(1, 2000)]
+    assert all(size >= rows for rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert all(size <= 1.5 * rows for rows, size in enumerate(sizes, 1) if rows >= 16)
+    assert len(set(sizes)) < 50
+
+
+def test_which_graph_serves() -> None:
+    assert fitting([800, 640, 512], 600) == 640 and fitting([800], 600) is None and fitting([512], 600) is None
+    assert larger([800, 1600], 600, steps=7) == 800 and larger([800], 600, steps=8) is None
+    assert larger([64], 9, steps=31) == 64 and larger([64], 9, steps=32) is None
+    assert larger([64], 65, steps=1) is None
+
+
+def test_sizes_that_are_to_come() -> None:
+    assert sizes_to_come([], False) == []
+    # All end together: nothing but the largest is wanted.
+    assert sizes_to_come([512] * 256, False) == [256]
+    # 25 end at each step: each size is passed.
+    staggered = sizes_to_come([68 + place // 25 for place in range(800)], False)
+    assert staggered[0] == 832 and staggered[-1] <= 128 and sorted(staggered, reverse=True) == staggered
+    for rows in range(staggered[-1], 800):
+        assert fitting(staggered, rows) is not None, rows
+    # Whoever may stop may do so at any time.
+    assert sizes_to_come([512] * 256, True)[:2] == [256, 208] and len(sizes_to_come([512] * 256, True)) < 10
+    assert sizes_to_come([3] * 5, False) == [] and sizes_to_come([30] * 5, False) == [16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_graphs_are_captured_while_the_device_is_at_work(
+    family: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no decode step runs without one: the tokens are the same, and all but the steps with prompts are replays."""
+    if device == "cpu":
+        run_over_twins(monkeypatch)
+    monkeypatch.setattr(Ahead, "_is_behind", lambda self: True)
+    prepared, made = [], DecodeGraphs._made
+    def noted(self: DecodeGraphs, size: int) -> Any:
+        prepared.append((self.steps, size))
+        return made(self, size)
+
+    model = model_on(device, family)
+    shared = list(range(3, 30))
+    prompts = [[*shared, *range(4, 9 + place % 7)] for place in range(18)]
+    limits: dict[str, Any] = {"max_new_tokens": 11, "progress": False, "eos_token_id": None}
+    config: dict[str, Any] = {"max_batch_tokens": 64, "steps_per_sync": 4, "min_shared_tokens": 8}
+    with monkeypatch.context() as alone:
+        alone.setattr(DecodeGraphs, "prepare", lambda *_: None)
+        want = BatchGenerator(model, **config).generate(prompts, **limits)
+    monkeypatch.setattr(DecodeGraphs, "_made", noted)
+    result = BatchGenerator(model, **config).generate(prompts, **limits)
+    assert result.token_ids == want.token_ids
+    assert next(size for steps, size in prepared if steps == 0) == 32, prepared
+    assert [steps for steps, _ in prepared].count(0) >= 1
+    assert "replayed from" in result.report.graphs
+    if device == "cuda":
+        assert "while other steps ran" in result.report.graphs
+    replayed = int(result.report.graphs.split()[0].replace(",", ""))
+    before = int(want.report.graphs.split()[0].replace(",", ""))
+    assert replayed > before
