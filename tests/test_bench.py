@@ -313,7 +313,7 @@ def test_a_picture_of_figures_from_elsewhere(tmp_path: Path) -> None:
 def test_what_the_picture_maker_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert draw(["figures.json"]) == draw(["figures.json", "picture.doc"]) == 2
     assert "FIGURES.json PICTURE (.svg, .png, .pdf)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="only one workload and --degrees"):
+    with pytest.raises(ValueError, match="only one workload, --degrees and --ablation"):
         plot({"with_graphs": []}, tmp_path / "picture.svg")
 
 

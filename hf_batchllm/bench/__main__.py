@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from . import figures, table
+from .ablation import ablate, variants_of
 from .arguments import read_arguments
 from .busy import Busy, busy_share
 from .contenders import Generate, GenerateBatch, Ours, best_batch_size, tidied
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_ba
     print(f"{name}, {str(dtype).removeprefix('torch.')}, on {machine}")
     said = _work(asked)
     print(f"{textwrap.fill(said, 118)}\n", flush=True)
-    if asked.profile:
-        kind = _profile
+    if asked.profile or asked.ablation:
+        kind = _profile if asked.profile else _ablation
     else:
         kind = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
     found = {**figures.of_the_machine(model, name, machine), "work": said, **kind(model, asked)}
@@ -182,6 +183,14 @@ def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace) -> dict[s
     )
     print(f"\n{table.sync_table(sweep)}")
     return figures.of_steps_per_sync(sweep)
+
+
+def _ablation(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
+    (workload,) = asked.workloads
+    variants = variants_of(asked.ablation, asked.max_running)
+    found = ablate(model, asked.fields, workload, variants, runs=asked.runs, floor=asked.floor)
+    print(f"\n{table.ablation_table(found)}")
+    return figures.of_ablation(found)
 
 
 def _work(asked: argparse.Namespace) -> str:

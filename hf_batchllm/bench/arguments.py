@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..config import BatchConfig
+from .ablation import MAX_RUNNING, NAMES, variants_of
 from .models import SHAPES
 from .plot import PICTURES
 from .workload import Mix, Workload
@@ -39,6 +40,8 @@ examples:
       --requests 800 --shared 2000 --own 200 --new 100 --rival-requests 64
   python -m hf_batchllm.bench --config tiny --degrees 1,2,4,8 --floor       how much sharing brings
   python -m hf_batchllm.bench --config tiny --workload decode --steps-per-sync 1,2,4
+  python -m hf_batchllm.bench --config tiny --ablation --runs 3             what each part of the engine brings
+  python -m hf_batchllm.bench --config tiny --ablation order,admission --max-running 8 --set kv_memory=3MB
 
 shapes for --config: {", ".join(SHAPES)} (random weights), or a config.json
 """
@@ -61,6 +64,7 @@ def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Na
         asked.workloads = _workloads(asked)
         asked.fields = dict(_setting(text) for text in asked.set)
         BatchConfig.of(None, asked.fields)
+        _refuse_what_ablation_sets(asked)
         if asked.steps_per_sync and (double := {"steps_per_sync", "cuda_graphs"} & set(asked.fields)):
             raise ValueError(f"--steps-per-sync sets {', '.join(sorted(double))} itself: leave out --set")
         for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
@@ -78,25 +82,38 @@ def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Na
             raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
+    asked.runs = asked.runs or (1 if asked.ablation else 3)
+    asked.max_running = asked.max_running or MAX_RUNNING
     if asked.floor is None:
         asked.floor = asked.torch_device.type != "cpu" and not asked.stop_after
     return asked
 
 
 def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
-    if asked.degrees and asked.steps_per_sync:
-        raise ValueError("--degrees and --steps-per-sync are two tables: ask for one of them")
-    if asked.degrees or asked.steps_per_sync:
-        table = "--degrees" if asked.degrees else "--steps-per-sync"
+    tables = {"--degrees": asked.degrees, "--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation}
+    given = [name for name, value in tables.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} are two tables: ask for one of them")
+    if given:
+        (table,) = given
         unused = {"--no-pieces": asked.no_pieces, "--rivals generate_batch": "generate_batch" in (asked.rivals or ())}
-        if asked.steps_per_sync:
+        if not asked.degrees:
             numbers = {"--rival-requests": asked.rival_requests, "--rival-runs": asked.rival_runs}
-            unused |= {"--rivals": asked.rivals, "--floor": asked.floor, "--batch-sizes": asked.batch_sizes} | numbers
+            unused |= {"--rivals": asked.rivals, "--batch-sizes": asked.batch_sizes} | numbers
+        if asked.steps_per_sync:
+            unused["--floor"] = asked.floor
+        if asked.ablation:
+            unused["--stop-after"] = asked.stop_after
         if given := [name for name, value in unused.items() if value]:
             raise ValueError(f"{given[-1]} has no place in the table of {table}: leave it out")
     if asked.degrees and (asked.workload != "rfc" or asked.degree):
         other = "--degree" if asked.degree else f"--workload {asked.workload}"
         raise ValueError(f"--degrees varies the rfc workload: leave out {other}")
+    if asked.ablation and (asked.workload != "rfc" or asked.shared == 0):
+        other = f"--workload {asked.workload}" if asked.workload != "rfc" else "--shared 0"
+        raise ValueError(f"--ablation is about prompts that share prefixes: leave out {other}")
+    if asked.max_running and "admission" not in (asked.ablation or ()):
+        raise ValueError("--max-running is about the row of --ablation without memory-centric admission (admission)")
     if asked.requests and len(asked.requests) != 1 and len(asked.requests) != len(asked.degrees or [0]):
         what = f"--degrees has {len(asked.degrees)}" if asked.degrees else "there is a single workload"
         raise ValueError(f"--requests has {len(asked.requests)} numbers, and {what}")
@@ -114,17 +131,26 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
     if asked.profile:
         if asked.torch_device.type != "cuda":
             raise ValueError("--profile says where a GPU's time goes: it needs --device cuda")
-        unused = {"--steps-per-sync": asked.steps_per_sync, "--rivals": asked.rivals, "--plot": asked.plot}
+        unused = {"--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation, "--rivals": asked.rivals}
+        unused["--plot"] = asked.plot
         if given := [name for name, value in unused.items() if value]:
             raise ValueError(f"--profile measures nothing else: leave out {given[0]}")
     if asked.plot is None:
         return
     if asked.steps_per_sync:
-        raise ValueError("--plot draws one workload or --degrees, not --steps-per-sync")
+        raise ValueError("--plot draws one workload, --degrees or --ablation, not --steps-per-sync")
     if asked.plot.suffix not in PICTURES:
         raise ValueError(f"--plot {asked.plot}: the name must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or pip install 'hf-batchllm[bench]'")
+
+
+def _refuse_what_ablation_sets(asked: argparse.Namespace) -> None:
+    if not asked.ablation:
+        return
+    own = {name for variant in variants_of(asked.ablation) for name in variant.fields} | {"scheduler"}
+    if double := sorted(own & set(asked.fields)):
+        raise ValueError(f"--ablation sets {', '.join(double)} itself: leave out --set")
 
 
 def _workloads(asked: argparse.Namespace) -> list[Workload | Mix]:
@@ -191,6 +217,16 @@ def _rivals(text: str) -> tuple[str, ...]:
     return names
 
 
+def _ablation(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(NAMES)}")
+    if not names:
+        raise argparse.ArgumentTypeError(f"name some of {', '.join(NAMES)}, or none for all of them")
+    return names
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
@@ -239,13 +275,14 @@ def _add_work(work: Any) -> None:
 
 def _add_measuring(measuring: Any) -> None:
     measuring.add_argument(
-        "--runs", type=_positive, default=3, help="of each; the median counts (default: %(default)s)"
+        "--runs", type=_positive, help="of each; the median counts (default: 3; 1 of each beside --ablation)"
     )
     measuring.add_argument(
         "--rivals",
         type=_rivals,
         metavar="NAMES",
-        help=f"{','.join(_RIVALS)} (default: both), or none. Beside --degrees: generate alone; --steps-per-sync: none",
+        help=f"{','.join(_RIVALS)} (default: both), or none. Beside --degrees: generate alone; beside other tables: "
+        "none",
     )
     measuring.add_argument(
         "--rival-requests",
@@ -276,6 +313,21 @@ def _add_measuring(measuring: Any) -> None:
         type=_positives,
         metavar="N,N,...",
         help="instead: a table over the steps on their way at a time, with CUDA graphs and without",
+    )
+    measuring.add_argument(
+        "--ablation",
+        nargs="?",
+        type=_ablation,
+        const=NAMES,
+        metavar="NAMES",
+        help=f"instead: a table of what each part of the engine brings: the same prompts with one thing off at a time. "
+        f"All of them, or some of {','.join(NAMES)}. Runs go in rounds, one of each; sharing has one run in all",
+    )
+    measuring.add_argument(
+        "--max-running",
+        type=_positive,
+        metavar="N",
+        help=f"sequences at once in --ablation's row without memory-centric admission (default: {MAX_RUNNING})",
     )
     measuring.add_argument(
         "--profile",

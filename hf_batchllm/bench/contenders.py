@@ -54,10 +54,12 @@ class RecordingScheduler:
         self.inner = inner
         self.sizes: list[StepSize] = []
         self.answers: Sequence[int] | None = None
+        self.most_running = 0  # requests at once
         self.prompts_until = 0  # wall clock in ns: when the last step with a piece of a prompt was handed out
 
     def start(self, requests: Sequence[Request], *args: Any) -> None:
         self.sizes = []
+        self.most_running = 0
         if self.answers is not None:
             for request in requests:
                 request.max_new_tokens = self.answers[request.index]
@@ -65,6 +67,7 @@ class RecordingScheduler:
 
     def next(self) -> Step | None:
         step = self.inner.next()
+        self.most_running = max(self.most_running, len(getattr(self.inner, "running", ())))
         if step is not None:
             self.sizes.append(StepSize.of(step))
             if step.chunks:

@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..results import RunReport
+from .ablation import Ablated, Ablation
 from .busy import Busy
 from .floor import Floor
 from .measuring import Reads, Row
@@ -65,6 +66,36 @@ def of_steps_per_sync(sweep: SyncSweep) -> dict[str, Any]:
         "with_graphs": cells(sweep.with_graphs),
         "without_graphs": cells(sweep.without),
         "new_tokens_without_graphs": sweep.off_new,
+    }
+
+
+def of_ablation(ablation: Ablation) -> dict[str, Any]:
+    def figures(ablated: Ablated) -> dict[str, Any]:
+        found = {**ablated.row.as_dict(), "what": ablated.variant.what} if not ablated.why_not else {}
+        found |= {"off": None if ablated is ablation.rows[0] else ablated.variant.name, "label": ablated.variant.label}
+        if ablated.why_not:
+            return {**found, "nothing_to_turn_off": ablated.why_not}
+        report = ablated.report
+        if ablated.row.error or report is None:
+            return found
+        return found | {
+            "times_slower": ablation.times_slower(ablated),
+            "computed_tokens": report.computed_tokens,
+            "recomputed_tokens": report.recomputed_tokens,
+            "steps": report.steps,
+            "preemptions": report.preemptions,
+            "most_running": ablated.most_running,
+            "peak_kv_bytes": report.peak_memory,
+            "kv_bytes": report.kv_memory,
+            "same_tokens_as_all_on": ablated.same_tokens,
+        }
+
+    floor = ablation.rows[0].row.floor
+    return {
+        "workload": ablation.rows[0].row.workload.as_dict(),
+        "ablation": [figures(ablated) for ablated in ablation.rows],
+        "rounds": ablation.rounds,
+        "floor": of_a_floor(floor) if floor else None,
     }
 
 

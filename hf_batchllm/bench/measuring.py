@@ -14,8 +14,8 @@ from .floor import Floor, NoFloorError, Shape, floor_of
 from .rates import Rates, measure_rates
 from .workload import Mix, Workload
 
-_WARM_UP = {"cuda": (32, 32)}  # prompts and new tokens: as many as it takes to compile kernels and to capture a graph
-_BRIEF_WARM_UP = 2, 2
+WARM_UP = {"cuda": (32, 32)}  # prompts and new tokens: as many as it takes to compile kernels and to capture a graph
+BRIEF_WARM_UP = 2, 2
 
 
 @dataclass
@@ -81,7 +81,7 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        few, new = _WARM_UP.get(device.type, _BRIEF_WARM_UP) if isinstance(contender, Ours) else _BRIEF_WARM_UP
+        few, new = WARM_UP.get(device.type, BRIEF_WARM_UP) if isinstance(contender, Ours) else BRIEF_WARM_UP
         answers = workload.answers
         contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # what is made on first use
         for _ in range(runs):

@@ -17,13 +17,15 @@ _TITLE_WIDTH = 110
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:
-    """``figures``: of one workload, or of --degrees, as --json writes them."""
+    """``figures``: of one workload, of --degrees or of --ablation, as --json writes them."""
     if "contenders" in figures:
         figure = _contenders(figures)
     elif "degrees" in figures:
         figure = _degrees(figures)
+    elif "ablation" in figures:
+        figure = _ablation(figures)
     else:
-        raise ValueError("only one workload and --degrees can be drawn")
+        raise ValueError("only one workload, --degrees and --ablation can be drawn")
     dtype = figures["dtype"].removeprefix("torch.")
     title = [f"{figures['model']}, {dtype}, {figures['machine']}", figures["work"]]
     lines = [line for part in title for line in textwrap.wrap(part, _TITLE_WIDTH)]
@@ -37,14 +39,31 @@ def _contenders(figures: dict[str, Any]) -> Any:
     # Where prompts differ in length the first few are no fair part of them.
     what = "prompts_per_second" if "degree" in figures["workload"] else "new_tokens_per_second"
     speeds = [row[what] for row in rows]
-    figure, axes = _axes(8, 1.6 + 0.45 * len(rows))
-    colours = [_OURS] + [_RIVAL] * (len(rows) - 1)
-    bars = axes.barh([row["name"] for row in rows], speeds, color=colours)
-    axes.bar_label(bars, [_short(speed) for speed in speeds], padding=4, color=_INK)
+    least = speeds[0] / rows[0]["share_of_floor"] if figures["floor"] is not None else None
+    return _bars([row["name"] for row in rows], speeds, [_short(speed) for speed in speeds], what, least)
+
+
+def _ablation(figures: dict[str, Any]) -> Any:
+    """A bar for each thing that is off, below one with all on."""
+    rows = [row for row in figures["ablation"] if "times_slower" in row]
+    speeds = [row["prompts_per_second"] for row in rows]
+    said = [_short(speed) for speed in speeds]
+    said[1:] = [f"{speed}  ({row['times_slower']:.2f} x)" for speed, row in zip(said[1:], rows[1:], strict=True)]
+    least = figures["workload"]["requests"] / figures["floor"]["seconds"] if figures["floor"] is not None else None
+    figure = _bars([row["label"] for row in rows], speeds, said, "prompts_per_second", least)
+    figure.axes[0].set_ylabel("what is off")
+    figure.axes[0].set_xlim(0, 1.25 * max([least or 0, *speeds]))
+    return figure
+
+
+def _bars(names: list[str], speeds: list[float], said: list[str], what: str, least: float | None) -> Any:
+    """``least``: the speed at the floor. The first is ours as it is."""
+    figure, axes = _axes(8, 1.6 + 0.45 * len(names))
+    bars = axes.barh(names, speeds, color=[_OURS] + [_RIVAL] * (len(names) - 1))
+    axes.bar_label(bars, said, padding=4, color=_INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.invert_yaxis()
     most = max(speeds)
-    if figures["floor"] is not None:
-        least = speeds[0] / rows[0]["share_of_floor"]
+    if least is not None:
         most = max(most, least)
         axes.axvline(least, color=_FLOOR, linestyle="--")
         where = {"xycoords": ("data", "axes fraction"), "xytext": (-4, 4), "textcoords": "offset points"}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
+from .ablation import ALL_ON, Ablation
 from .busy import Busy
 from .floor import Floor
 from .measuring import Reads, Row
 from .pieces import Pieces
 from .sweeps import DegreeSweep, SyncCell, SyncSweep
 
-_NAME = 28
+_NAME, _OFF = 28, 37
+_WIDTH = 118
 
 
 def contenders_table(rows: Sequence[Row]) -> str:
@@ -124,6 +127,63 @@ def sync_table(sweep: SyncSweep) -> str:
         )
         lines += ["", f"No token is idle: {why}."]
     return "\n".join(lines)
+
+
+def ablation_table(ablation: Ablation) -> str:
+    all_on = ablation.rows[0]
+    with_floor = all_on.row.floor is not None
+    again = any(ablated.report is not None and ablated.report.recomputed_tokens for ablated in ablation.rows)
+    head = f"{'off':<{_OFF}}{'seconds':>9}{'prompts/s':>11}{'slower':>9}"
+    head += f"{'of floor':>10}" if with_floor else ""
+    head += f"{'computed':>12}{'again':>10}" if again else f"{'computed':>12}"
+    lines = [f"{head}{'steps':>8}{'running':>9}"]
+    for ablated in ablation.rows:
+        lines.append(f"{ablated.variant.label.replace(ALL_ON, 'nothing'):<{_OFF}}")
+        if ablated.why_not or ablated.row.error:
+            lines[-1] += f"  {ablated.why_not or f'failed: {ablated.row.error[:60]}'}"
+            continue
+        row, report = ablated.row, ablated.report
+        assert report is not None
+        lines[-1] += f"{row.seconds:>9.2f}{row.prompts_per_second:>11.2f}"
+        lines[-1] += f"{'':>9}" if ablated is all_on else f"{ablation.times_slower(ablated):>7.2f} x"
+        lines[-1] += f"{_percent(row.share_of_floor):>10}" if with_floor else ""
+        lines[-1] += f"{report.computed_tokens:>12,}" + (f"{report.recomputed_tokens:>10,}" if again else "")
+        lines[-1] += f"{report.steps:>8,}{ablated.most_running:>9,}"
+    lines += ["", "computed: tokens of prompts. running: sequences at once, at most."]
+    if again:
+        lines[-1] += " again: tokens computed again, for want of memory."
+    return "\n".join(lines + _about_ablation(ablation))
+
+
+def _about_ablation(ablation: Ablation) -> list[str]:
+    """How it was measured, and what is not as the table has it."""
+    measured = [ablated for ablated in ablation.rows if ablated.same_tokens is not None]
+    all_on, others = measured[0], measured[1:]
+    lines = []
+    if ablation.spread is None:
+        lines.append("One run of each.")
+    else:
+        once = ", ".join(ablated.variant.name for ablated in measured if ablated.variant.once)
+        said = f"Medians of {ablation.rounds} rounds, one run of each in a round"
+        lines.append(f"{said}{f'; {once}: in the first alone' if once else ''}.")
+        lines[-1] += f" Runs of the same thing differ by up to {100 * ablation.spread:.1f} %."
+    requests = all_on.row.requests
+    for ablated in others:
+        if ablated.variant.name == "admission" and ablated.most_running == all_on.most_running:
+            lines.append("admission: there were never more at once with all on either, so nothing was turned off.")
+    if others:
+        apart = [ablated for ablated in others if ablated.same_tokens != requests]
+        said = ", ".join(f"{requests - (ablated.same_tokens or 0):,} ({ablated.variant.name})" for ablated in apart)
+        lines.append(
+            f"The same tokens as with all on, but for so many of {requests:,} prompts: {said}."
+            if apart
+            else f"The same tokens for all {requests:,} prompts in each row."
+        )
+    if all_on.row.floor is not None:
+        lines.append(f"The floor is at {all_on.row.floor.rates}, measured in this run.")
+    elif ablation.note:
+        lines.append(f"no floor: {ablation.note}")
+    return [line for text in lines for line in textwrap.wrap(text, _WIDTH)]
 
 
 def _seconds(name: str, seconds: float, note: str = "") -> str:
