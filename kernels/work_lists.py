@@ -90,8 +90,12 @@ class WorkLists:
         direct: bool = True,
     ) -> WorkLists:
         """Lists without work, to be filled again and again: what a captured graph reads."""
-        # NumPy makes the zeros: torch would start its threads for them, which takes longer than all the other lists.
-        packed = torch.from_numpy(np.zeros(_sections(rows, items, entries)["end"], dtype=np.int32)).to(device)
+        size = _sections(rows, items, entries)["end"]
+        if torch.device(device).type == "cpu":
+            # NumPy makes the zeros: torch would start its threads for them, which takes longer than all other lists.
+            packed = torch.from_numpy(np.zeros(size, dtype=np.int32))
+        else:  # made there: a copy would wait for all that the device has been given
+            packed = torch.zeros(size, dtype=torch.int32, device=device)
         return cls(packed, rows, items, entries, parts=parts, merges=True, causal=causal, direct=direct)
 
     def fill(self, work: WorkLists) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from device_loop import DEVICES, model_on, run_over_twins
 from interpreted import plain
 
@@ -45,6 +46,19 @@ def test_sizes_that_are_to_come() -> None:
     assert sizes_to_come([3] * 5, False) == [] and sizes_to_come([30] * 5, False) == [16]
 
 
+def _without_waiting(prepare: Any) -> Any:
+    """An error if the host waits for the device meanwhile."""
+
+    def watched(*args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            prepare(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watched
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_graphs_are_captured_while_the_device_is_at_work(
@@ -67,6 +81,8 @@ def test_graphs_are_captured_while_the_device_is_at_work(
     with monkeypatch.context() as alone:
         alone.setattr(DecodeGraphs, "prepare", lambda *_: None)
         want = BatchGenerator(model, **config).generate(prompts, **limits)
+    if device == "cuda":
+        monkeypatch.setattr(DecodeGraphs, "prepare", _without_waiting(DecodeGraphs.prepare))
     monkeypatch.setattr(DecodeGraphs, "_made", noted)
     result = BatchGenerator(model, **config).generate(prompts, **limits)
     assert result.token_ids == want.token_ids
