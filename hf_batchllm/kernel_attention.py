@@ -149,7 +149,9 @@ class Work(Protocol):
     @property
     def lengths(self) -> torch.Tensor: ...  # [rows] int32
     def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists: ...
-    def chunk_lists(self, window: int | None, group: int, tile: int) -> PrefillWork: ...
+    def chunk_lists(
+        self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int
+    ) -> PrefillWork: ...
     def torch_plan(self, scratch: Scratch) -> CascadePlan: ...
 
 
@@ -220,12 +222,15 @@ class StepWork:
             self._torch_plan = CascadePlan(self.batch, self.device, scratch)
         return self._torch_plan
 
-    def chunk_lists(self, window: int | None, group: int, tile: int) -> PrefillWork:
-        key = window, group, tile
+    def chunk_lists(self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int) -> PrefillWork:
+        """``wide``: a larger tile, where the kernels can do one, to be used if that pays."""
+        key = window, group, tile, wide, kv_heads
         if key not in self._chunk_lists:
             page_size = self.batch.page_size
             chunks = make_chunks(self._units, self._readers(slice(self._short, None)), page_size=page_size)
-            work = build_prefill(chunks, group=group, page_size=page_size, tile=tile, window=window)
+            work = build_prefill(
+                chunks, group=group, page_size=page_size, tile=tile, window=window, wide=wide, kv_heads=kv_heads
+            )
             self._chunk_lists[key] = work.to(self.device, non_blocking=True)
         return self._chunk_lists[key]
 
@@ -283,7 +288,8 @@ class KernelAttention:
         if self.work.has_chunks:
             group = q.shape[1] // k_cache.shape[1]
             options = kernels.launch_options(group, q.shape[2], v_cache.shape[2], q.element_size())
-            work = self.work.chunk_lists(call.window, group, options["tile"])
+            tiles = options["tile"], options.get("wide")
+            work = self.work.chunk_lists(call.window, group, *tiles, k_pages.shape[2])
             kernels.attend_chunks(q, k_pages, v_pages, out, work, call.scale, sinks=call.sinks, options=options, **same)
         return out
 

@@ -12,6 +12,9 @@ the choices are in docs/attention-notes.md.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -38,8 +41,23 @@ from .work_lists import CHUNK_FIELDS, PrefillWork
 _CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
 
 
+@cache
+def for_hopper() -> ModuleType | None:
+    """The kernel for Hopper cards, on such a card; None too where Triton's Gluon is not the one it is written in."""
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    try:
+        from . import prefill_hopper
+    except (ImportError, AttributeError):
+        return None
+    return prefill_hopper
+
+
 def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[str, int]:
-    """The tile, warps and stages for heads of these dims and elements of this many bytes."""
+    """The tile, warps and stages for heads of these dims and elements of this many bytes.
+
+    ``wide`` among them is the tile of the kernel for Hopper cards, where there is one and it is made for such heads.
+    """
     widest = max(qk_dim, v_dim)
     if itemsize == 4:
         lines, warps, stages = exact_options(widest)
@@ -47,7 +65,13 @@ def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[s
         # Two or three blocks on a multiprocessor, so that one's products hide the other's softmax. The third stage
         # is worth a quarter and more; where it would cost the second block, no stages at all are better than two.
         lines, warps, stages = 64, 4, 3 if widest <= 128 else 1
-    return {"tile": lines * triton.cdiv(group, lines), "num_warps": warps, "num_stages": stages}
+    chosen = {"tile": lines * triton.cdiv(group, lines), "num_warps": warps, "num_stages": stages}
+    hopper = for_hopper()
+    if hopper is not None and hopper.takes(qk_dim, v_dim, itemsize):
+        wide = hopper.LINES * hopper.sides(qk_dim, v_dim)
+        if group <= wide:
+            chosen["wide"] = wide
+    return chosen
 
 
 @triton.jit
@@ -125,6 +149,11 @@ def _attend_chunks(
     store_lines(out, place, valid, acc / total[:, None], V_DIM)  # never 0: a row sees itself
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def attend_chunks(
     q: torch.Tensor,  # [rows, heads, qk_dim]
     k_pages: torch.Tensor | TensorDescriptor,  # [pages, page_size, kv_heads, qk_dim]; a descriptor is by ``by_page``
@@ -136,22 +165,30 @@ def attend_chunks(
     window: int | None = None,  # as the lists were built
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
-    options: dict[str, int] | None = None,  # num_warps, num_stages: other than ``launch_options`` says
+    options: dict[str, int] | None = None,  # num_warps, num_stages, maybe wide: other than ``launch_options`` says
 ) -> None:
     """All rows of all chunks."""
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]
     lines = work.tile
-    if options is None:
-        options = launch_options(1, qk_dim, v_dim, q.element_size())
-        lines = min(lines, options["tile"])  # more lines than a block takes well are left to several
-    slices = triton.cdiv(work.tile, lines)
     assert scale > 0, "the largest score is found before it is scaled"
     scale, cap = in_log2(scale, softcap)
+    chosen = options or launch_options(1, qk_dim, v_dim, q.element_size())
+    if lines == chosen.get("wide"):
+        hopper = for_hopper()
+        assert hopper is not None
+        hopper.attend_chunks(
+            q, k_pages, v_pages, out, work, scale, cap,
+            blocks=multiprocessors(q.device), window=window or 0, caps=softcap is not None, sinks=sinks,
+        )  # fmt: skip
+        return
+    if options is None:
+        lines = min(lines, chosen["tile"])  # more lines than a block takes well are left to several
+    slices = triton.cdiv(work.tile, lines)
     _attend_chunks[(len(work.items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out,
         work.items, work.count, work.entries, out if sinks is None else sinks, scale, cap,
         BLOCK_M=lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim,
-        num_warps=options["num_warps"], num_stages=options["num_stages"],
+        num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
     )  # fmt: skip

@@ -17,6 +17,8 @@ TILES = (16, 64)  # lines of a decode tile: query rows x the heads that share a 
 ITEM_FIELDS = 8  # row, rows, begin, full, end, part, causal, and a spare: a record is one 32-byte sector
 CHUNK_FIELDS = 12  # row, rows, position, short, shorts, rest, full_from, full_to, pages, and three spare
 ENTRY_FIELDS = 4  # page, tokens, first, and one spare
+# Large tiles for prefill, from how many blocks on, how many pages for each, and what share of their lines in use.
+WIDE_BLOCKS, WIDE_PAGES, WIDE_FILLED = 200, 6, 0.75
 BLOCKS, MIN_PAGES = {16: 4, 64: 2}, 4  # to split: blocks for each multiprocessor, but no items below so many pages
 
 
@@ -329,7 +331,16 @@ def build_prefill(
     tile: int,
     window: int | None = None,
     capacity: int = 1,  # room for this many times the items (a graph's bucket)
+    wide: int | None = None,  # a larger tile, to be used if that pays
+    kv_heads: int = 1,  # which decides it, too
 ) -> PrefillWork:
+    if wide is not None:
+        same = {"group": group, "page_size": page_size, "window": window, "capacity": capacity}
+        made = build_prefill(chunks, tile=wide, **same)
+        items = made.items[: int(made.count)].numpy()
+        filled = items[:, 1].sum() * group >= WIDE_FILLED * wide * len(items)
+        if filled and len(items) * kv_heads >= WIDE_BLOCKS and items[:, 8].sum() >= WIDE_PAGES * len(items):
+            return made
     assert group <= tile, "the heads that share a KV head must fit a tile"
     count = len(chunks.row_begin)
     owner = np.repeat(np.arange(count), np.diff(chunks.page_begin))  # [pages]

@@ -11,8 +11,9 @@ import triton
 from interpreted import plain
 from test_small_kernels import NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import cut_triton, past_triton, sample_triton, small_triton
+from hf_batchllm.kernels import cut_triton, past_triton, prefill_hopper, sample_triton, small_triton
 from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
 pytestmark = [
     plain,
@@ -28,6 +29,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.runtime import jit
 
     target = GPUTarget("cuda", 90, 32)
@@ -37,7 +39,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         find = jit.create_function_from_signature(self.signature, self.params, backend)
         bound, kinds, rest = find(*given, **options)
         chosen, signature, constants, attributes = self._pack_args(backend, options, bound, kinds, rest)
-        source = ASTSource(self, signature, constants, attributes)
+        kind = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
+        source = kind(self, signature, constants, attributes)
         triton.compile(source, target=target, options=chosen.__dict__)
         names.append(self.fn.__name__)
 
@@ -84,3 +87,15 @@ def test_rotation(compiled: list[str], case: int) -> None:
 @pytest.mark.parametrize("case", range(0, len(NORM), 2))
 def test_norm(compiled: list[str], case: int) -> None:
     small_triton.add_rms_norm(**norm_case(case, NORM[case], BF16, 4))
+
+
+def test_prefill_in_gluon(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no interpreter at all. Two sides compile in half the time of three."""
+    monkeypatch.setattr(prefill_hopper, "sides", lambda qk_dim, v_dim: 2)
+    q, pages = torch.zeros(1, 8, 64, dtype=BF16), torch.zeros(1, 32, 2, 64, dtype=BF16)
+    lists = [torch.zeros(1, fields, dtype=torch.int32) for fields in (CHUNK_FIELDS, 1, ENTRY_FIELDS)]
+    work = PrefillWork(*lists, 2 * prefill_hopper.LINES)
+    prefill_hopper.attend_chunks(
+        q, pages, pages, q, work, 0.3, 20.0, blocks=1, window=100, caps=True, sinks=q[0, :, 0].contiguous()
+    )
+    assert compiled == ["_attend_chunks"]

@@ -14,6 +14,7 @@ from prefill_cases import PrefillCase, check_prefill, prefill_case
 
 from hf_batchllm.kernels import cascade_torch
 from hf_batchllm.kernels import prefill_triton as pt
+from hf_batchllm.kernels import work_lists as wl
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -128,13 +129,32 @@ def native_case(case: int) -> PrefillCase:
 def test_native(case: int) -> None:
     made = native_case(case)
     variant = made.variant
-    tile = pt.launch_options(variant.group, variant.qk_dim, variant.v_dim, variant.dtype.itemsize)["tile"]
-    options = None
+    chosen = pt.launch_options(variant.group, variant.qk_dim, variant.v_dim, variant.dtype.itemsize)
+    tile, options = chosen["tile"], None
     if case % len(NATIVE) % 5 == 0 and case // len(NATIVE) % 2:  # a larger tile: for several blocks, or for one
         tile *= 2
         if variant.dtype != F32 and max(variant.qk_dim, variant.v_dim) <= 128:
             options = {"num_warps": 4, "num_stages": 2}
+    elif case // len(NATIVE) % 4 != 3:
+        tile = chosen.get("wide", tile)  # a kernel of its own
     check_prefill(pt, made, tile, DEVICE, options)
+
+
+@plain
+@pytest.mark.parametrize(
+    ("chunks", "rows", "takes"), [(8, 1000, True), (1, 500, False), (9, 400, False), (40, 70, False)]
+)
+def test_large_tiles_where_they_pay(chunks: int, rows: int, takes: bool) -> None:
+    """Not where blocks are few or short, or half empty."""
+    pages = -(-rows // 64)
+    first = np.tile(np.arange(pages) * 64, chunks)
+    layout = wl.Chunks(
+        row_begin=np.arange(chunks) * rows, row_end=(np.arange(chunks) + 1) * rows, position=np.zeros(chunks, int),
+        page_begin=np.arange(chunks + 1) * pages, page=np.arange(chunks * pages),
+        tokens=np.full(chunks * pages, 64), first=first,
+    )  # fmt: skip
+    work = wl.build_prefill(layout, group=4, page_size=64, tile=64, wide=192, kv_heads=8)
+    assert work.tile == (192 if takes else 64)
 
 
 @plain

@@ -3,7 +3,7 @@
     python examples/benchmarks/bench_prefill.py  # the four default batches
     python examples/benchmarks/bench_prefill.py 8x1024 4x2000+16x200 1x2048@6144
     python examples/benchmarks/bench_prefill.py --rivals none  # ours alone; else torch's, FlashInfer, ...
-    python examples/benchmarks/bench_prefill.py --tiles 64,4,3 128,8,3  # tile, warps, stages
+    python examples/benchmarks/bench_prefill.py --tiles 64,4,3 128,8,3  # tile, warps, stages, never in Gluon
 
 A batch is one prefill step of one layer: chunks x rows (4x2048), and for each, if wanted, members x rows that read
 it as their prefix in the same step (4x2000+16x200), or the tokens computed in steps before (1x2048@6144). Only the
@@ -80,13 +80,14 @@ class Inputs:
         return out
 
 
-def measure(inputs: Inputs, tile: int, warps: int, stages: int, replays: int) -> dict[str, float]:
-    """Milliseconds for one step, and its error."""
+def measure(inputs: Inputs, options: dict[str, int], replays: int) -> dict[str, float]:
+    """Milliseconds for one step, its error, and the tile that was used."""
     kv_heads, dim = inputs.caches[0][0].shape[2:]
-    group = inputs.q.shape[1] // kv_heads
-    work = wl.build_prefill(inputs.chunks, group=group, page_size=PAGE, tile=tile).to("cuda")
+    work = wl.build_prefill(
+        inputs.chunks, group=inputs.q.shape[1] // kv_heads, page_size=PAGE,
+        tile=options["tile"], wide=options.get("wide"), kv_heads=kv_heads,
+    ).to("cuda")  # fmt: skip
     out = torch.full_like(inputs.q, float("nan"))
-    options = {"num_warps": warps, "num_stages": stages}
 
     def step(k: torch.Tensor, v: torch.Tensor) -> None:
         pt.attend_chunks(inputs.q, k, v, out, work, dim**-0.5, options=options)
@@ -99,12 +100,13 @@ def measure(inputs: Inputs, tile: int, warps: int, stages: int, replays: int) ->
     error = float((out.float() - inputs.want).norm() / inputs.want.norm())
     if not error < TOLERANCE:
         raise AssertionError(f"{inputs.batch}: error {error}")
-    return {"ms": graph_ms(steps, replays) / len(inputs.caches), "error": error}
+    return {"ms": graph_ms(steps, replays) / len(inputs.caches), "error": error, "tile": work.tile}
 
 
-def kernels() -> list[Any]:
-    """All that the kernel was compiled to so far."""
-    return list(pt._attend_chunks.device_caches[torch.cuda.current_device()][0].values())
+def kernels(wide: bool) -> list[Any]:
+    """All that the kernel, or the one for wide tiles, was compiled to so far."""
+    module = pt.for_hopper() if wide else pt
+    return list(module._attend_chunks.device_caches[torch.cuda.current_device()][0].values())
 
 
 def profile(kernel: Any) -> str:
@@ -130,7 +132,8 @@ def main() -> None:
     names, missing = rivals.chosen(options.rivals, rivals.PREFILL)
     torch.manual_seed(0)
     chosen = pt.launch_options(options.heads // options.kv_heads, options.dim, options.dim, 2)
-    tiles = [tuple(map(int, text.split(","))) for text in options.tiles or []] or [tuple(chosen.values())]
+    named = ("tile", "num_warps", "num_stages")
+    tiles = [dict(zip(named, map(int, text.split(",")), strict=True)) for text in options.tiles or []] or [chosen]
     copy, matmul = copy_bandwidth(), matmul_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
     print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")
@@ -149,14 +152,17 @@ def main() -> None:
         floor = floor_ms(moved, computed, copy, matmul)
         others: dict[str, float | None] = {}
         for tile in tiles:
-            name = ",".join(map(str, tile))
+            name = ",".join(str(tile[part]) for part in named)
             try:
-                found = measure(inputs, *tile, options.replays)
+                found = measure(inputs, tile, options.replays)
             except Exception as error:  # of several candidates one may not fit the card
                 failures.append(f"{batch}, {name}: {type(error).__name__}: {str(error)[:150]}")
                 continue
+            wide = found.pop("tile") == tile.get("wide")
+            if wide:
+                name = f"{tile['wide']}, wide"
             if name not in profiles:
-                profiles[name] = profile(kernels()[-1])
+                profiles[name] = profile(kernels(wide)[-1])
             ms = found["ms"]
             print(f"{batch!s:>16} {name:>9} {ms:7.4f} {computed / ms / 1e9:7.0f} {floor / ms:6.1%}", end="")
             print(f" {found['error']:7.1e} {profiles[name]}", end="", flush=True)
