@@ -12,6 +12,7 @@ the choices are in docs/attention-notes.md.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from types import ModuleType
 
@@ -39,6 +40,7 @@ from .pages_triton import (
 from .work_lists import CHUNK_FIELDS, PrefillWork
 
 _CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
+_GLUON = ((3, 6), (3, 7))  # Gluon still changes: versions of Triton that the kernel in it has been compiled by
 
 
 @cache
@@ -46,10 +48,16 @@ def for_hopper() -> ModuleType | None:
     """The kernel for Hopper cards, on such a card; None too where Triton's Gluon is not the one it is written in."""
     if triton.knobs.runtime.interpret or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
-    try:
-        from . import prefill_hopper
-    except (ImportError, AttributeError):
+    if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _GLUON)
+        warnings.warn(
+            f"prompts run through a slower attention kernel: the one for Hopper GPUs is made for Triton {known}, and "
+            f"this is {triton.__version__}",
+            stacklevel=2,
+        )
         return None
+    from . import prefill_hopper
+
     return prefill_hopper
 
 
