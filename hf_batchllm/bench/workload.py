@@ -1,4 +1,4 @@
-"""What is asked for: groups of prompts that share a prefix (vLLM's RFC #12080), or lengths mixed like ShareGPT's."""
+"""What is asked for: groups of prompts that share a prefix (vLLM's RFC #12080), lengths mixed like ShareGPT's, or both."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ _PROMPT_LENGTH = 100, 1.3
 _ANSWER_LENGTH = 112, 1.1
 _SHORTEST = 4
 _LONGEST = 2048
+# Of groups with mixed lengths: the spreads of the logarithm between groups and, of what is each prompt's own, within
+# one. Together they spread answers as above; the median answer is a tenth of the longest.
+_PREFIX_SPREAD, _OWN_SPREADS, _ANSWER_SPREADS = 0.5, (0.5, 0.5), (0.8, 0.8)
+_SHORTEST_ANSWER, _MEDIAN_OF_LONGEST = 10, 10
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,80 @@ class Mix:
         own, new = zip(*self.lengths(), strict=True)
         return (
             f"{self.requests:,} prompts, nothing shared: {_spread(own)} tokens each; {_spread(new)} new tokens, "
+            "EOS ignored"
+        )
+
+
+@dataclass(frozen=True)
+class MixedGroups(Mix):
+    """Groups of ``degree`` prompts that share a prefix, with lengths that differ between groups and within them.
+
+    ``shared`` and ``own`` are medians; ``new`` is the longest that an answer may be.
+    """
+
+    own: int = 200
+    shared: int = 2000
+    degree: int = 8
+    shuffle: bool = True
+    order_matters = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared < 1 or self.degree < 1:
+            raise ValueError("--shared and --degree must be at least 1")
+
+    def as_groups(self) -> list[Group]:
+        dice = random.Random(self.seed)
+
+        def draw(median: float, spread: float) -> float:
+            return dice.lognormvariate(math.log(median), spread)
+
+        groups = []
+        for begin in range(0, self.requests, self.degree):
+            shared = round(draw(self.shared, _PREFIX_SPREAD))
+            own = draw(self.own, _OWN_SPREADS[0])
+            new = draw(self.new / _MEDIAN_OF_LONGEST, _ANSWER_SPREADS[0])
+            lengths = []
+            for _ in range(min(self.degree, self.requests - begin)):
+                answer = max(round(draw(new, _ANSWER_SPREADS[1])), _SHORTEST_ANSWER)
+                most = min(self.new, self.ends_at or self.new)
+                lengths.append((max(round(draw(own, _OWN_SPREADS[1])), 1), min(answer, most)))
+            groups.append(Group(shared, *map(list, zip(*lengths, strict=True))))
+        return groups
+
+    def _order(self) -> list[int]:
+        """Which prompt of those in groups stands at each place of the list."""
+        order = list(range(self.requests))
+        if self.shuffle:
+            random.Random(self.seed + 1).shuffle(order)
+        return order
+
+    def lengths(self) -> list[tuple[int, int]]:
+        grouped = [
+            (group.shared + own, new) for group in self.as_groups() for own, new in zip(group.own, group.new, strict=True)
+        ]
+        return [grouped[place] for place in self._order()]
+
+    def grouped(self, vocabulary: int) -> list[list[int]]:
+        text = _Text(self.seed + 2, vocabulary)
+        prompts = []
+        for group in self.as_groups():
+            prefix = text(group.shared)
+            prompts += [prefix + text(own) for own in group.own]
+        return prompts
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        grouped = self.grouped(vocabulary)
+        return [grouped[place] for place in self._order()]
+
+    def __str__(self) -> str:
+        groups = self.as_groups()
+        own = [length for group in groups for length in group.own]
+        new = [length for group in groups for length in group.new]
+        order = "shuffled" if self.shuffle else "sorted"
+        return (
+            f"{self.requests:,} prompts, {order}: {len(groups):,} prefixes of {_spread([g.shared for g in groups])} "
+            f"tokens, each shared by {self.degree:,}; {_spread(own)} tokens of their own; {_spread(new)} new tokens, "
             "EOS ignored"
         )
 

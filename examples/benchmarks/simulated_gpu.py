@@ -1,0 +1,119 @@
+"""A GPU in arithmetic: how long a step would take on an H200 with a model of Llama-8B's shape.
+
+The engine, the plan, the scheduler and the cache are the real ones; the model is this. It knows how long each answer
+becomes, which they do not. Only what a schedule can change is in it: it says which of two schedules is better, and by
+about how much, not how fast a real run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hf_batchllm.bench.floor import Shape
+from hf_batchllm.bench.rates import Rates
+from hf_batchllm.request import Request, Step, Unit
+
+LLAMA_8B = Shape(
+    hidden=4096,
+    heads=32,
+    head_dim=128,
+    vocabulary=128_256,
+    linear_weights=6_979_321_856,
+    kv_bytes=131_072,
+    windows=(None,) * 32,
+    query_key_value=6144,
+    mlp_width=14_336,
+    gated=True,
+)
+H200 = Rates(operations=670e12, copy=4.2e12)
+
+# Measured: the products of all layers take so many seconds for so many rows. From there on they go at the rate above.
+_FEW_ROWS = (0, 64, 256, 512), (4.3e-3, 4.6e-3, 6.3e-3, 9.9e-3)
+_PROMPT_ATTENTION = 400e12  # operations a second
+_KEYS = 0.75  # of a copy's rate: how fast decode rows read K and V
+# The host launches a step with prompts layer by layer, and replays the graph of a step of rows.
+_LAUNCH_MIXED, _LAUNCH_ROWS, _BETWEEN = 15e-3, 2e-3, 0.1e-3
+
+
+class SimulatedGpu:
+    """An engine's Launcher. ``answers``: how many tokens each request gets, by its index.
+
+    ``stop``: the token that ends an answer; the engine's endings know it.
+    """
+
+    most_times = 3  # what pace.py gives for sixteen GB of weights
+
+    def __init__(self, answers: Sequence[int], stop: int, shape: Shape = LLAMA_8B, rates: Rates = H200) -> None:
+        self.answers = answers
+        self.stop = stop
+        self.shape = shape
+        self.rates = rates
+        self.now = 0.0  # what the host's clock says
+        self.busy_until = 0.0
+        self.steps: list[tuple[float, int, int]] = []  # end, prompt tokens, decode tokens that count
+        self.idle = 0.0  # seconds in which the device had nothing to do
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self, step: Step, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        tokens = np.full((len(sampling), step.times), 1, dtype=np.int64)
+        ends = np.array([self.answers[each.index] - each.made for each in sampling], dtype=np.int64)
+        counts = np.arange(step.times)
+        tokens[counts[None] >= ends[:, None]] = -1
+        for row, (request, end) in enumerate(zip(sampling, ends.tolist(), strict=True)):
+            if 0 < end <= step.times and request.made + end < request.max_new_tokens:
+                tokens[row, end - 1] = self.stop
+        begin = max(self.busy_until, self.now)
+        self.now += _LAUNCH_MIXED if step.chunks else _LAUNCH_ROWS
+        self.idle += begin - self.busy_until
+        at = begin
+        prompt = step.tokens - len(step.rows)
+        for time in range(step.times):
+            took = self._seconds(step, time, sampling)
+            at += took
+            alive = int((ends[: len(step.rows)] > time).sum())
+            self.steps.append((at, prompt, alive))
+        self.idle += max(0.0, self.now - at)
+        end = self.busy_until = max(at, self.now) + _BETWEEN
+        self.steps[-1] = (end, *self.steps[-1][1:])
+
+        def wait() -> np.ndarray:
+            self.now = max(self.now, end)
+            return tokens
+
+        return wait
+
+    def back(self) -> None:
+        pass
+
+    def _seconds(self, step: Step, time: int, sampling: Sequence[Request]) -> float:
+        """The step's ``time``-th run."""
+        shape, rates = self.shape, self.rates
+        rows = len(step.rows)
+        tokens = step.tokens if time == 0 else rows
+        products = 2 * shape.linear_weights * tokens / rates.operations
+        seconds = max(products, float(np.interp(tokens, *_FEW_ROWS)))
+        samples = len(sampling) if time == 0 else rows
+        head = 2 * shape.head_weights * samples / rates.operations
+        seconds += max(head, shape.value_bytes * shape.head_weights / rates.copy) if samples else 0.0
+        seconds += shape.elementwise_bytes * tokens / rates.copy
+        keys, seen = 0, set[Unit]()
+        for request in step.rows:
+            if request.made + time >= self.answers[request.index]:
+                continue  # it has ended, and reads nothing
+            keys += request.length + time - request.start
+            unit, start = request.base, request.start
+            while unit is not None and unit not in seen:
+                seen.add(unit)
+                keys += start - unit.start
+                unit, start = unit.base, unit.start
+        seconds += keys * shape.kv_bytes / (_KEYS * rates.copy)
+        pairs = 0.0
+        for chunk in step.chunks:
+            count = chunk.end - chunk.begin
+            pairs += count * chunk.begin + count * count / 2
+        seconds += 4 * shape.heads * shape.head_dim * shape.layers * pairs / _PROMPT_ATTENTION
+        return seconds
