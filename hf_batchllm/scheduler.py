@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from .cache import PagedCache
+from .forecast import Forecast, Lifetimes
 from .request import Chunk, FinishReason, Request, Step
 
 
@@ -219,9 +220,9 @@ class _Base(ABC):
 class GroupScheduler(_Base):
     """Decode rows first, then prompts as far as the token budget goes, then newcomers as far as memory goes.
 
-    Newcomers are let in by memory alone: a request enters when the pages that it adds fit beside the growth that is
-    expected of those running. When the expectation was too low the youngest gives its pages back and is computed
-    again later; the oldest never does, so something always moves.
+    Newcomers are let in by memory alone: a request enters when the pages that it adds fit beside those running, at any
+    time as they are expected to grow and to end. When the expectation was too low the youngest gives its pages back
+    and is computed again later; the oldest never does, so something always moves.
 
     Fewer than ``gather_rows`` decode rows wait while prompts fill the step, until there are so many or no prompts
     left. Where a few rows cost nearly as much as many and prompts hide none of it (a CPU), that makes fewer steps.
@@ -232,7 +233,8 @@ class GroupScheduler(_Base):
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
-        self.expected = ExpectedLength()
+        self._longest = max((request.max_new_tokens for request in requests), default=1)
+        self._lifetimes = Lifetimes(self._longest)
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
@@ -252,11 +254,11 @@ class GroupScheduler(_Base):
             if budget > 0 and request in self.running:
                 budget -= self._fill(request, step, budget)
         if budget > 0 and self.waiting:
-            promised = sum(map(self._growth, self.running))
-            while budget > 0 and self.waiting and self._fits(self.waiting[0], promised):
+            forecast = self._forecast()
+            while budget > 0 and self.waiting and self._fits(self.waiting[0], forecast):
                 request = self.waiting.popleft()
                 self._enter(request)
-                promised += self._growth(request)
+                forecast.add(request)
                 budget -= self._fill(request, step, budget)
         return self._checked(step)
 
@@ -269,14 +271,14 @@ class GroupScheduler(_Base):
 
     def finish(self, request: Request) -> None:
         if request.finish_reason is not FinishReason.TIME:
-            self.expected.learn(len(request.generated))
+            self._lifetimes.learn(request)
         super().finish(request)
 
     def _prompts_fill_a_step(self, prefilling: Sequence[Request]) -> bool:
         tokens = sum(request.todo for request in prefilling)
         if tokens >= self.max_batch_tokens or not self.waiting:
             return tokens >= self.max_batch_tokens
-        if not self._fits(self.waiting[0], sum(map(self._growth, self.running))):
+        if not self._fits(self.waiting[0], self._forecast()):
             return False
         for request in self.waiting:  # as if all of them fitted, and without the prefixes that they bring
             tokens += request.todo
@@ -312,20 +314,18 @@ class GroupScheduler(_Base):
         self.waiting.appendleft(request)
         self.preemptions += 1
 
-    def _fits(self, request: Request, promised: int) -> bool:
-        """Whether a newcomer may enter: what it adds fits beside the pages promised to the growth of those running."""
+    def _forecast(self) -> Forecast:
+        return Forecast(self.cache, self._lifetimes, self.running, self._longest)
+
+    def _fits(self, request: Request, forecast: Forecast) -> bool:
+        """Whether ``request``, the next in the queue, may enter: there is room for it, now and as all of them grow."""
         if not self.running:
             # Alone it always fits (that was checked before the call began), whatever has to go for it.
             return self._make_room_alone(request, request.length)
-        needed = self.cache.missing_with_ancestors(request, self._expected_length(request)) + promised
-        return self._could_have(needed) and self.cache.evict(needed)
-
-    def _expected_length(self, request: Request) -> int:
-        expected = len(request.prompt_ids) + self.expected.of(request) - 1
-        return max(expected, request.length)
-
-    def _growth(self, request: Request) -> int:
-        return self.cache.missing(request, self._expected_length(request))
+        then = self.waiting[1] if len(self.waiting) > 1 else None
+        if not forecast.admits(request, then, self.cache.free_pages + self.cache.evictable_pages):
+            return False
+        return self.cache.evict(self.cache.missing_with_ancestors(request, request.length))
 
 
 class FifoScheduler(_Base):

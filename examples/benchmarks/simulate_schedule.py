@@ -10,9 +10,7 @@ how often requests gave their pages back; the picture shows the tokens of each s
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +27,7 @@ from hf_batchllm.lineup import line_up
 from hf_batchllm.prompts import Prompt
 from hf_batchllm.recorder import Recorder
 from hf_batchllm.request import Step
-from hf_batchllm.scheduler import Scheduler, make_scheduler
+from hf_batchllm.scheduler import Scheduler
 from hf_batchllm.sharing import plan_sharing
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0

@@ -1,4 +1,4 @@
-"""What is asked for: groups of prompts that share a prefix (vLLM's RFC #12080), lengths mixed like ShareGPT's, or both."""
+"""What is asked for: prompts that share prefixes (vLLM's RFC #12080), lengths mixed like ShareGPT's, or both."""
 
 from __future__ import annotations
 
@@ -209,9 +209,9 @@ class MixedGroups(Mix):
         return order
 
     def lengths(self) -> list[tuple[int, int]]:
-        grouped = [
-            (group.shared + own, new) for group in self.as_groups() for own, new in zip(group.own, group.new, strict=True)
-        ]
+        grouped = []
+        for group in self.as_groups():
+            grouped += [(group.shared + own, new) for own, new in zip(group.own, group.new, strict=True)]
         return [grouped[place] for place in self._order()]
 
     def grouped(self, vocabulary: int) -> list[list[int]]:
