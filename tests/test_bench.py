@@ -275,6 +275,9 @@ def test_a_rival_that_fails_is_reported_as_such(
         (["--off-new", "10"], "without graphs of --steps-per-sync"),
         (["--steps-per-sync", "1,2", "--set", "cuda_graphs=false"], "sets cuda_graphs itself: leave out --set"),
         (["--plot", "figure.doc"], "must end in .svg, .png, .pdf"),
+        (["--trace", "figure.doc"], "--trace figure.doc: the name must end in .svg, .png, .pdf"),
+        (["--trace", "figure.svg", "--degrees", "1,2"], "--trace draws one run, not --degrees"),
+        (["--workload", "mixed", "--shared", "0"], "--shared and --degree must be at least 1"),
         (["--plot", "nowhere/figure.svg", "--steps-per-sync", "1"], "not --steps-per-sync"),
         (["--json", "nowhere/figures.json"], "there is no folder nowhere"),
         (["--rivals", "vllm"], "'vllm' is not one of generate, generate_batch, none"),
@@ -300,6 +303,14 @@ def test_pictures(tmp_path: Path) -> None:
         asked = [*SMALL, *arguments, "--rivals", "generate", "--plot", str(path)]
         assert bench.main(asked if "--floor" in arguments else without(asked, "--degree")) == 0
         assert path.read_text().rstrip().endswith("</svg>") and path.stat().st_size > 5000
+
+
+def test_steps_over_time_as_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "steps.svg"
+    mixed = "--config tiny --workload mixed --requests 6 --degree 3 --shared 30 --own 5 --new 12 --runs 1".split()
+    assert bench.main([*mixed, "--rivals", "none", "--no-pieces", "--trace", str(path)]) == 0
+    assert path.read_text().rstrip().endswith("</svg>") and path.stat().st_size > 5000
 
 
 def test_a_picture_of_figures_from_elsewhere(tmp_path: Path) -> None:

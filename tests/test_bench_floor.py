@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from hf_batchllm.bench.device_time import Gap, Span, kind_of, lines_of, time_of
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of
 from hf_batchllm.bench.models import load_model
 from hf_batchllm.bench.rates import Rates, measure_rates
-from hf_batchllm.bench.workload import Group, Mix, Workload
+from hf_batchllm.bench.workload import Group, Mix, MixedGroups, Workload
 
 RATES = Rates(780e12, 4.2e12)
 LLAMA_8B = Shape(
@@ -128,6 +129,25 @@ def test_the_lengths_of_a_mix() -> None:
     assert [(*group.own, *group.new) for group in few.as_groups()] == few.lengths()
     with pytest.raises(ValueError, match="--new must be at least 1"):
         Mix(3, new=0)
+
+
+def test_groups_of_mixed_lengths() -> None:
+    mixed = MixedGroups(400, degree=8, seed=3)
+    groups = mixed.as_groups()
+    assert len(groups) == 50 and sum(len(group.own) for group in groups) == 400
+    assert statistics.median(group.shared for group in groups) == pytest.approx(2000, rel=0.3)
+    assert min(mixed.answers) == 10 and 1500 < max(mixed.answers) <= 2048
+    assert statistics.median(mixed.answers) == pytest.approx(205, rel=0.4)
+    few = replace(mixed, requests=6, degree=3, shared=20, own=5)
+    given = few.prompts(500)
+    assert [len(prompt) for prompt in given] == [length for length, _ in few.lengths()]
+    assert sorted(map(len, few.grouped(500))) == sorted(map(len, given)) and few.grouped(500) != given
+    assert sorted(few.answers) == sorted(new for group in few.as_groups() for new in group.new)
+    assert max(few.cut_short(3).answers) == 3 and few.cut_short(3).prompts(500) == given
+    assert few.first(2).requests == 2 == len(few.first(2).prompts(500))
+    assert replace(few, open_ended=True).answers == [2048] * 6
+    with pytest.raises(ValueError, match="--shared and --degree"):
+        MixedGroups(3, shared=0)
 
 
 def test_the_groups_of_a_workload() -> None:

@@ -1,24 +1,29 @@
 """Schedules without a GPU: the engine's own plan, scheduler and cache, driven by arithmetic instead of a model.
 
-    python examples/benchmarks/simulate_schedule.py --workload mixed --memory 16e9
-    python examples/benchmarks/simulate_schedule.py --workload mixed --unknown --plot steps.svg
-    python examples/benchmarks/simulate_schedule.py --all
+    python examples/benchmarks/simulate_schedule.py                                            every case, a minute
+    python examples/benchmarks/simulate_schedule.py --cases rfc                                those so called
+    python examples/benchmarks/simulate_schedule.py --cases "mixed, known, short" --plot steps.svg
 
 It prints how long a run would take on an H200 with a model of Llama-8B's shape, what share of the floor that is, and
-how often requests gave their pages back; the picture shows the tokens of each step over time.
+how often requests gave their pages back: with the default scheduler, with the plain one, and with admission as it was.
+The picture shows the tokens of each step over time.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 from simulated_gpu import H200, LLAMA_8B, SimulatedGpu
+from static_admission import StaticAdmission
 
 from hf_batchllm.bench.floor import Floor, floor_of
+from hf_batchllm.bench.trace import draw_steps
 from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
 from hf_batchllm.cache import PagedCache
 from hf_batchllm.endings import Endings, Rules
@@ -27,8 +32,9 @@ from hf_batchllm.lineup import line_up
 from hf_batchllm.prompts import Prompt
 from hf_batchllm.recorder import Recorder
 from hf_batchllm.request import Step
-from hf_batchllm.scheduler import Scheduler
+from hf_batchllm.scheduler import FifoScheduler, GroupScheduler, Scheduler
 from hf_batchllm.sharing import plan_sharing
+from hf_batchllm.timeline import Timeline
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0
 _BUDGET = 8192  # tokens in a step, as pace.py has it
@@ -51,10 +57,9 @@ class Outcome:
     preemptions: int
     lost_tokens: int
     idle_tokens: int
-    steps: list[tuple[float, int, int]]
-    host: float  # seconds that planning took here
-    device_idle: float
-    peak: float
+    timeline: Timeline
+    peak: float  # of the cache, as a share
+    host: float  # seconds that all of it took here
 
     @property
     def share(self) -> float:
@@ -70,11 +75,12 @@ class _NoBuilder:
         return step
 
 
-def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET, plan_of: Any = plan_sharing) -> Outcome:
+def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET) -> Outcome:
+    began = time.perf_counter()
     answers = case.workload.answers
     prompts = [Prompt(np.array(ids, np.int32)) for ids in case.workload.prompts(_VOCABULARY)]
     limits = answers if case.known else [case.workload.new] * len(answers)
-    plan = plan_of(prompts, new_tokens=limits)
+    plan = plan_sharing(prompts, new_tokens=limits)
     cache = PagedCache(int(case.memory // (LLAMA_8B.kv_bytes * _PAGE)), _PAGE)
     lineup = line_up(prompts, plan, limits, cache, can_stop=not case.known)
     if lineup.too_long:
@@ -86,10 +92,8 @@ def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET, plan_of: A
     engine = Engine(scheduler, _NoBuilder(), gpu, endings, 2 * gpu.most_times, recorder)  # type: ignore[arg-type]
     recorder.start(cache)
     scheduler.start(lineup.requests, cache, budget)
-    began = time.perf_counter()
     for _ in engine.run():
         pass
-    took = time.perf_counter() - began
     for request, length in zip(lineup.requests, answers, strict=True):
         assert len(request.generated) == length, f"{request} has {len(request.generated)} of {length} tokens"
     cache.check_integrity([])
@@ -100,29 +104,79 @@ def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET, plan_of: A
         scheduler.preemptions,
         cache.lost_tokens,
         engine.idle_tokens,
-        gpu.steps,
-        took,
-        gpu.idle,
+        recorder.timeline(gpu.busy_until, LLAMA_8B.kv_bytes * _PAGE),
         cache.peak_pages / cache.num_pages,
+        time.perf_counter() - began,
     )
 
 
 def cases() -> list[Case]:
-    """Plain lists that must not become slower, and mixed ones."""
+    """Plain lists, and mixed ones; with memory for all of the list, for a third of it or half, for a tenth."""
     rfc = Workload(requests=800, shared=2000, own=200, new=100, degree=16)
-    mixed = MixedGroups(requests=400)
+    mixed, alone = MixedGroups(requests=400), MixedGroups(requests=400, shared=500, degree=1)
     plenty, short = 100e9, 10e9
     found = [
         Case(f"rfc, degree {degree}", replace(rfc, degree=degree, requests=count), plenty)
         for degree, count in ((1, 200), (4, 400), (16, 800), (64, 832))
     ]
-    found.append(Case("rfc, degree 16, short", rfc, short))
-    found.append(Case("decode, 256 rows", Workload(256, 0, 128, 512, 1), plenty))
-    found.append(Case("sharegpt", Mix(256), plenty))
+    found += [
+        Case("rfc, degree 16, short", rfc, short),
+        Case("decode, 256 rows", Workload(256, 0, 128, 512, 1), plenty),
+        Case("sharegpt", Mix(256), plenty),
+    ]
     for known in (True, False):
-        for memory in (plenty, short):
-            what = f"{'known' if known else 'unknown'}, {'plenty' if memory == plenty else 'short'}"
-            found.append(Case(f"mixed, {what}", mixed, memory, known))
-            found.append(Case(f"mixed degree 1, {what}", replace(mixed, degree=1, shared=500), memory, known))
-            found.append(Case(f"sharegpt 512, {what}", Mix(512), memory, known))
+        word = "known" if known else "unknown"
+        for memory, much in ((plenty, "plenty"), (short, "short")):
+            found += [
+                Case(f"mixed, {word}, {much}", mixed, memory, known),
+                Case(f"mixed alone, {word}, {much}", alone, memory, known),
+                Case(f"sharegpt 512, {word}, {much}", Mix(512), memory, known),
+            ]
+        found += [
+            Case(f"mixed 800, {word}, a tenth", replace(mixed, requests=800), 7e9, known),
+            Case(f"mixed alone 800, {word}, a tenth", replace(alone, requests=800), 7e9, known),
+            Case(f"sharegpt 1024, {word}, a tenth", Mix(1024), 4e9, known),
+        ]
     return found
+
+
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "groups": GroupScheduler,
+    "static": StaticAdmission,
+    "fifo": FifoScheduler,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="only those whose names contain this")
+    parser.add_argument(
+        "--schedulers",
+        type=lambda text: text.split(","),
+        default=list(SCHEDULERS),
+        metavar="NAMES",
+        help=f"of {', '.join(SCHEDULERS)} (default: all)",
+    )
+    parser.add_argument("--budget", type=int, default=_BUDGET, help="tokens in a step (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw one case into this .svg, .png or .pdf")
+    asked = parser.parse_args()
+    if unknown := set(asked.schedulers) - set(SCHEDULERS):
+        parser.error(f"--schedulers: {', '.join(sorted(unknown))} is none of {', '.join(SCHEDULERS)}")
+    chosen = [case for case in cases() if asked.cases in case.name]
+    if not chosen:
+        parser.error(f"--cases: none of them contains {asked.cases!r}")
+    if asked.plot is not None and len(chosen) > 1:
+        parser.error(f"--plot draws one case, and {asked.cases!r} is in the names of {len(chosen)}")
+    print("Simulated: Llama-8B's shape on an H200. Seconds, share of the floor, preemptions\n")
+    print(f"{'':<34}" + "".join(f"{name:>26}" for name in asked.schedulers), flush=True)
+    for case in chosen:
+        outcomes = {name: simulate(case, SCHEDULERS[name](), asked.budget) for name in asked.schedulers}
+        each = (f"{o.seconds:>11.2f}{o.share:>8.1%}{o.preemptions:>7,}" for o in outcomes.values())
+        print(f"{case.name:<34}" + "".join(each), flush=True)
+    if asked.plot is not None:
+        title = f"Simulated: {chosen[0].name}, {chosen[0].memory / 1e9:.0f} GB. {chosen[0].workload}"
+        draw_steps({name: outcome.timeline for name, outcome in outcomes.items()}, asked.plot, title)
+
+
+if __name__ == "__main__":
+    main()

@@ -52,8 +52,6 @@ class SimulatedGpu:
         self.rates = rates
         self.now = 0.0  # what the host's clock says
         self.busy_until = 0.0
-        self.steps: list[tuple[float, int, int]] = []  # end, prompt tokens, decode tokens that count
-        self.idle = 0.0  # seconds in which the device had nothing to do
 
     def clock(self) -> float:
         return self.now
@@ -66,19 +64,11 @@ class SimulatedGpu:
         for row, (request, end) in enumerate(zip(sampling, ends.tolist(), strict=True)):
             if 0 < end <= step.times and request.made + end < request.max_new_tokens:
                 tokens[row, end - 1] = self.stop
-        begin = max(self.busy_until, self.now)
+        at = max(self.busy_until, self.now)
         self.now += _LAUNCH_MIXED if step.chunks else _LAUNCH_ROWS
-        self.idle += begin - self.busy_until
-        at = begin
-        prompt = step.tokens - len(step.rows)
         for time in range(step.times):
-            took = self._seconds(step, time, sampling)
-            at += took
-            alive = int((ends[: len(step.rows)] > time).sum())
-            self.steps.append((at, prompt, alive))
-        self.idle += max(0.0, self.now - at)
+            at += self._seconds(step, time, sampling)
         end = self.busy_until = max(at, self.now) + _BETWEEN
-        self.steps[-1] = (end, *self.steps[-1][1:])
 
         def wait() -> np.ndarray:
             self.now = max(self.now, end)

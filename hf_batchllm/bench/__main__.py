@@ -26,6 +26,7 @@ from .models import end_at_random, load_model
 from .pieces import bare_pieces
 from .plot import plot
 from .sweeps import sweep_degrees, sweep_steps_per_sync
+from .trace import draw_steps
 from .workload import Mix, Workload
 
 _SLOW_RIVAL = 64  # prompts for generate_batch on a GPU, where it may make one or two a second
@@ -66,6 +67,9 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     ours = Ours(model, asked.fields)
     rows = [measure(ours, workload, workload.prompts(vocabulary), asked.runs)]
     report, sizes = ours.report, ours.scheduler.sizes
+    if asked.trace and report is not None:
+        where = f"{_name(model)}, {_machine(model.device)}"
+        draw_steps({ours.name: report.timeline}, asked.trace, f"{where}. {_work(asked)}")
     floors = Floors(model) if asked.floor else None
     # Answers of many lengths mean steps of many sizes, each to be timed alone.
     wanted = not asked.no_pieces and not isinstance(workload, Mix) and not asked.stop_after

@@ -16,7 +16,7 @@ from ..config import BatchConfig
 from .ablation import MAX_RUNNING, NAMES, variants_of
 from .models import SHAPES
 from .plot import PICTURES
-from .workload import Mix, Workload
+from .workload import Mix, MixedGroups, Workload
 
 _DESCRIPTION = """\
 Prompts with shared prefixes: this library beside model.generate (at its best batch size) and model.generate_batch, all
@@ -32,6 +32,10 @@ workloads:
             each prompt has an answer length of its own, the same for every contender and known beforehand, as real
             ones are not (see --stop-after). This library learns it through its scheduler, generate_batch as a limit of
             each request; model.generate, sorted by prompt length, runs each batch to its longest answer.
+  mixed     groups of prompts that share a prefix, with lengths that differ between groups and within them: prefixes
+            (--shared), what is each prompt's own (--own; both are medians) and answers, of which the median is a tenth
+            of the longest (--new). 400 prompts, 8 of them to a prefix, 2,000 tokens shared, 200 of their own, answers
+            up to 2,048. Answers as in sharegpt; with --stop-after they end at random instead, unknown to anybody
 
 examples:
   python -m hf_batchllm.bench --config tiny                                 a minute on a laptop
@@ -51,6 +55,7 @@ _DEFAULTS = {
     "rfc": {"requests": 64, "degree": 16, "shared": 512, "own": 32, "new": 32},
     "decode": {"requests": 256, "degree": 1, "shared": 0, "own": 128, "new": 512},
     "sharegpt": {"requests": 256, "own": 2048, "new": 2048},
+    "mixed": {"requests": 400, "degree": 8, "shared": 2000, "own": 200, "new": 2048},
 }
 
 
@@ -67,7 +72,7 @@ def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Na
         _refuse_what_ablation_sets(asked)
         if asked.steps_per_sync and (double := {"steps_per_sync", "cuda_graphs"} & set(asked.fields)):
             raise ValueError(f"--steps-per-sync sets {', '.join(sorted(double))} itself: leave out --set")
-        for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+        for flag, path in (("--json", asked.json), ("--plot", asked.plot), ("--trace", asked.trace)):
             if path and not path.parent.is_dir():
                 raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
             if path and path.is_dir():
@@ -135,14 +140,16 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
         unused["--plot"] = asked.plot
         if given := [name for name, value in unused.items() if value]:
             raise ValueError(f"--profile measures nothing else: leave out {given[0]}")
-    if asked.plot is None:
-        return
-    if asked.steps_per_sync:
+    tables = {"--degrees": asked.degrees, "--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation}
+    if asked.trace and (given := [name for name, value in {**tables, "--profile": asked.profile}.items() if value]):
+        raise ValueError(f"--trace draws one run, not {given[0]}")
+    if asked.plot and asked.steps_per_sync:
         raise ValueError("--plot draws one workload, --degrees or --ablation, not --steps-per-sync")
-    if asked.plot.suffix not in PICTURES:
-        raise ValueError(f"--plot {asked.plot}: the name must end in {', '.join(PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or pip install 'hf-batchllm[bench]'")
+    for flag, path in (("--plot", asked.plot), ("--trace", asked.trace)):
+        if path and path.suffix not in PICTURES:
+            raise ValueError(f"{flag} {path}: the name must end in {', '.join(PICTURES)}")
+        if path and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"{flag} needs matplotlib: pip install matplotlib, or pip install 'hf-batchllm[bench]'")
 
 
 def _refuse_what_ablation_sets(asked: argparse.Namespace) -> None:
@@ -164,6 +171,8 @@ def _workloads(asked: argparse.Namespace) -> list[Workload | Mix]:
     if asked.workload == "sharegpt":
         return [Mix(**values)]
     values["shuffle"] = not asked.sorted
+    if asked.workload == "mixed":
+        return [MixedGroups(**values, open_ended=asked.stop_after is not None)]
     if not asked.degrees:
         return [Workload(**values)]
     most = Workload(**{**values, "degree": max(asked.degrees)})
@@ -339,3 +348,6 @@ def _add_measuring(measuring: Any) -> None:
     )
     measuring.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
     measuring.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this .svg, .png or .pdf")
+    measuring.add_argument(
+        "--trace", type=Path, metavar="FILE", help="draw the tokens of each step over time, of this library's last run"
+    )

@@ -37,7 +37,7 @@ def _contenders(figures: dict[str, Any]) -> Any:
     """A bar for each, ours on top; the floor as a line."""
     rows = [row for row in figures["contenders"] if "error" not in row]
     # Where prompts differ in length the first few are no fair part of them.
-    what = "prompts_per_second" if "degree" in figures["workload"] else "new_tokens_per_second"
+    what = "new_tokens_per_second" if "ends_at" in figures["workload"] else "prompts_per_second"
     speeds = [row[what] for row in rows]
     least = speeds[0] / rows[0]["share_of_floor"] if figures["floor"] is not None else None
     return _bars([row["name"] for row in rows], speeds, [_short(speed) for speed in speeds], what, least)

@@ -168,13 +168,15 @@ class Mix:
 class MixedGroups(Mix):
     """Groups of ``degree`` prompts that share a prefix, with lengths that differ between groups and within them.
 
-    ``shared`` and ``own`` are medians; ``new`` is the longest that an answer may be.
+    ``shared`` and ``own`` are medians; ``new`` is the longest that an answer may be. With ``open_ended`` no lengths of
+    answers are drawn: each may become as long as that.
     """
 
     own: int = 200
     shared: int = 2000
     degree: int = 8
     shuffle: bool = True
+    open_ended: bool = False
     order_matters = True
 
     def __post_init__(self) -> None:
@@ -197,7 +199,8 @@ class MixedGroups(Mix):
             for _ in range(min(self.degree, self.requests - begin)):
                 answer = max(round(draw(new, _ANSWER_SPREADS[1])), _SHORTEST_ANSWER)
                 most = min(self.new, self.ends_at or self.new)
-                lengths.append((max(round(draw(own, _OWN_SPREADS[1])), 1), min(answer, most)))
+                answer = most if self.open_ended else min(answer, most)
+                lengths.append((max(round(draw(own, _OWN_SPREADS[1])), 1), answer))
             groups.append(Group(shared, *map(list, zip(*lengths, strict=True))))
         return groups
 

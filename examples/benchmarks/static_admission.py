@@ -1,0 +1,45 @@
+"""Admission as it was: beside what all of those running are expected to need in the end, as if that came at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hf_batchllm.cache import PagedCache
+from hf_batchllm.forecast import Forecast
+from hf_batchllm.request import FinishReason, Request
+from hf_batchllm.scheduler import ExpectedLength, GroupScheduler
+
+
+class Promises:
+    """In the place of a Forecast: pages promised to everybody's growth, whenever it comes."""
+
+    def __init__(self, cache: PagedCache, expected: ExpectedLength, running: Iterable[Request]) -> None:
+        self._cache = cache
+        self._expected = expected
+        self._promised = sum(map(self._growth, running))
+
+    def admits(self, request: Request, then: Request | None, free: int) -> bool:
+        return self._cache.missing_with_ancestors(request, self._length(request)) + self._promised <= free
+
+    def add(self, request: Request) -> None:
+        self._promised += self._growth(request)
+
+    def _length(self, request: Request) -> int:
+        return max(len(request.prompt_ids) + self._expected.of(request) - 1, request.length)
+
+    def _growth(self, request: Request) -> int:
+        return self._cache.missing(request, self._length(request))
+
+
+class StaticAdmission(GroupScheduler):
+    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
+        super().start(requests, cache, max_batch_tokens)
+        self._expected = ExpectedLength()
+
+    def finish(self, request: Request) -> None:
+        if request.finish_reason is not FinishReason.TIME:
+            self._expected.learn(len(request.generated))
+        super().finish(request)
+
+    def _forecast(self) -> Forecast:
+        return Promises(self.cache, self._expected, self.running)  # type: ignore[return-value]
