@@ -47,7 +47,8 @@ def main() -> None:
     workload = MixedGroups(asked.requests, **lengths, open_ended=asked.stop_after is not None)
     prompts = workload.prompts(model.config.get_text_config().vocab_size)
     timelines: dict[str, Timeline] = {}
-    lines = [f"{'':<10}{'seconds':>10}{'new tokens':>12}{'tokens/s':>10}{'steps':>9}{'preemptions':>13}{'lost tokens':>13}"]
+    head = f"{'':<10}{'seconds':>10}{'new tokens':>12}{'tokens/s':>10}{'steps':>9}{'preemptions':>13}{'run again':>11}"
+    lines = [head]
     for name, kind in _SCHEDULERS.items():
         fields = {"kv_memory": asked.memory} | ({"scheduler": kind()} if kind is not None else {})
         ours = Ours(model, fields, name=name)
@@ -57,7 +58,7 @@ def main() -> None:
         timelines[name] = report.timeline
         lines.append(
             f"{name:<10}{row.seconds:>10.2f}{row.made[-1]:>12,}{row.new_tokens_per_second:>10,.0f}{report.steps:>9,}"
-            f"{report.preemptions:>13,}{report.recomputed_tokens:>13,}"
+            f"{report.preemptions:>13,}{report.recomputed_tokens:>11,}"
         )
     print(f"\n{workload}, {asked.memory} for the KV cache")
     print("\n".join(lines))
