@@ -62,19 +62,23 @@ class _GoingOn:
 
 
 class Forecast:
-    """``running``: those that run now. Whoever is let in is to be told by ``add``."""
+    """``running``: those that run now. Whoever is let in is to be told by ``add``.
+
+    Members of a prefix are expected to come one after the other: who comes next tells whether it stays for others.
+    """
 
     def __init__(self, cache: PagedCache, lifetimes: Lifetimes, running: Iterable[Request], longest: int) -> None:
         self._cache = cache
         self._lifetimes = lifetimes
         self._longest = longest
         self._running = [*running]
-        self._most = sum(cache.missing(request, request.max_length) for request in self._running)
+        # To add if all of them were at their longest at once, so never more.
+        self.most = sum(cache.missing(request, request.max_length) for request in self._running)
         self._curves: _Curves | None = None  # made when they are needed
 
     def admits(self, request: Request, then: Request | None, free: int) -> bool:
         """Whether ``request`` may enter where so many pages are free. ``then``: who comes after it, and waits."""
-        if self._cache.missing_with_ancestors(request, request.max_length) + self._most <= free:
+        if self._cache.missing_with_ancestors(request, request.max_length) + self.most <= free:
             return True
         if self._cache.missing_with_ancestors(request, request.length) > free:
             return False
@@ -85,7 +89,7 @@ class Forecast:
     def add(self, request: Request) -> None:
         """It has entered, and has pages."""
         self._running.append(request)
-        self._most += self._cache.missing(request, request.max_length)
+        self.most += self._cache.missing(request, request.max_length)
         if self._curves is not None:
             self._curves.add(request)
 

@@ -19,6 +19,7 @@ from ..batch import AttentionBatch
 from ..cache import PagedCache
 from ..call import scheduler_for
 from ..cascade import CascadePlan
+from ..forecast import Forecast
 from ..kernel_attention import KernelBackend, StepWork
 from ..request import Chunk, Prefix, Request, Step
 from ..results import RunReport
@@ -65,16 +66,17 @@ class InListOrder(GroupScheduler):
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: (request.index, request.sample))
 
-    def _fits(self, request: Request, promised: int) -> bool:
-        if super()._fits(request, promised):
-            return True
+    def _fits(self, request: Request, forecast: Forecast) -> bool:
         if not self.running:
-            return False
+            return super()._fits(request, forecast)
+        # A prefix does not go with those who run: others come back to it.
+        needed = self.cache.missing_with_ancestors(request, request.max_length) + forecast.most
+        if self._could_have(needed) and self.cache.evict(needed):
+            return True
         chain = [unit for unit, _ in request.ancestors() if isinstance(unit, Prefix)]
         for prefix in chain:  # what the newcomer reads stays
             prefix.running += 1
         try:
-            needed = self.cache.missing_with_ancestors(request, self._expected_length(request)) + promised
             idle = sum(len(prefix.pages) for prefix in self._prefixes if prefix.running == 0)
             return needed <= self.cache.free_pages + idle and self.cache.evict_idle(needed)
         finally:
@@ -95,8 +97,8 @@ class AtMost(GroupScheduler):
         super().__init__(gather_rows)
         self.most = most
 
-    def _fits(self, request: Request, promised: int) -> bool:
-        return len(self.running) < self.most and super()._fits(request, promised)
+    def _fits(self, request: Request, forecast: Forecast) -> bool:
+        return len(self.running) < self.most and super()._fits(request, forecast)
 
 
 @contextmanager

@@ -140,7 +140,6 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
         unused["--plot"] = asked.plot
         if given := [name for name, value in unused.items() if value]:
             raise ValueError(f"--profile measures nothing else: leave out {given[0]}")
-    tables = {"--degrees": asked.degrees, "--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation}
     if asked.trace and (given := [name for name, value in {**tables, "--profile": asked.profile}.items() if value]):
         raise ValueError(f"--trace draws one run, not {given[0]}")
     if asked.plot and asked.steps_per_sync:
