@@ -235,6 +235,7 @@ class GroupScheduler(_Base):
         super().start(requests, cache, max_batch_tokens)
         self._longest = max((request.max_new_tokens for request in requests), default=1)
         self._lifetimes = Lifetimes(self._longest)
+        self._full = False  # somebody was kept out, and nobody has ended since: it would hardly be otherwise now
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
@@ -253,9 +254,12 @@ class GroupScheduler(_Base):
         for request in prefilling:
             if budget > 0 and request in self.running:
                 budget -= self._fill(request, step, budget)
-        if budget > 0 and self.waiting:
+        if budget > 0 and self.waiting and not (self._full and self.running):
             forecast = self._forecast()
-            while budget > 0 and self.waiting and self._fits(self.waiting[0], forecast):
+            while budget > 0 and self.waiting:
+                self._full = not self._fits(self.waiting[0], forecast)
+                if self._full:
+                    break
                 request = self.waiting.popleft()
                 self._enter(request)
                 forecast.add(request)
@@ -272,13 +276,14 @@ class GroupScheduler(_Base):
     def finish(self, request: Request) -> None:
         if request.finish_reason is not FinishReason.TIME:
             self._lifetimes.learn(request)
+        self._full = False
         super().finish(request)
 
     def _prompts_fill_a_step(self, prefilling: Sequence[Request]) -> bool:
         tokens = sum(request.todo for request in prefilling)
         if tokens >= self.max_batch_tokens or not self.waiting:
             return tokens >= self.max_batch_tokens
-        if not self._fits(self.waiting[0], self._forecast()):
+        if (self._full and self.running) or not self._fits(self.waiting[0], self._forecast()):
             return False
         for request in self.waiting:  # as if all of them fitted, and without the prefixes that they bring
             tokens += request.todo
