@@ -77,6 +77,19 @@ def attend_each(
     return _attend_dense(q[:, None], k, v, scale, mask, softcap)
 
 
+def attend_all(
+    q: torch.Tensor,  # [batch, rows, heads, qk_dim]
+    k: torch.Tensor,  # [batch, keys, kv_heads, qk_dim]
+    v: torch.Tensor,  # [batch, keys, kv_heads, v_dim]
+    scale: float,
+    mask: torch.Tensor,  # [batch, rows, keys]
+    *,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Several times some rows against the same keys: [batch * rows, heads, v_dim] and [batch * rows, heads]."""
+    return _attend_dense(q, k, v, scale, mask, softcap)
+
+
 def merge_part(
     out: torch.Tensor,  # [rows, heads, v_dim]  in place
     lse: torch.Tensor,  # [rows, heads]  in place; finite

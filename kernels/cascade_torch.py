@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .attention_torch import apply_sinks, attend
+from .attention_torch import apply_sinks, attend, attend_all
 from .work_lists import PrefillWork, WorkLists
 
 _EVERYTHING = 1 << 40  # a position behind all others
@@ -31,26 +31,48 @@ def attend_items(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """All items of one tile."""
-    for row, rows, begin, full, end, part, causal in work.items[tile][: int(work.counts[tile]), :7].tolist():
-        assert rows * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"
-        here = slice(row, row + rows)
-        sees_to = lengths[here].long()
-        sees_from = sees_to - (window or _EVERYTHING)
-        if rows > 1 and not causal:  # what several rows read is behind all of them
-            sees_to = torch.full_like(sees_to, _EVERYTHING)
-        if (sees_to[-1] == 0) and (rows == 1 or causal):  # it has ended: its pages may never have been written
-            full = end = begin
-        # All rows saw all of the first pages as the lists were made.
-        attended, lse = _attend_pages(
-            q[here], k_pages, v_pages, work.entries[begin:end], full - begin, sees_from, sees_to, scale, softcap
-        )
-        if part < 0:
-            out[here] = attended.to(out.dtype)
-        else:
-            at = work.row_parts[here] + part
-            part_out[at] = attended.to(part_out.dtype)
-            part_lse[at] = (lse / math.log(2)).to(part_lse.dtype)
+    """All items of one tile, at once: filled up to as many rows and as many pages as the largest has."""
+    items = work.items[tile][: int(work.counts[tile]), :7].long()
+    if not len(items):
+        return
+    row, rows, begin, full, end, part, causal = items.unbind(1)
+    assert int(rows.max()) * (q.shape[1] // k_pages.shape[2]) <= tile, "an item of more lines than its tile has"
+    line = torch.arange(int(rows.max()), device=q.device)
+    real = line < rows[:, None]  # [items, rows]
+    at = torch.where(real, row[:, None] + line, row[:, None])
+    sees_to = lengths[at].long()
+    sees_from = sees_to - (window or _EVERYTHING)
+    own = (rows == 1) | (causal != 0)  # what several rows read is behind all of them
+    ended = own & (lengths[row + rows - 1] == 0)  # the pages of such an item may never have been written
+    full, end = torch.where(ended, begin, full), torch.where(ended, begin, end)
+    sees_to = torch.where(own[:, None], sees_to, _EVERYTHING)
+
+    nth = torch.arange(max(int((end - begin).max()), 1), device=q.device)
+    here = begin[:, None] + nth
+    there = here < end[:, None]  # [items, entries]
+    page, tokens, first = work.entries[torch.where(there, here, 0), :3].long().unbind(2)
+    offset = torch.arange(k_pages.shape[1], device=q.device)
+    position = (first[..., None] + offset)[:, None]  # [items, 1, entries, page_size]
+    visible = (position >= sees_from[..., None, None]) & (position < sees_to[..., None, None])
+    visible &= (offset < tokens[..., None])[:, None]
+    # All rows saw all of the first pages as the lists were made.
+    visible |= (here < full[:, None])[:, None, :, None]
+    visible &= there[:, None, :, None] & real[..., None, None]
+    visible = visible.flatten(2)  # [items, rows, keys]
+    # What no row sees is not even read: a free page may hold NaN, and 0 x NaN is NaN.
+    seen = visible.any(1)[..., None, None]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    keys, values = (
+        torch.where(seen, pages[torch.where(there, page, 0)].flatten(1, 2), 0).to(exact) for pages in (k_pages, v_pages)
+    )
+    attended, lse = attend_all(q[at].to(exact), keys, values, scale, visible, softcap=softcap)
+
+    alone, joined = (real & (part < 0)[:, None]).flatten(), (real & (part >= 0)[:, None]).flatten()
+    rows_of = at.flatten()
+    out[rows_of[alone]] = attended[alone].to(out.dtype)
+    to = work.row_parts[rows_of[joined]] + part.repeat_interleave(len(line))[joined]
+    part_out[to] = attended[joined].to(part_out.dtype)
+    part_lse[to] = (lse[joined] / math.log(2)).to(part_lse.dtype)
 
 
 def merge_parts(
@@ -106,7 +128,7 @@ def attend_chunks(
         sees_from = sees_to - (window or _EVERYTHING)
         assert rows * (q.shape[1] // k_pages.shape[2]) <= work.tile, "an item of more lines than its tile has"
         here = slice(row, row + rows)
-        attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, 0, sees_from, sees_to, scale, softcap)
+        attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, sees_from, sees_to, scale, softcap)
         if sinks is not None:
             apply_sinks(attended, lse, sinks)
         out[here] = attended.to(out.dtype)
@@ -117,7 +139,6 @@ def _attend_pages(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     entries: torch.Tensor,  # [entries, ENTRY_FIELDS]
-    full: int,  # so many of them are seen whole
     sees_from: torch.Tensor,  # [rows]  a row sees the positions [sees_from, sees_to)
     sees_to: torch.Tensor,  # [rows]
     scale: float,
@@ -128,7 +149,6 @@ def _attend_pages(
     offset = torch.arange(k_pages.shape[1], device=q.device)
     at = (first[:, None] + offset)[None]  # [1, entries, page_size]
     visible = (at >= sees_from[:, None, None]) & (at < sees_to[:, None, None]) & (offset < tokens[:, None])
-    visible[:, :full] = True
     # What no row sees is not even read: a free page may hold NaN, and 0 x NaN is NaN.
     entry, offset = visible.any(0).nonzero(as_tuple=True)
     exact = torch.promote_types(q.dtype, torch.float32)

@@ -13,12 +13,23 @@ settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("default")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU one skipped case stands for all of a test's, of which there are thousands, and says so."""
+    marked: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            marked.setdefault(item.nodeid.partition("[")[0], []).append(item)
     if not marked:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if torch.cuda.is_available():
+        return
+    left_out: list[pytest.Item] = []
+    for first, *others in marked.values():
+        more = f": this case and {len(others):,} more of its test" if others else ""
+        first.add_marker(pytest.mark.skip(reason=f"needs a CUDA device{more}"))
+        left_out += others
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=left_out)

@@ -27,13 +27,33 @@ def reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> tuple[li
     return tokens, int(close[0]) if len(close) else len(tokens)
 
 
+@cache
+def is_greedy(family: str, prompt: tuple[int, ...], made: tuple[int, ...], new_tokens: int) -> bool:
+    """Whether one pass of transformers over a row says that ``generate`` gives it: each token is the best after those
+    before it, by more than rounding, and the row ends where it should. False: ask ``generate``."""
+    model = build(family)
+    eos = model.generation_config.eos_token_id
+    stops = {eos} if isinstance(eos, int) else set(eos or [])
+    if not made or stops & set(made[:-1]) or not (len(made) == new_tokens or made[-1] in stops):
+        return False
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + made]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(dim=-1).tolist() == list(made) and bool((gaps(logits) >= NEAR_TIE).all())
+
+
 def assert_parity(family: str, prompts: Sequence[Sequence[int]], result: BatchResult, new_tokens: int) -> None:
-    """Every row is what ``generate`` gives for its prompt alone."""
+    """Every row is what ``generate`` gives for its prompt alone.
+
+    Of every fourth row ``generate`` itself is asked, and of each that one pass over it leaves in doubt.
+    """
     assert len(result) == len(prompts)
     whole = 0
     for index, (prompt, generation) in enumerate(zip(prompts, result, strict=True)):
         assert generation.index == index
         assert generation.prompt_token_ids == list(prompt)
+        if index % 4 and is_greedy(family, tuple(prompt), tuple(generation.token_ids), new_tokens):
+            whole += 1
+            continue
         expected, sure = reference(family, tuple(prompt), new_tokens)
         assert generation.token_ids[:sure] == expected[:sure], f"{family}: prompt {index} of {len(prompt)} tokens"
         if sure == len(expected):

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_loop import assert_best
 from families import build, family_params
-from harness import assert_parity, pages_of_memory, reference
+from harness import assert_parity, pages_of_memory
 from harness import watched as watched  # a fixture
 from interpreted import plain
 from test_decode_graphs import captured as captured  # a fixture
@@ -47,23 +48,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return seen
 
 
-def answers(family: str, prompts: list[list[int]], limits: list[int], stops: list[int]) -> list[tuple[list[int], int]]:
-    """Of ``generate``, and how many of their tokens no near tie decides."""
-    expected = []
-    for prompt, limit in zip(prompts, limits, strict=True):
-        tokens, sure = reference(family, tuple(prompt), limit)
-        ends = next((at for at, token in enumerate(tokens) if token in stops), limit - 1)
-        expected.append((tokens[: ends + 1], sure))
-    return expected
-
-
-def assert_same(result: Any, expected: list[tuple[list[int], int]]) -> None:
-    for generation, (tokens, sure) in zip(result, expected, strict=True):
-        assert generation.token_ids[:sure] == tokens[:sure]
-        if sure >= len(tokens):
-            assert generation.token_ids == tokens
-
-
 def assert_counts(result: Any) -> None:
     report = result.report
     decoded = sum(max(len(generation.token_ids) - 1, 0) for generation in result)
@@ -79,7 +63,7 @@ def test_rows_that_end_at_any_step_of_a_burst(
     prompts, stops = mixed_prompts(4), list(range(0, 97, 11))
     generator = BatchGenerator(build(family), steps_per_sync=steps, page_size=8, scheduler=scheduler)
     result = generator.generate(prompts, max_new_tokens=30, eos_token_id=stops, progress=False)
-    assert_same(result, answers(family, prompts, [30] * len(prompts), stops))
+    assert_best("cpu", family, prompts, result, 30, stops)
     assert_counts(result)
     assert 2 < max(step.times for step in launched) <= steps // 2
     assert result.report.idle_tokens > 0
@@ -102,7 +86,7 @@ def test_limits_of_their_own_and_little_memory(seed: int, watched: list[Any], gr
         memory = pages_of_memory(model, pages, 4)
         generator = BatchGenerator(model, steps_per_sync=16, page_size=4, min_shared_tokens=4, kv_memory=memory)
         result = generator.generate(prompts, max_length=50, eos_token_id=stops, progress=False)
-        assert_same(result, answers("llama", prompts, limits, stops))
+        assert_best("cpu", "llama", prompts, result, limits, stops)
         assert_counts(result)
         whole = whole or result
     assert result.report.preemptions > 0 and whole.report.preemptions == 0

@@ -109,22 +109,28 @@ class World:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Every token by itself: [tokens, heads, v_dim], float64."""
+        """Every token against all that it sees: [tokens, heads, v_dim], float64."""
         group = self.shape.heads // self.shape.kv_heads
-        rows = []
+        rows, done = [], 0
         for chunk in step:
-            for end in range(chunk.begin + 1, chunk.end + 1):
-                first = 0 if window is None else max(0, end - window)
-                k = self.sequence(chunk.unit, end, self.keys)[first:].double().repeat_interleave(group, dim=1)
-                v = self.sequence(chunk.unit, end, self.values)[first:].double().repeat_interleave(group, dim=1)
-                scores = torch.einsum("hd,khd->hk", q[len(rows)].double(), k) * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
-                weights = torch.softmax(scores, dim=1)[:, : len(k)]
-                rows.append(torch.einsum("hk,khd->hd", weights, v))
-        return torch.stack(rows)
+            k, v = (
+                self.sequence(chunk.unit, chunk.end, table).double().repeat_interleave(group, dim=1)
+                for table in (self.keys, self.values)
+            )
+            at = torch.arange(chunk.begin, chunk.end)[:, None]
+            hidden = torch.arange(chunk.end) > at
+            if window is not None:
+                hidden |= torch.arange(chunk.end) <= at - window
+            scores = torch.einsum("thd,khd->htk", q[done : done + len(at)].double(), k) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(at), 1)], dim=2)
+            weights = torch.softmax(scores, dim=2)[..., : len(k)]
+            rows.append(torch.einsum("htk,khd->thd", weights, v))
+            done += len(at)
+        return torch.cat(rows)
 
 
 def random_step(world: World) -> tuple[Step, dict[Unit, int]]:
