@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +12,13 @@ from typing import Any
 import pytest
 import torch
 from eval_models import EOS, TASKS, THINK, TURN, asked, eval_model, eval_tokenizer, instances, pair
-from families import REFUSED
 from lm_eval import simple_evaluate
 from lm_eval import tasks as harness_tasks
-from lm_eval.api.registry import get_model
 from transformers import GenerationConfig
-from transformers.utils import logging as transformers_logging
 
-from hf_batchllm import BatchConfig, ConfigError, PromptError, UnsupportedModelError, UnsupportedOptionError
-from hf_batchllm.bench.harness import main as bench
+from hf_batchllm import PromptError, UnsupportedOptionError
 from hf_batchllm.generator import BatchGenerator
-from hf_batchllm.lm_eval import NAME, BatchLM, main
+from hf_batchllm.lm_eval import NAME, main
 from hf_batchllm.lm_eval.command import with_our_model
 
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
@@ -356,163 +350,3 @@ def test_settings_that_make_no_sense_are_named(each: dict[str, Any], error: type
     _, ours = pair()
     with pytest.raises(error, match=why):
         asked(ours, "generate_until", [("the dog", each)])
-
-
-# -- what is kept of the harness -------------------------------------------------------------------------------
-
-
-def test_answers_are_kept_in_the_cache_of_the_harness(tmp_path: Path, calls: list[str]) -> None:
-    lm = pair()[1]
-    seen = []
-    for _ in range(2):
-        result = simple_evaluate(
-            model=lm, tasks=NAMES, task_manager=task_manager(), use_cache=str(tmp_path / "cache"), bootstrap_iters=0
-        )
-        seen.append((result["results"], len(calls)))
-    assert seen[0] == seen[1]
-    assert len(calls) == 3
-
-
-def test_what_had_finished_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ours = pair(ours={"max_batch_tokens": 32, "min_shared_tokens": 8})
-    kept: list[Any] = []
-    monkeypatch.setattr(ours.cache_hook, "add_partial", lambda kind, asked, answer: kept.append((kind, asked, answer)))
-    forward, runs = eval_model().forward, []
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(1)
-        if len(runs) == 6:
-            raise KeyboardInterrupt
-        return forward(*args, **kwargs)
-
-    requests = [(f"{each} dog sat on the mat, and the {each}", " cat") for each in range(40)]
-    monkeypatch.setattr(eval_model(), "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        asked(ours, "loglikelihood", requests)
-    monkeypatch.undo()
-    assert 0 < len(kept) < 40
-    expected = asked(pair()[1], "loglikelihood", requests)
-    for kind, request, answer in kept:
-        assert kind == "loglikelihood"
-        assert_close([answer], [expected[requests.index(request)]])
-
-
-def test_chats_go_through_the_template() -> None:
-    lm = pair()[1]
-    lm.tokenizer.chat_template = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
-    try:
-        results = [
-            simple_evaluate(
-                model=each,
-                tasks=["hb_choices"],
-                task_manager=task_manager(),
-                apply_chat_template=True,
-                bootstrap_iters=0,
-            )["results"]["hb_choices"]
-            for each in pair()
-        ]
-    finally:
-        lm.tokenizer.chat_template = None
-    assert results[0] == results[1]
-
-
-def test_a_model_with_an_adapter(tmp_path: Path, saved: Path) -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(5)
-    model = type(eval_model()).from_pretrained(saved)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    given = {"pretrained": str(saved), "peft": str(tmp_path), "device": "cpu", "dtype": "float32"}
-    theirs, ours = pair(**given)
-    found = asked(ours, "loglikelihood", PAIRS[:6])
-    assert_close(found, asked(theirs, "loglikelihood", PAIRS[:6]))
-    assert [each for each, _ in found] != pytest.approx(
-        [each for each, _ in asked(pair()[1], "loglikelihood", PAIRS[:6])]
-    )
-
-
-def test_mixed_precision() -> None:
-    theirs, ours = pair(mixed_precision_dtype="bfloat16", softmax_dtype="float32")
-    expected = asked(theirs, "loglikelihood", PAIRS[:6])
-    found = asked(ours, "loglikelihood", PAIRS[:6])
-    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], rel=0.05)
-    assert [each for each, _ in found] != [each for each, _ in asked(pair()[1], "loglikelihood", PAIRS[:6])]
-
-
-def test_it_is_made_with_the_fields_of_a_config(caplog: pytest.LogCaptureFixture) -> None:
-    _, ours = pair(backend="causal", ours={"kv_memory": "3MiB", "keep_prefixes": 2})
-    assert ours.generator.config == BatchConfig(kv_memory="3MiB", keep_prefixes=2)
-    lm = BatchLM(
-        pretrained=eval_model(), tokenizer=eval_tokenizer(), backend="torch", batch_config=BatchConfig(page_size=8)
-    )
-    assert lm.generator.config == BatchConfig(page_size=8, backend="torch")
-    caplog.clear()
-    pair(batch_size="auto:4")
-    assert any("batch_size has no effect" in each.message for each in caplog.records)
-    lm.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        asked(lm, "loglikelihood", PAIRS[:1])
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "why"),
-    [
-        ({"kv_memry": 5}, ConfigError, "did you mean `kv_memory`"),
-        ({"page_size": 0}, ConfigError, "page_size"),
-        ({"softmax_dtype": "float64"}, ConfigError, "softmax_dtype"),
-        ({"tp_plan": "auto"}, UnsupportedModelError, "tp_plan"),
-        ({"backend": "seq2seq"}, UnsupportedModelError, "encoder-decoder"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(given: dict[str, Any], error: type[Exception], why: str) -> None:
-    with pytest.raises(error, match=why):
-        BatchLM(pretrained=eval_model(), tokenizer=eval_tokenizer(), **given)
-
-
-def test_an_encoder_decoder_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"^t5 is an encoder-decoder"):
-        BatchLM(pretrained=REFUSED["t5"](), tokenizer=eval_tokenizer())
-
-
-def test_the_bench_runs(saved: Path, capsys: Any) -> None:
-    verbosity = transformers_logging.get_verbosity()
-    small = "--questions 3 --shots 1 --choices 2 --runs 1 --batch-sizes 1,2 --device cpu --dtype float32"
-    try:
-        for more in ([], ["--letters", "--sampler", "default", "--rival-questions", "2"]):
-            assert bench(["--model", str(saved), *small.split(), *more]) == 0
-            shown = capsys.readouterr().out
-            assert "hf, batches of " in shown
-            assert "is_greedy differs in 0 of" in shown
-            apart = float(re.search(r"differ by (\S+) at most", shown)[1])
-            assert apart < 1e-4
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
-# -- how the harness knows it ----------------------------------------------------------------------------------
-
-
-def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-
-
-def test_an_import_makes_it_known_and_loads_nothing() -> None:
-    assert get_model(NAME) is BatchLM
-    run(
-        "import sys, hf_batchllm.lm_eval\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-        "from lm_eval.api.registry import model_registry\n"
-        "assert {'hf-batchllm', 'hf', 'vllm'} <= set(model_registry)\n"
-    )
-
-
-def test_without_the_harness_it_says_what_to_install() -> None:
-    run(
-        "import sys\n"
-        "sys.modules['lm_eval'] = None\n"
-        "try:\n    import hf_batchllm.lm_eval\n"
-        "except ModuleNotFoundError as error:\n    assert 'hf-batchllm[lm-eval]' in str(error), error\n"
-        "else:\n    raise AssertionError\n"
-    )
