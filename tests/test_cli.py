@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr("hf_batchllm.cli.run._run_file", lambda: made.run_file)
+    monkeypatch.setattr("hf_batchllm.files.running.run_records", made.run_file)
     return made
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import BatchLLMError, OutputFileError, OutputWriteError
-from ..files.records import Form, Reader
-from ..files.settings import Settings
-from ..files.sources import Source, format_of, open_source
+from ..files.identity import identity_of
+from ..files.sources import format_of, open_source
 from ..files.streams import is_stream
 from .arguments import run_parser
 from .config_flags import config_of
@@ -19,39 +18,6 @@ from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
 from .inputs import first_of, form_of, reader_of, settings_of, size_of
 from .loading import Loader
 from .said import Said, UsageError, reason
-
-
-class Summary(Protocol):
-    """Its ``str`` is shown at the end."""
-
-    errors: int  # lines of the output that are errors, those of earlier parts of the run included
-
-
-class RunFile(Protocol):
-    """``files.running.run_records``, which the command imports when everything else has been checked."""
-
-    def __call__(
-        self,
-        gen: Callable[[], Any],  # a BatchGenerator, or what makes one: called once, if there is anything to run
-        source: Source | str,
-        target: str,
-        *,
-        reader: Reader,  # its ``base`` are the settings of the run
-        seed: int | None,
-        identity: Mapping[str, Any],  # what results depend on: a run that goes on must have the same
-        model_name: str,
-        output_format: str | None,
-        token_ids: bool,
-        order: str,
-        fsync: str,
-        window_bytes: int,
-        retry_errors: bool,
-        restart: bool,
-        on_error: str,
-        limit: int | None,
-        progress: bool | None,
-        note: Callable[[str], None],
-    ) -> Summary: ...
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,13 +35,15 @@ def main(arguments: Sequence[str]) -> int:
                 reader = reader_of(asked, source, form, base)
                 first = first_of(reader, source, asked.limit)
                 loader = Loader(asked, config, base, first)
-                summary = _run_file()(
+                from ..files.running import run_records  # takes seconds: all else has been checked
+
+                summary = run_records(
                     loader,
                     source,
                     asked.target,
                     reader=reader,
                     seed=base.seed,
-                    identity=identity(asked, form, base, reader.dialect),
+                    identity=identity_of(_model_of(asked), form, base, reader.dialect, asked.token_ids),
                     model_name=asked.model,
                     output_format=asked.output_format,
                     token_ids=asked.token_ids,
@@ -108,36 +76,18 @@ def main(arguments: Sequence[str]) -> int:
     return SOME_ERRORS if summary.errors else DONE
 
 
-def identity(asked: argparse.Namespace, form: Form, base: Settings, dialect: str) -> dict[str, Any]:
-    """By the names of the options, so that a difference can be told in those words."""
-    found: dict[str, Any] = {
+def _model_of(asked: argparse.Namespace) -> dict[str, Any]:
+    return {
         "model": _named(asked.model),
         "revision": asked.revision,
         "tokenizer": None if asked.tokenizer is None else _named(asked.tokenizer),
         "dtype": asked.dtype,
-        "dialect": dialect,
-        "prompt_field": form.prompt_field,
-        "template": None if form.template is None else form.template.text,
-        "chat": form.chat or None,
-        "system": form.system,
-        "line_settings": form.line_settings,
-        "keep": list(form.keep) or None,
-        "token_ids": asked.token_ids or None,
-        "logprobs": base.logprobs,
-        **base.options,
     }
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _named(name: str) -> str:
     """A folder by its whole path: another folder of the same name is another model."""
     return os.path.realpath(name) if os.path.isdir(name) else name
-
-
-def _run_file() -> RunFile:
-    from ..files.running import run_records
-
-    return run_records
 
 
 def _check_target(asked: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from ..generator import BatchGenerator
 from ..kinds import a_kind, shown
 from ..notices import warn_user
 from .file_report import FileReport
+from .identity import identity_of
 from .line_configs import said_by
 from .outputs import ORDERS
 from .readers import check_first, reader_for
@@ -99,22 +100,7 @@ def run_file(
         check_first(reader, opened, limit)
         inner = base_model(gen.model)
         name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
-        identity = {
-            "model": name,
-            "dtype": str(inner.dtype).removeprefix("torch."),
-            "dialect": reader.dialect,
-            "prompt_field": prompt_field,
-            "template": template,
-            "chat": chat or None,
-            "system": system,
-            "line_settings": line_settings,
-            "keep": list(kept) or None,
-            "token_ids": token_ids or None,
-            "logprobs": base.logprobs,
-            "adapter": base.adapter,
-            **base.options,
-            **_of_its_own(gen),
-        }
+        said = {"model": name, "dtype": str(inner.dtype).removeprefix("torch.")}
         try:
             return run_records(
                 gen,
@@ -122,7 +108,7 @@ def run_file(
                 os.fspath(target),
                 reader=reader,
                 seed=base.seed,
-                identity={name: value for name, value in identity.items() if value is not None},
+                identity=identity_of(said, form, base, reader.dialect, token_ids, **_of_its_own(gen)),
                 model_name=name,
                 output_format=output_format,
                 token_ids=token_ids,

@@ -43,9 +43,9 @@ def run_records(
     source: Source,
     target: str,
     *,
-    reader: Reader,
+    reader: Reader,  # its ``base`` are the settings of the run
     seed: int | None = None,
-    identity: Mapping[str, Any],
+    identity: Mapping[str, Any],  # what results depend on: a run that goes on must have the same
     model_name: str,
     output_format: str | None = None,
     token_ids: bool = False,
@@ -59,7 +59,7 @@ def run_records(
     progress: bool | None = None,
     note: Callable[[str], None],
 ) -> FileReport:
-    """``gen``: a generator, or what makes one, which is called if there is anything to run. See ``cli.run.RunFile``."""
+    """``gen``: a generator, or what makes one, which is called if there is anything to run."""
     with ExitStack() as opened:
         output = opened.enter_context(
             open_output(target, output_format, source=source, fsync=fsync, restart=restart, note=note)
