@@ -7,9 +7,13 @@ about how much, not how fast a real run is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.bench.floor import Shape
 from hf_batchllm.bench.rates import Rates
