@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def test_a_model_that_has_no_floor_says_why(
 
 
 def greedy(model: Any) -> Any:
+    model = copy.deepcopy(model)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --abl
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    model = build("llama")
+    model = copy.deepcopy(build("llama"))
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model
 
