@@ -43,17 +43,22 @@ _CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
 _GLUON = ((3, 6), (3, 7))  # Gluon still changes: versions of Triton that the kernel in it has been compiled by
 
 
-@cache
 def for_hopper() -> ModuleType | None:
-    """The kernel for Hopper cards, on such a card; None too where Triton's Gluon is not the one it is written in."""
-    if triton.knobs.runtime.interpret or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    """The kernel for Hopper cards, if the current device is one; None too where Triton's Gluon is not the one it is
+    written in."""
+    return _for_hopper(torch.cuda.current_device() if torch.cuda.is_available() else None)
+
+
+@cache
+def _for_hopper(device: int | None) -> ModuleType | None:
+    if triton.knobs.runtime.interpret or device is None or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON:
         known = ", ".join(f"{major}.{minor}" for major, minor in _GLUON)
         warnings.warn(
             f"prompts run through a slower attention kernel: the one for Hopper GPUs is made for Triton {known}, and "
             f"this is {triton.__version__}",
-            stacklevel=2,
+            stacklevel=3,
         )
         return None
     from . import prefill_hopper
