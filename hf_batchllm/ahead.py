@@ -20,6 +20,7 @@ from .request import Request
 from .results import shown_size
 from .runner import ModelRunner, current_device
 from .seeds import Seeds, noise_of, signed
+from .unended import Unended
 
 
 class SeatedSampler:
@@ -81,16 +82,8 @@ class SeatedSampler:
 
 
 class Ahead:
-    """``requests``: all that are to be run."""
-
     def __init__(
-        self,
-        runner: ModelRunner,
-        requests: Sequence[Request],
-        pick: Pick,
-        seats: Seats,
-        graphs: DecodeGraphs | None,
-        device: torch.device,
+        self, runner: ModelRunner, pick: Pick, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
     ) -> None:
         self.runner = runner
         self.pick = pick
@@ -101,8 +94,14 @@ class Ahead:
         # after whoever was found to have ended.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._outside: torch.cuda.Stream | None = None  # during a step, the caller's
-        self._unfinished = list(requests)
+        self._unended: Unended | None = None  # of the requests of this turn
         self._latest: torch.cuda.Event | None = None  # when the step that was launched last is over
+
+    def start(self, requests: Sequence[Request], most_rows: int) -> None:
+        """All requests begin, or those of one adapter; no more than ``most_rows`` of them run in a step."""
+        if self.graphs is not None:
+            self._unended = Unended(requests, self.graphs.storage, most_rows)
+            self.graphs.look_again = True  # what they have captured may be another adapter's
 
     @property
     def most_times(self) -> int:
@@ -113,8 +112,10 @@ class Ahead:
             self._outside = torch.cuda.current_stream()
         with current_device(self.device), torch.cuda.stream(self._stream):
             wait = self._launch(batch, sampling)
-            if self.graphs is not None and self._is_behind():
-                self._prepare(self.graphs)
+            if self.graphs is not None and self._unended is not None and self.graphs.prepares:
+                self._unended.begin(sampling)
+                if self._is_behind():
+                    self.graphs.prepare(*self._unended.left())
         self._outside = None
         return wait
 
@@ -145,13 +146,6 @@ class Ahead:
         before, self._latest = self._latest, torch.cuda.Event()
         self._latest.record()
         return before is not None and not before.query()
-
-    def _prepare(self, graphs: DecodeGraphs) -> None:
-        going = self._unfinished = [request for request in self._unfinished if not request.done]
-        if not graphs.fit(going):
-            going = [request for request in going if request.made]  # how many come to run at a time is not known
-        left = [request.max_new_tokens - request.made for request in going if not request.exhausted]
-        graphs.prepare(left, any(request.can_stop for request in going))
 
     def back(self) -> None:
         if self.graphs is not None:

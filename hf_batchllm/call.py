@@ -249,8 +249,8 @@ class Call:
         self.scheduler.start(requests, self.cache, self._budget)
         if preempted > getattr(self.scheduler, "preemptions", 0):  # it counts anew
             self.scheduler.preemptions = preempted
-        if turn and self._ahead is not None:
-            self._ahead.back()  # what graphs have captured is another adapter's
+        if self._ahead is not None:
+            self._ahead.start(requests, self._budget)
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:

@@ -20,9 +20,8 @@ from .kernel_attention import KernelBackend, Met
 from .kernels.work_lists import NoRoom
 from .notices import Notices
 from .patches.plain import IDLE_HOOKS
-from .request import Request
 from .runner import ModelRunner
-from .storage import autocast_dtype
+from .storage import KVStorage, autocast_dtype
 
 _CAPTURE = "graphs: capture"
 _WARM_ROWS = 16  # of the run in which kernels are compiled
@@ -108,6 +107,15 @@ class DecodeGraphs:
         if (reason := not_in_graphs(self._runner.model)) is not None:
             self._give_up(reason)
 
+    @property
+    def storage(self) -> KVStorage:
+        return self._backend.storage
+
+    @property
+    def prepares(self) -> bool:
+        """Whether graphs may be captured beforehand."""
+        return not (self._given_up or self.not_prepared)
+
     def prepare(self, left: Sequence[int], may_stop: bool) -> None:
         """Capture one of the graphs that steps to come will want, while the device is at work on what it was given.
 
@@ -133,11 +141,6 @@ class DecodeGraphs:
         self.seconds_beside += self.seconds - seconds
         if not graph.captured:
             del self._graphs[wanted]
-
-    def fit(self, requests: Sequence[Request]) -> bool:
-        """Whether there is memory for all of them at a time."""
-        storage = self._backend.storage
-        return sum(request.most_pages(storage.page_size) for request in requests) <= storage.num_pages
 
     def _fitting(self, rows: int, steps: int) -> DecodeRows | None:
         size = fitting(self._graphs, rows)

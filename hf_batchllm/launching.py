@@ -70,7 +70,7 @@ def launcher_for(
             f"{type(scheduler).__name__} does not run ahead, so the device waits while a step is prepared: "
             "see `runs_ahead` in hf_batchllm.scheduler.Scheduler",
         )
-    return Ahead(runner, requests, pick, places, graphs, device), depth
+    return Ahead(runner, pick, places, graphs, device), depth
 
 
 def why_by_host(
