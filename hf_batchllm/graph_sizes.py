@@ -8,6 +8,7 @@ WORTH = 8  # steps still to come: fewer do not pay for a capture that the device
 _SPARE = 1.3  # a graph that is there and is no larger than so many times what is needed will do
 _ALIKE = 64  # rows up to which a step takes about as long as reading the weights
 _MANY = 32  # steps of so few rows that pay for a graph of their own
+_NEXT = 3  # sizes, the present one among them, that are wanted where nobody knows whether they will be passed
 _PASSED = 2  # steps of a size that pay for a capture that the device does not wait for
 
 
@@ -34,7 +35,8 @@ def larger(sizes: Iterable[int], rows: int, steps: int) -> int | None:
 def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:
     """What a list comes to until its end, largest first: graphs of these sizes serve for all but a few of its steps.
 
-    ``left``: how many tokens each of the sequences that run at a time may still get. ``may_stop``: before that.
+    ``left``: how many tokens each of the sequences that run at a time may still get. ``may_stop``: before that; then
+    they are the next few, and further ones once some have stopped.
     """
     left = sorted(left, reverse=True)
     sizes: list[int] = []
@@ -44,7 +46,7 @@ def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:
         below = 0 if size <= _ALIKE else int(size / _SPARE)
         # While more than `below` of them go on.
         steps = left[below] - (left[size] if size < len(left) else 0)
-        if steps >= (_PASSED if size > _ALIKE else WORTH) or may_stop:
+        if steps >= (_PASSED if size > _ALIKE else WORTH) or (may_stop and len(sizes) < _NEXT):
             sizes.append(size)
         rows = min(below, rows - 1)
     return sizes

@@ -42,7 +42,9 @@ def test_sizes_that_are_to_come() -> None:
     for rows in range(staggered[-1], 800):
         assert fitting(staggered, rows) is not None, rows
     # Whoever may stop may do so at any time.
-    assert sizes_to_come([512] * 256, True)[:2] == [256, 208] and len(sizes_to_come([512] * 256, True)) < 10
+    assert sizes_to_come([512] * 256, True) == [256, 208, 160], "and what comes then is seen then"
+    assert sizes_to_come([512] * 160, True) == [160, 128, 112]
+    assert len(sizes_to_come([68 + place // 25 for place in range(800)], True)) == len(staggered)
     assert sizes_to_come([3] * 5, False) == [] and sizes_to_come([30] * 5, False) == [16]
 
 
@@ -69,6 +71,7 @@ def test_graphs_are_captured_while_the_device_is_at_work(
         run_over_twins(monkeypatch)
     monkeypatch.setattr(Ahead, "_is_behind", lambda self: True)
     prepared, made = [], DecodeGraphs._made
+
     def noted(self: DecodeGraphs, size: int) -> Any:
         prepared.append((self.steps, size))
         return made(self, size)
