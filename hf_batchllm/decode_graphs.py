@@ -122,25 +122,30 @@ class DecodeGraphs:
         ``left``: how many tokens each of the sequences that run at a time may still get; some ``may_stop`` before.
         """
         known = self._met or self._backend.met  # the kinds of work that there are
-        if self._given_up or self.not_prepared or not known or not self._backend.does_all:
+        if not self.prepares or not known or not self._backend.does_all:
             return
         self._look()
         there = {size for size, graph in self._graphs.items() if graph.captured}
         wanted = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
-        if self._given_up or wanted is None:
+        if not self.prepares or wanted is None:
             return
-        if not self._warm:
-            # What is made on first use is made in a run of a few idle rows: in a capture it could not be.
-            self._new(_WARM_ROWS).run_idle(known)
-            self._warm = True
-        graph = self._made(wanted)
-        graph.work.make_rooms(known, idle=wanted > len(left))
+        together = wanted == len(left) and not may_stop and max(left) - min(left) < WORTH
         seconds, self._preparing = self.seconds, True
-        self._capture(graph)
-        self._preparing = False
+        try:
+            if not self._warm:
+                # What is made on first use is made in a run of a few idle rows: in a capture it could not be.
+                self._new(_WARM_ROWS).run_idle(known)
+                self._warm = True
+            graph = self._made(wanted)
+            graph.work.make_rooms(known, idle=not together)
+            self._capture(graph)
+        except Exception as error:  # of steps that can do without, or fail by themselves
+            self.not_prepared = f"{type(error).__name__}: {error}"
+        finally:
+            self._preparing = False
         self.seconds_beside += self.seconds - seconds
-        if not graph.captured:
-            del self._graphs[wanted]
+        if self.not_prepared:
+            self._graphs.pop(wanted, None)
 
     def _fitting(self, rows: int, steps: int) -> DecodeRows | None:
         size = fitting(self._graphs, rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,8 @@ class RowsWork:
         made = []
         for key, room in self._rooms.items():
             work = step.on_host(*key)
-            if self._note(key, work).merges > room.merges:
+            self._note(key, work)
+            if self._merges(work) > room.merges:
                 raise NoRoom("rows of several parts do not fit into lists without a merge")
             made.append((room, room.fitted(work)))
         for room, work in made:
@@ -106,8 +107,10 @@ class RowsWork:
         self._step = step
 
     def _note(self, key: tuple[Any, ...], work: WorkLists) -> Met:
-        # What idle rows give is written by the merge: zeros.
-        return self._met.setdefault(key, Met()).note(work.items, work.merges or work.rows < self.rows)
+        return self._met.setdefault(key, Met()).note(work.items, self._merges(work))
+
+    def _merges(self, work: WorkLists) -> bool:
+        return work.merges or work.rows < self.rows  # what idle rows give is written by the merge: zeros
 
     def lists(self, *key: Any) -> WorkLists:  # window, heads, kv_heads, sinks
         if key not in self._rooms:  # in the run before the capture
@@ -264,14 +267,17 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
     No garbage is collected meanwhile: events and graphs among it must not be taken apart during a capture.
     """
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         with torch.cuda.stream(_capture_stream(device)):
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # it has to end all the same, and what went wrong was something else
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         if collects:
             gc.enable()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from device_loop import model_on, run_over_twins
 from interpreted import plain
+from transformers import GenerationConfig
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, decode_rows
 from hf_batchllm.ahead import Ahead
 from hf_batchllm.decode_graphs import DecodeGraphs
 from hf_batchllm.decode_rows import DecodeRows
@@ -42,6 +46,16 @@ def short_prompts(count: int) -> list[list[int]]:
     return [[3 + place % 7, 5, 8 + place % 11] for place in range(count)]
 
 
+def test_one_of_fewer_rows_serves_while_some_are_idle(made: list[int]) -> None:
+    """No size is made twice, for want of the merge that writes what idle rows give."""
+    prompts, limits = short_prompts(96), [6 + place // 6 for place in range(96)]
+    settings = [GenerationConfig(max_new_tokens=limit) for limit in limits]
+    generator = BatchGenerator(model_on("cpu", "llama"), **CONFIG, max_batch_tokens=150)
+    result = generator.generate(prompts, generation_config=settings, **OPTIONS)
+    assert [len(tokens) for tokens in result.token_ids] == limits
+    assert len(made) > 1 and len(made) == len(set(made)), made
+
+
 def test_none_is_larger_than_a_step_may_be(made: list[int]) -> None:
     BatchGenerator(model_on("cpu", "llama"), **CONFIG, max_batch_tokens=16).generate(
         short_prompts(60), max_new_tokens=12, **OPTIONS
@@ -56,6 +70,41 @@ def test_each_adapter_has_graphs_for_its_own_prompts(made: list[int]) -> None:
         short_prompts(48), adapter=names, max_new_tokens=12, **OPTIONS
     )
     assert made == [16, 16, 16]
+
+
+def test_a_failure_beforehand_ends_nothing(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("there is no memory for what need not be")
+
+    prompts, model = short_prompts(20), model_on("cpu", "llama")
+    config = {**CONFIG, "max_batch_tokens": 24}
+    want = BatchGenerator(model, **config).generate(prompts, max_new_tokens=12, **OPTIONS)
+    monkeypatch.setattr(DecodeRows, "run_idle", fail)
+    result = BatchGenerator(model, **config).generate(prompts, max_new_tokens=12, **OPTIONS)
+    assert result.token_ids == want.token_ids
+    assert "replayed" in result.report.graphs
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_capture_that_breaks_off_says_what_broke_it(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Graph:
+        ended = False
+
+        def capture_begin(self, *_: Any, **__: Any) -> None:
+            assert not gc.isenabled()
+
+        def capture_end(self) -> None:
+            self.ended = True
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(decode_rows, "_capture_stream", lambda _: None)
+    graph: Any = Graph()
+    with pytest.raises(error), decode_rows._capturing(graph, None, torch.device("cpu")):
+        raise error
+    assert graph.ended and gc.isenabled()
 
 
 def test_who_runs_at_a_time() -> None:
