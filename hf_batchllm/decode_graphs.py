@@ -15,7 +15,7 @@ from torch import nn
 from .batch import ModelBatch
 from .config import BatchConfig
 from .decode_rows import Advance, DecodeRows, Pick, Seats
-from .graph_sizes import WORTH, bucket_of, fitting, larger, sizes_to_come
+from .graph_sizes import WORTH, size_of, sizes_to_come
 from .kernel_attention import KernelBackend, Met
 from .kernels.work_lists import NoRoom
 from .notices import Notices
@@ -71,13 +71,14 @@ class DecodeGraphs:
             return None
         self._look()
         rows = batch.attention.rows
-        graph = self._fitting(rows, steps_to_come) or self._made(bucket_of(rows))
+        size = size_of(rows)
+        graph = self._graphs.get(size) or self._made(size)
         step = self._backend.work_of(batch.attention)
         try:
             graph.load(batch, step)
         except NoRoom:  # an odd burst: what is made for it has room enough
             self._forget(graph)
-            graph = self._made(bucket_of(rows))
+            graph = self._made(size)
             graph.load(batch, step)
         times = batch.burst.times
         if not graph.captured:
@@ -124,6 +125,8 @@ class DecodeGraphs:
         known = self._met or self._backend.met  # the kinds of work that there are
         if not self.prepares or not known or not self._backend.does_all:
             return
+        if self._runner.model.training:  # dropout would draw noise in a run that is made when there is time for it
+            return
         self._look()
         there = {size for size, graph in self._graphs.items() if graph.captured}
         wanted = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
@@ -146,12 +149,6 @@ class DecodeGraphs:
         self.seconds_beside += self.seconds - seconds
         if self.not_prepared:
             self._graphs.pop(wanted, None)
-
-    def _fitting(self, rows: int, steps: int) -> DecodeRows | None:
-        size = fitting(self._graphs, rows)
-        if size is None:
-            size = larger((size for size, graph in self._graphs.items() if graph.captured), rows, steps)
-        return None if size is None else self._graphs[size]
 
     def _made(self, size: int) -> DecodeRows:
         self._graphs[size] = self._new(size)

@@ -1,52 +1,51 @@
-"""Which sizes graphs have, which of them serves for so many rows, and which ones steps to come will want."""
+"""Which sizes graphs have, and which ones the steps to come will want.
+
+A step's size hangs on its rows alone, never on which graphs there are: when they are captured is a matter of time, and
+a size decides in which order cuBLAS adds up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 WORTH = 8  # steps still to come: fewer do not pay for a capture that the device waits for
-_SPARE = 1.3  # a graph that is there and is no larger than so many times what is needed will do
-_ALIKE = 64  # rows up to which a step takes about as long as reading the weights
-_MANY = 32  # steps of so few rows that pay for a graph of their own
-_NEXT = 3  # sizes, the present one among them, that are wanted where nobody knows whether they will be passed
-_PASSED = 2  # steps of a size that pay for a capture that the device does not wait for
+_SMALL = (1, 2, 4, 8, 16, 32, 48, 64)  # up to here a step takes about as long as reading the weights
+_STEPS = ((256, 32), (512, 64), (2048, 128))  # up to how many rows, sizes are multiples of what
+_LARGEST_STEP = 256
+_COMMON = 16  # kernels are compiled once for all sizes that this divides
+_NEXT = 3  # sizes that are prepared at a time where answers may stop before their limit
 
 
-def bucket_of(rows: int) -> int:
+def size_of(rows: int) -> int:
     """The rows of the graph for a step of so many."""
-    for upto, size in ((8, 1), (64, 8), (256, 16), (1024, 64)):
-        if rows <= upto:
-            return -(-rows // size) * size
-    return -(-rows // 256) * 256
+    for size in _SMALL:
+        if rows <= size:
+            return size
+    multiple = next((multiple for upto, multiple in _STEPS if rows <= upto), _LARGEST_STEP)
+    return -(-rows // multiple) * multiple
 
 
-def fitting(sizes: Iterable[int], rows: int) -> int | None:
-    """Of the sizes that there are, the one for so many rows."""
-    most = max(bucket_of(rows), _SPARE * rows)
-    return min((size for size in sizes if rows <= size <= most), default=None)
-
-
-def larger(sizes: Iterable[int], rows: int, steps: int) -> int | None:
-    """One that is larger than it need be, if steps to come are too few for one of their own."""
-    size = min((size for size in sizes if size >= rows), default=None)
-    return size if size is not None and steps < (_MANY if size <= _ALIKE else WORTH) else None
+def next_smaller(size: int) -> int:
+    """Of the sizes; 0 below the smallest."""
+    if size <= _SMALL[-1]:
+        return max((small for small in _SMALL if small < size), default=0)
+    return size - next((multiple for upto, multiple in _STEPS if size <= upto), _LARGEST_STEP)
 
 
 def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:
-    """What a list comes to until its end, largest first: graphs of these sizes serve for all but a few of its steps.
+    """What a list comes to until its end, largest first; of the small ones those that it stays at.
 
     ``left``: how many tokens each of the sequences that run at a time may still get. ``may_stop``: before that; then
     they are the next few, and further ones once some have stopped.
     """
     left = sorted(left, reverse=True)
     sizes: list[int] = []
-    rows = len(left)
-    while rows > 0:
-        size = -(-bucket_of(rows) // 16) * 16  # kernels are compiled once for all multiples of 16
-        below = 0 if size <= _ALIKE else int(size / _SPARE)
+    size = size_of(len(left)) if left else 0
+    while size >= _COMMON:
+        below = next_smaller(size)
         # While more than `below` of them go on.
         steps = left[below] - (left[size] if size < len(left) else 0)
-        if steps >= (_PASSED if size > _ALIKE else WORTH) or (may_stop and len(sizes) < _NEXT):
+        if steps >= (1 if size > _SMALL[-1] else WORTH) or (may_stop and len(sizes) < _NEXT):
             sizes.append(size)
-        rows = min(below, rows - 1)
+        size = below
     return sizes

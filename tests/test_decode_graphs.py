@@ -19,7 +19,7 @@ from test_parity import KINDS_OF_ATTENTION, mixed_prompts
 from hf_batchllm import BatchGenerator
 from hf_batchllm.decode_graphs import DecodeGraphs
 from hf_batchllm.decode_rows import DecodeRows, RowsWork
-from hf_batchllm.graph_sizes import bucket_of
+from hf_batchllm.graph_sizes import size_of
 from hf_batchllm.kernel_attention import AttentionKernels, KernelBackend
 
 pytestmark = plain
@@ -81,7 +81,7 @@ def test_rows_that_leave_are_idle_in_the_graph_that_there_is(
     assert result.token_ids == plain_result.generate(prompts, **options).token_ids
     rows = [graph.rows for graph in captured]
     assert 1 < len(rows) < 8, rows
-    assert max(rows) <= bucket_of(len(prompts))
+    assert max(rows) <= size_of(len(prompts))
 
 
 def test_few_steps_are_not_worth_a_graph(graphs: list[DecodeGraphs]) -> None:

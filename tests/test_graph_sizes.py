@@ -12,24 +12,20 @@ from interpreted import plain
 from hf_batchllm import BatchGenerator
 from hf_batchllm.ahead import Ahead
 from hf_batchllm.decode_graphs import DecodeGraphs
-from hf_batchllm.graph_sizes import bucket_of, fitting, larger, sizes_to_come
+from hf_batchllm.graph_sizes import next_smaller, size_of, sizes_to_come
 
 pytestmark = plain
 
 
-def test_buckets() -> None:
-    sizes = [bucket_of(rows) for rows in range(1, 2000)]
+def test_sizes() -> None:
+    sizes = [size_of(rows) for rows in range(1, 5000)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
-    assert all(size <= 1.5 * rows for rows, size in enumerate(sizes, 1) if rows >= 16)
-    assert len(set(sizes)) < 50
-
-
-def test_which_graph_serves() -> None:
-    assert fitting([800, 640, 512], 600) == 640 and fitting([800], 600) is None and fitting([512], 600) is None
-    assert larger([800, 1600], 600, steps=7) == 800 and larger([800], 600, steps=8) is None
-    assert larger([64], 9, steps=31) == 64 and larger([64], 9, steps=32) is None
-    assert larger([64], 65, steps=1) is None
+    assert all(size <= 1.5 * rows for rows, size in enumerate(sizes, 1) if rows > 64)
+    assert all(size_of(size) == size for size in set(sizes))
+    steps = sorted(set(sizes))
+    assert len([size for size in steps if size <= 1024]) < 30
+    assert [next_smaller(size) for size in steps] == [0, *steps[:-1]]
 
 
 def test_sizes_that_are_to_come() -> None:
@@ -38,14 +34,11 @@ def test_sizes_that_are_to_come() -> None:
     assert sizes_to_come([512] * 256, False) == [256]
     # 25 end at each step: each size is passed.
     staggered = sizes_to_come([68 + place // 25 for place in range(800)], False)
-    assert staggered[0] == 832 and staggered[-1] <= 128 and sorted(staggered, reverse=True) == staggered
-    for rows in range(staggered[-1], 800):
-        assert fitting(staggered, rows) is not None, rows
-    # Whoever may stop may do so at any time.
-    assert sizes_to_come([512] * 256, True) == [256, 208, 160], "and what comes then is seen then"
-    assert sizes_to_come([512] * 160, True) == [160, 128, 112]
-    assert len(sizes_to_come([68 + place // 25 for place in range(800)], True)) == len(staggered)
-    assert sizes_to_come([3] * 5, False) == [] and sizes_to_come([30] * 5, False) == [16]
+    assert staggered == [896, 768, 640, 512, 448, 384, 320, 256, 224, 192, 160, 128, 96]
+    # Whoever may stop may do so at any time: some are prepared, and then the next.
+    assert sizes_to_come([512] * 256, True) == [256, 224, 192]
+    assert sizes_to_come([3] * 5, False) == [] and sizes_to_come([30] * 12, False) == [16]
+    assert sizes_to_come([40] * 20 + [90] * 20, False) == [48, 32]
 
 
 def _without_waiting(prepare: Any) -> Any:
