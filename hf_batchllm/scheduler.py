@@ -236,13 +236,14 @@ class GroupScheduler(_Base):
         self._longest = max((request.max_new_tokens for request in requests), default=1)
         self._lifetimes = Lifetimes(self._longest)
         self._full = False  # somebody was kept out, and nobody has ended since: it would hardly be otherwise now
+        self._budget_left = max_batch_tokens  # of the step in the making
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
 
     def next(self) -> Step | None:
         step = self._empty_step()
-        budget = self.max_batch_tokens
+        budget = self._budget_left = self.max_batch_tokens
         prefilling = [request for request in self.running if request.todo > 1 or not request.made]
         ready = [request for request in self.running if request.todo == 1 and request.made and not request.exhausted]
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
@@ -257,6 +258,7 @@ class GroupScheduler(_Base):
         if budget > 0 and self.waiting and not (self._full and self.running):
             forecast = self._forecast()
             while budget > 0 and self.waiting:
+                self._budget_left = budget
                 self._full = not self._fits(self.waiting[0], forecast)
                 if self._full:
                     break
@@ -328,9 +330,16 @@ class GroupScheduler(_Base):
             # Alone it always fits (that was checked before the call began), whatever has to go for it.
             return self._make_room_alone(request, request.length)
         then = self.waiting[1] if len(self.waiting) > 1 else None
-        if not forecast.admits(request, then, self.cache.free_pages + self.cache.evictable_pages):
+        # What others wait for with its pages in the cache does not go for a newcomer's sake.
+        if not forecast.admits(request, then, self.cache.free_pages + self.cache.droppable_pages, self._late(request)):
             return False
         return self.cache.evict(self.cache.missing_with_ancestors(request, request.length))
+
+    def _late(self, request: Request) -> int:
+        """Steps after this one until the prompt of ``request`` is computed, when decode rows go first in each."""
+        tokens = request.todo + sum(max(0, cut - prefix.computed) for prefix, cut in request.ancestors())
+        left = max(0, tokens - self._budget_left)
+        return -(-left // max(1, self.max_batch_tokens - len(self.running)))
 
 
 class FifoScheduler(_Base):

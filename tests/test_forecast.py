@@ -36,13 +36,56 @@ def longer_than(lifetimes: Lifetimes, tokens: int, running: Sequence[int] = ()) 
     return float(lifetimes.going_on(np.array(running, dtype=np.int64)).longer(np.array([tokens]))[0])
 
 
-@settings(max_examples=100)
-@given(jobs=jobs_strategy(), page_size=PAGE_SIZES, spare=st.sampled_from([0, 1, 2, 5, 20]))
-def test_where_lengths_are_known_nobody_is_preempted(jobs: list[Job], page_size: int, spare: int) -> None:
-    jobs = [replace(job, stops=job.limit) for job in jobs]
+def to_their_limits(jobs: list[Job]) -> list[Job]:
+    return [replace(job, stops=job.limit) for job in jobs]
+
+
+SPARE = st.sampled_from([0, 1, 2, 5, 20])
+
+
+@settings(max_examples=200)
+@given(jobs=jobs_strategy(), page_size=PAGE_SIZES, spare=SPARE, budget=st.sampled_from([10, 11, 17, 10_000]))
+def test_where_lengths_are_known_nobody_is_preempted(jobs: list[Job], page_size: int, spare: int, budget: int) -> None:
+    """Nor where a prompt takes several steps, beside decode rows that all go on."""
     cache = PagedCache(bare_minimum(jobs, page_size) + spare, page_size)
-    drive = Drive(cache, KnowsLengths(), 10_000).call(jobs)
+    drive = Drive(cache, KnowsLengths(), budget).call(to_their_limits(jobs))
     assert drive.scheduler.preemptions == 0
+
+
+def test_a_long_prompt_holds_its_pages_until_it_has_been_computed_and_answered() -> None:
+    """Its last token comes in the second step, so it ends in the fifth, when the first needs a third page."""
+    jobs = to_their_limits([Job([0], 5, 5), Job([1] * 10, 4, 4)])
+    drive = Drive(PagedCache(9, 2), KnowsLengths(), 10).call(jobs)
+    assert drive.scheduler.preemptions == 0
+
+
+class PreemptsBesideOthers(KnowsLengths):
+    """Who is alone may have to enter anew once, so that a kept prefix is cut down to what it reads."""
+
+    beside = 0
+
+    def _preempt(self, request: Request) -> None:
+        self.beside += len(self.running) > 1
+        super()._preempt(request)
+
+
+@settings(max_examples=200)
+@given(
+    calls=st.lists(jobs_strategy(most=6), min_size=2, max_size=3),
+    page_size=PAGE_SIZES,
+    spare=SPARE,
+    keep=st.sampled_from([1, 2, 100]),
+)
+def test_nor_where_prefixes_were_kept_from_earlier_calls(
+    calls: list[list[Job]], page_size: int, spare: int, keep: int
+) -> None:
+    """What somebody waits for, the newcomer itself among them, is no room for its answer."""
+    pages = max(bare_minimum(jobs, page_size) for jobs in calls) + spare
+    drive = Drive(PagedCache(pages, page_size, keep_prefixes=keep), KnowsLengths(), 10_000)
+    for jobs in calls:
+        drive.scheduler = PreemptsBesideOthers()
+        drive.call(to_their_limits(jobs))
+        assert drive.scheduler.beside == 0
 
 
 def test_who_ends_soon_makes_room_for_the_growth_of_others() -> None:

@@ -22,7 +22,7 @@ class Promises:
         self._expected = expected
         self._promised = sum(map(self._growth, running))
 
-    def admits(self, request: Request, then: Request | None, free: int) -> bool:
+    def admits(self, request: Request, then: Request | None, free: int, late: int = 0) -> bool:
         return self._cache.missing_with_ancestors(request, self._length(request)) + self._promised <= free
 
     def add(self, request: Request) -> None:
