@@ -14,6 +14,7 @@ settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("default")
 
 
+@pytest.hookimpl(trylast=True)  # of the cases that -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU one skipped case stands for all of a test's, of which there are thousands, and says so."""
     marked: dict[str, list[pytest.Item]] = {}
