@@ -291,6 +291,7 @@ def test_what_only_a_gpu_can_tell_has_its_place(model: Any, all_on: Run, tmp_pat
         (["--ablation", "--degrees", "1,2"], "--degrees and --ablation are two tables"),
         (["--ablation", "--workload", "decode"], "prompts that share prefixes: leave out --workload decode"),
         (["--ablation", "--shared", "0"], "leave out --shared 0"),
+        (["--ablation", "--degree", "1"], "leave out --degree 1"),
         (["--ablation", "--rivals", "generate"], "--rivals has no place in the table of --ablation: leave it out"),
         (["--ablation", "--stop-after", "5"], "--stop-after has no place in the table of --ablation"),
         (["--ablation", "--no-pieces"], "--no-pieces has no place"),

@@ -114,8 +114,9 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
     if asked.degrees and (asked.workload != "rfc" or asked.degree):
         other = "--degree" if asked.degree else f"--workload {asked.workload}"
         raise ValueError(f"--degrees varies the rfc workload: leave out {other}")
-    if asked.ablation and (asked.workload != "rfc" or asked.shared == 0):
-        other = f"--workload {asked.workload}" if asked.workload != "rfc" else "--shared 0"
+    if asked.ablation and (asked.workload != "rfc" or asked.shared == 0 or asked.degree == 1):
+        other = "--shared 0" if asked.shared == 0 else "--degree 1"
+        other = other if asked.workload == "rfc" else f"--workload {asked.workload}"
         raise ValueError(f"--ablation is about prompts that share prefixes: leave out {other}")
     if asked.max_running and "admission" not in (asked.ablation or ()):
         raise ValueError("--max-running is about the row of --ablation without memory-centric admission (admission)")
@@ -137,6 +138,8 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
         if asked.torch_device.type != "cuda":
             raise ValueError("--profile says where a GPU's time goes: it needs --device cuda")
         unused = {"--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation, "--rivals": asked.rivals}
+        unused |= {"--rival-requests": asked.rival_requests, "--rival-runs": asked.rival_runs, "--runs": asked.runs}
+        unused |= {"--batch-sizes": asked.batch_sizes, "--no-pieces": asked.no_pieces, "--floor": asked.floor}
         unused["--plot"] = asked.plot
         if given := [name for name, value in unused.items() if value]:
             raise ValueError(f"--profile measures nothing else: leave out {given[0]}")
