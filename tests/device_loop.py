@@ -148,7 +148,7 @@ def assert_best(
         assert not len(far), f"{where}: token {int(far[0])} of {len(gap)} is {float(gap[far[0]])} behind the best"
         limit = new_tokens if isinstance(new_tokens, int) else new_tokens[generation.index]
         ends = next((at for at, token in enumerate(tokens) if token in stops), None)
-        assert len(tokens) == (limit if ends is None else ends + 1), where
+        assert len(tokens) == (limit if ends is None else min(limit, ends + 1)), where
         assert generation.finish_reason == ("length" if ends is None else "stop"), where
 
 

@@ -34,7 +34,8 @@ def is_greedy(family: str, prompt: tuple[int, ...], made: tuple[int, ...], new_t
     model = build(family)
     eos = model.generation_config.eos_token_id
     stops = {eos} if isinstance(eos, int) else set(eos or [])
-    if not made or stops & set(made[:-1]) or not (len(made) == new_tokens or made[-1] in stops):
+    ended = len(made) == new_tokens or (0 < len(made) < new_tokens and made[-1] in stops)
+    if not ended or stops & set(made[:-1]):
         return False
     with torch.no_grad():
         logits = model(torch.tensor([prompt + made]), use_cache=False).logits[0, len(prompt) - 1 : -1]
