@@ -239,6 +239,13 @@ def test_some_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert "One run of each." in said and "so nothing was turned off" in said
 
 
+def test_list_order_says_what_else_is_off_where_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--config", "tiny", "--requests", "32", "--shared", "128", "--new", "8", "--ablation", "order"]
+    for memory, said in (("1MB", True), ("64MB", False)):
+        assert bench.main([*few, "--set", f"kv_memory={memory}"]) == 0
+        assert ("order: everybody counts at their longest, too" in capsys.readouterr().out) is said
+
+
 def test_a_variant_that_fails_is_reported_as_such(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     class Fails(ablation.GroupScheduler):
         def next(self) -> Step | None:

@@ -171,6 +171,9 @@ def _about_ablation(ablation: Ablation) -> list[str]:
     for ablated in others:
         if ablated.variant.name == "admission" and ablated.most_running == all_on.most_running:
             lines.append("admission: there were never more at once with all on either, so nothing was turned off.")
+        if ablated.variant.name == "order" and ablated.most_running < all_on.most_running:
+            # What is expected of memory rests on the plan's order, so both are off in this row.
+            lines.append("order: everybody counts at their longest, too, as no plan says when prefixes may go.")
     if others:
         apart = [ablated for ablated in others if ablated.same_tokens != requests]
         said = ", ".join(f"{requests - (ablated.same_tokens or 0):,} ({ablated.variant.name})" for ablated in apart)
