@@ -204,7 +204,10 @@ class DecodeGraphs:
     def close(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None and self._graphs:
             stream.synchronize()
+        captured = any(graph.captured for graph in self._graphs.values())
         self._graphs.clear()
+        if stream is not None and captured:
+            torch.cuda.empty_cache()  # the memory of their pool is not used for anything else until then
 
 
 def not_in_graphs(model: nn.Module) -> str | None:

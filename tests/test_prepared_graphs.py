@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,15 @@ def test_who_runs_at_a_time() -> None:
         requests[0].pending = 0
     requests[0].end(FinishReason.TIME)
     assert unended.left() == ([13] * 5, True), "the others fit, all of them"
+
+
+def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps that of a pool whose graphs have gone, for nobody, until its cache is emptied."""
+    seen: list[Any] = []
+    graphs = object.__new__(DecodeGraphs)
+    graphs._graphs = {16: SimpleNamespace(captured=True)}  # type: ignore[dict-item]
+    stream: Any = SimpleNamespace(synchronize=lambda: seen.append("waits"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(graphs._graphs)))
+    graphs.close(stream)
+    graphs.close(stream)  # after an interrupt, say
+    assert seen == ["waits", 0]
