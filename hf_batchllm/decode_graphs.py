@@ -25,6 +25,9 @@ from .storage import KVStorage, autocast_dtype
 
 _CAPTURE = "graphs: capture"
 _WARM_ROWS = 16  # of the run in which kernels are compiled
+# Bytes free on the device with which PyTorch's cache need not be emptied first, for which the host would wait: what lies
+# in it is of no use to a capture.
+_PLENTY = 2 << 30
 
 
 class DecodeGraphs:
@@ -125,6 +128,8 @@ class DecodeGraphs:
         known = self._met or self._backend.met  # the kinds of work that there are
         if not self.prepares or not known or not self._backend.does_all:
             return
+        if self._is_tight():  # they are captured when they are wanted
+            return
         if self._runner.model.training:  # dropout would draw noise in a run that is made when there is time for it
             return
         self._look()
@@ -165,6 +170,8 @@ class DecodeGraphs:
         index = torch.cuda.current_device() if device.index is None else device.index
         stream, generator = torch.cuda.current_stream(device), torch.cuda.default_generators[index]
         noise = generator.get_state()
+        if not self._preparing and self._is_tight():
+            torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
         try:
             if not any(other.captured for other in self._graphs.values()):
@@ -190,6 +197,10 @@ class DecodeGraphs:
             self.captured += 1
             self.bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         self.seconds += time.perf_counter() - began
+
+    def _is_tight(self) -> bool:
+        device = self._seats.last.device
+        return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY
 
     def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True

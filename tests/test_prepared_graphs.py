@@ -132,3 +132,13 @@ def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> 
     graphs.close(stream)
     graphs.close(stream)  # after an interrupt, say
     assert seen == ["waits", 0]
+
+
+def test_none_are_prepared_where_memory_is_short(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture would find what PyTorch keeps for later taken, and not have it given back."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(DecodeRows, "run_idle", lambda *_: prepared.append(1))
+    monkeypatch.setattr(DecodeGraphs, "_is_tight", lambda self: True)
+    model, config = model_on("cpu", "llama"), {**CONFIG, "max_batch_tokens": 24}
+    result = BatchGenerator(model, **config).generate(short_prompts(20), max_new_tokens=12, **OPTIONS)
+    assert not prepared and made and "replayed" in result.report.graphs
