@@ -294,16 +294,14 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     assert errors == 5
 
 
-def test_a_model_that_samples_by_itself_gives_several_answers(generator: BatchGenerator) -> None:
+def test_a_model_that_samples_by_itself_gives_several_answers(
+    generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configs = LineConfigs.of(generator)
     assert "greedy" in (configs.problem(Settings({"num_return_sequences": 2})) or "")
-    own = generator.model.generation_config
-    try:
-        own.do_sample = True
-        configs = LineConfigs.of(generator)
-        settings = Settings({"num_return_sequences": 2, "max_new_tokens": 2})
-        assert configs.problem(settings) is None
-        assert configs.config(settings) is configs.config(Settings(dict(settings.options)))
-        assert len(generator.generate([[5, 6]], [configs.config(settings)])) == 2
-    finally:
-        own.do_sample = False
+    monkeypatch.setattr(generator.model.generation_config, "do_sample", True)
+    configs = LineConfigs.of(generator)
+    settings = Settings({"num_return_sequences": 2, "max_new_tokens": 2})
+    assert configs.problem(settings) is None
+    assert configs.config(settings) is configs.config(Settings(dict(settings.options)))
+    assert len(generator.generate([[5, 6]], [configs.config(settings)])) == 2
