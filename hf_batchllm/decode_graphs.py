@@ -128,15 +128,13 @@ class DecodeGraphs:
         known = self._met or self._backend.met  # the kinds of work that there are
         if not self.prepares or not known or not self._backend.does_all:
             return
-        if self._is_tight():  # they are captured when they are wanted
-            return
         if self._runner.model.training:  # dropout would draw noise in a run that is made when there is time for it
             return
         self._look()
         there = {size for size, graph in self._graphs.items() if graph.captured}
         wanted = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
-        if not self.prepares or wanted is None:
-            return
+        if not self.prepares or wanted is None or self._is_tight():
+            return  # where memory is short, they are captured when they are wanted
         together = wanted == len(left) and not may_stop and max(left) - min(left) < WORTH
         seconds, self._preparing = self.seconds, True
         try:
