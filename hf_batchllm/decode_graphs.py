@@ -25,8 +25,8 @@ from .storage import KVStorage, autocast_dtype
 
 _CAPTURE = "graphs: capture"
 _WARM_ROWS = 16  # of the run in which kernels are compiled
-# Bytes free on the device with which PyTorch's cache need not be emptied first, for which the host would wait: what lies
-# in it is of no use to a capture.
+# Bytes free on the device with which PyTorch's cache need not be emptied before a capture, to which what lies in it is
+# of no use. Emptying it makes the host wait.
 _PLENTY = 2 << 30
 
 
