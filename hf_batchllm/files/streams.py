@@ -6,6 +6,7 @@ import os
 import re
 import select
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def is_stream(path: str) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-class Output:
+class Output(ABC):
     """What the two kinds have in common; see the package's docstring for the order of the calls."""
 
     path: str
@@ -44,15 +45,16 @@ class Output:
     complete = False  # a table that is there already: nothing to do
     _count = 0  # records that are asked for
 
+    @abstractmethod
     def __len__(self) -> int:
         """Results in it."""
-        raise NotImplementedError
 
     @property
     def errors(self) -> np.ndarray:
         """The numbers of the records whose result, of an earlier run, is an error."""
         return np.zeros(0, dtype=np.int64)
 
+    @abstractmethod
     def begin(
         self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
     ) -> RunRecord:
@@ -60,26 +62,26 @@ class Output:
 
         ``limit``: of the records, only the first ones are run. ``retry_errors``: results that are errors go first.
         """
-        raise NotImplementedError
 
     def confirm_weights(self, weights: str) -> None:
         """Before the first result. RunChangedError where an earlier part of the run had a model with others."""
+        return  # where there are no earlier parts
 
     def missing(self, count: int | None = None) -> np.ndarray:
         """The numbers of the records (the first ``count``; else ``limit``) that have no result."""
         return np.arange(self._count if count is None else min(count, self._count))
 
+    @abstractmethod
     def append(self, lines: Sequence[tuple[int, bytes]]) -> None:
         """(index, a JSON object with ``index`` and ``key`` in one line without its newline) for each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
         """When nothing is missing: in the input's order, or as they ``finished``; or as a table."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """What was appended stays."""
-        raise NotImplementedError
 
     def __enter__(self) -> Output:
         return self
