@@ -160,7 +160,8 @@ class Ahead:
         count = f"{graphs.captured} graph{'s' if graphs.captured > 1 else ''}"
         taken = f"{1000 * graphs.seconds:,.0f} ms and {shown_size(graphs.bytes)}"
         beside = f" ({1000 * graphs.seconds_beside:,.0f} ms while other steps ran)" if graphs.seconds_beside else ""
-        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}"
+        why = f"; no more while other steps run ({graphs.not_prepared.splitlines()[0]})" if graphs.not_prepared else ""
+        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}{why}"
 
     def close(self) -> None:
         if self._outside is not None:  # an interrupt came while a step put things back

@@ -57,7 +57,7 @@ class DecodeGraphs:
         # What could not be captured once cannot be the next time.
         self._given_up = not capture or notices.was_given(_CAPTURE)
         self._state: object = None  # of the model, as it was captured
-        self._warm = False  # whether rows have run
+        self._warm = False  # whether so many rows have run that kernels are compiled for those that are prepared
         self.look_again = True  # somebody else has been at work since the last step
         self.not_prepared = ""  # why graphs are only captured when they are wanted
         self._preparing = False
@@ -86,7 +86,7 @@ class DecodeGraphs:
         times = batch.burst.times
         if not graph.captured:
             graph.run()
-            self._warm = True
+            self._warm |= size % _WARM_ROWS == 0
             times -= 1
             if not self._given_up and steps_to_come >= WORTH:
                 self._capture(graph)

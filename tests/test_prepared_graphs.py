@@ -84,6 +84,8 @@ def test_a_failure_beforehand_ends_nothing(made: list[int], monkeypatch: pytest.
     result = BatchGenerator(model, **config).generate(prompts, max_new_tokens=12, **OPTIONS)
     assert result.token_ids == want.token_ids
     assert "replayed" in result.report.graphs
+    assert "(OutOfMemoryError: there is no memory for what need not be)" in result.report.graphs
+    assert "no more while" not in want.report.graphs
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
