@@ -3,6 +3,7 @@
     python examples/benchmarks/bench_fused.py  # eight layers of Llama-8B's shape, random weights
     python examples/benchmarks/bench_fused.py --family gemma3_text --layers 4
     python examples/benchmarks/bench_fused.py --json figures.json
+    python examples/benchmarks/bench_fused.py --family qwen3 --trials 8  # errors alone, eight models with other weights
 
 A step is run as the engine runs it. "eager" is its time from call to call, "graph" that of the same forward replayed
 from a CUDA graph, so without what launches cost the host; each is a median. "kernels" and "busy" count all of them, and
@@ -157,33 +158,72 @@ class Bench:
         return float(np.median(times))
 
 
+def random_model(family: str, layers: int, seed: int) -> Any:
+    on_gpu = torch.cuda.is_available()  # elsewhere a tiny model, to see that this runs
+    config = AutoConfig.for_model(family, **(SHAPE if on_gpu else TINY), num_hidden_layers=layers)
+    torch.manual_seed(seed)
+    with torch.device("cuda" if on_gpu else "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def exact_logits(model: Any, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """What the same weights give in float32, with the model's own layers, for each step."""
+    wide = copy.deepcopy(model).float()
+    # The angles as they were: a cast to bfloat16 and back would move them.
+    for name, angles in model.model.rotary_emb.named_buffers():
+        setattr(wide.model.rotary_emb, name, angles.float())
+    bench = Bench(wide, *sizes)
+    return {step: bench.logits(batch, None) for step, batch in bench.steps.items()}
+
+
+def kernels_for(device: torch.device) -> FusedKernels:
+    found = fused_kernels(BatchConfig(page_size=PAGE), device)
+    return found or FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+
+
+def compare_errors(family: str, layers: int, trials: int, sizes: tuple[int, ...]) -> None:
+    """Root mean squares of many models' errors: one model's says whose rounding was luckier."""
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(trials):
+        model = random_model(family, layers, seed)
+        exact = exact_logits(model, sizes)
+        bench, fusion = Bench(model, *sizes), Fusion(model)
+        own = {step: bench.logits(batch, None) for step, batch in bench.steps.items()}
+        fused = fusion.merge(kernels_for(bench.device))
+        for step, batch in bench.steps.items():
+            both = (own[step], bench.logits(batch, fused))
+            of_own, of_fused = (float((logits - exact[step]).double().square().mean().sqrt()) for logits in both)
+            errors.setdefault(step, []).append((of_own, of_fused))
+        fusion.unmerge()
+    print(f"{family}, {layers} layers, {trials} models: root mean square of the errors of logits beside float32")
+    print(f"{'step':22s} {'own':>9s} {'fused':>9s}   fused / own: mean, least, most")
+    for step, pairs in errors.items():
+        own_mean, fused_mean = np.mean(pairs, axis=0)
+        ratios = [of_fused / of_own for of_own, of_fused in pairs]
+        spread = f"{np.mean(ratios):.4f} {min(ratios):.4f} {max(ratios):.4f}"
+        print(f"{step:22s} {own_mean:9.5f} {fused_mean:9.5f}   {spread}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="llama", help="a model_type: llama, qwen3, gemma3_text, ...")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--count", type=int, default=10, help="how often each is timed")
+    parser.add_argument("--trials", type=int, default=0, help="errors alone, of so many models with other weights")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     need_gpu()
-    on_gpu = torch.cuda.is_available()  # elsewhere a tiny model, to see that this runs
-    device, shape = ("cuda", SHAPE) if on_gpu else ("cpu", TINY)
-    config = AutoConfig.for_model(chosen.family, **shape, num_hidden_layers=chosen.layers)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    on_gpu = torch.cuda.is_available()
+    if chosen.trials:  # more prompts, so more logits
+        sizes = (256, 128, 64, 128) if on_gpu else (8, 16, 4, 32)
+        compare_errors(chosen.family, chosen.layers, chosen.trials, sizes)
+        return
     sizes = (256, 128, 4, 2048) if on_gpu else (8, 16, 2, 32)
-    wide = copy.deepcopy(model).float()
-    # The angles as they were: a cast to bfloat16 and back would move them.
-    for name, angles in model.model.rotary_emb.named_buffers():
-        setattr(wide.model.rotary_emb, name, angles.float())
-    exact_bench = Bench(wide, *sizes)
-    exact = {step: exact_bench.logits(batch, None) for step, batch in exact_bench.steps.items()}
-    del exact_bench, wide
+    model = random_model(chosen.family, chosen.layers, seed=0)
+    exact = exact_logits(model, sizes)
     bench = Bench(model, *sizes)
     figures = [bench.figures(step, None, exact[step], chosen.count) for step in bench.steps]
-    kernels = fused_kernels(BatchConfig(page_size=PAGE), bench.device)
-    if kernels is None:
-        kernels = FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+    kernels = kernels_for(bench.device)
     began, fusion = time.perf_counter(), Fusion(model)
     before = torch.cuda.memory_reserved() if on_gpu else 0
     fused = fusion.merge(kernels)
