@@ -45,7 +45,9 @@ $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard hf_batchllm
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "installing hf-batchllm and what it needs into $(@D) (a minute or more the first time)"
-	@PYTHONWARNINGS=ignore $(@D)/bin/python -m pip install --quiet -e '.[test,demo,json,notebook,lm-eval]' -c $(filter constraints%,$^)
+	@PYTHONWARNINGS=ignore $(@D)/bin/python -m pip install --quiet --no-compile -e '.[test,demo,json,notebook,lm-eval]' -c $(filter constraints%,$^)
+	@# On all cores, where pip compiles on one; models nobody asks for and templates that are no Python are no loss.
+	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|transformers/models)/' $(@D)/lib || true
 	@touch $@
 
 clean:

@@ -148,7 +148,7 @@ def _some(table: dict[str, list[Any]], most: int) -> st.SearchStrategy[dict[str,
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: st.sampled_from(table[name]) for name in chosen}))
 
 
-@settings(max_examples=35)
+@settings(max_examples=25)
 @given(
     st.sampled_from(FAMILIES),
     st.integers(0, 1000),

@@ -37,7 +37,7 @@ def run(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **c
 
 @pytest.mark.parametrize("family", family_params())
 def test_every_family_gives_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
-    prompts = mixed_prompts()
+    prompts = mixed_prompts(3)
     for config in ({}, {"page_size": 4, "max_batch_tokens": 23, "min_shared_tokens": 1}):
         result = run(family, prompts, **config)
         assert_parity(family, prompts, result, NEW_TOKENS)
@@ -113,7 +113,7 @@ def tries(draw: st.DrawFn) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss"]))
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     prompts=tries(),
     page_size=st.sampled_from([1, 2, 3, 5, 8, 16, 64, 256]),

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.xdist_group("real_options"),  # one worker: the model is loaded once
     pytest.mark.timeout(300),
 ]
-NEW, SEED = 5, 3
+NEW, SEED = 4, 3
 PROMPTS = ["The capital of France is", "The capital of France, which lies on the river Seine, is called"]
 
 
@@ -51,7 +51,7 @@ class Less(LogitsProcessor):
     """Whatever the prompt holds becomes less likely, and what is being said before it."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.scatter_add(1, input_ids, torch.full_like(input_ids, -1, dtype=scores.dtype))
+        return scores.scatter_add(1, input_ids, torch.full_like(input_ids, -2, dtype=scores.dtype))
 
 
 class Even(StoppingCriteria):

@@ -26,7 +26,7 @@ from hf_batchllm import BatchGenerator, FileReport, run_file
 from hf_batchllm.errors import FilesError, InputFileError, OutputBusyError, OutputWriteError, RunChangedError
 
 FAMILY = "llama"
-KILLS = int(os.environ.get("KILLS", "30"))  # a hundred take half a minute
+KILLS = int(os.environ.get("KILLS", "20"))  # a hundred take half a minute
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "seed": 5, "progress": False}
 
 

@@ -59,7 +59,7 @@ def segment_prefixes(plan, rows):
     return [tuple(rows[segment.prompt][: segment.end]) for segment in plan.segments]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=900, deadline=None)
 @given(rows=PROMPTS, fee=st.integers(0, 5))
 def test_plan_is_the_cheapest_of_all_subsets_of_the_tree(rows, fee):
     plan = plan_sharing(as_prompts(rows), min_shared_tokens=fee)
