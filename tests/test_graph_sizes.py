@@ -34,9 +34,9 @@ def test_sizes_that_are_to_come() -> None:
     assert sizes_to_come([512] * 256, False) == [256]
     # 25 end at each step: each size is passed.
     staggered = sizes_to_come([68 + place // 25 for place in range(800)], False)
-    assert staggered == [896, 768, 640, 512, 448, 384, 320, 256, 224, 192, 160, 128, 96]
+    assert staggered == [864, 768, 640, 576, 512, 432, 384, 320, 288, 256, 240, 208, 176, 160, 128, 96]
     # Whoever may stop may do so at any time: some are prepared, and then the next.
-    assert sizes_to_come([512] * 256, True) == [256, 224, 192]
+    assert sizes_to_come([512] * 256, True) == [256, 240, 208]
     assert sizes_to_come([3] * 5, False) == [] and sizes_to_come([30] * 12, False) == [16]
     assert sizes_to_come([40] * 20 + [90] * 20, False) == [48, 32]
 
