@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .autocast_block import AutocastBlock
 from .batch import ModelBatch
 from .config import BatchConfig
 from .decode_rows import Advance, DecodeRows, Pick, Seats
@@ -22,7 +21,7 @@ from .kernels.work_lists import NoRoom
 from .notices import Notices
 from .patches.plain import IDLE_HOOKS
 from .runner import ModelRunner
-from .storage import KVStorage
+from .storage import KVStorage, autocast_dtype
 
 _CAPTURE = "graphs: capture"
 _WARM_ROWS = 16  # of the run in which kernels are compiled
@@ -58,7 +57,6 @@ class DecodeGraphs:
         # What could not be captured once cannot be the next time.
         self._given_up = not capture or notices.was_given(_CAPTURE)
         self._state: object = None  # of the model, as it was captured
-        self._block = AutocastBlock(seats.last.device)
         self._warm = False  # whether so many rows have run that kernels are compiled for those that are prepared
         self.look_again = True  # somebody else has been at work since the last step
         self.not_prepared = ""  # why graphs are only captured when they are wanted
@@ -103,7 +101,7 @@ class DecodeGraphs:
             return
         adapters = self._runner.adapters
         of_steps = None if adapters is None else adapters.name  # which the owner's model has in steps alone
-        state = owners_state(self._runner.model), self._block.state(), of_steps
+        state = owners_state(self._runner.model, self._seats.last.device), of_steps
         self.look_again = False
         if state == self._state:
             return
@@ -132,8 +130,6 @@ class DecodeGraphs:
             return
         if self._runner.model.training:  # dropout would draw noise in a run that is made when there is time for it
             return
-        if self._block.state() is not None:
-            return  # a copy of a weight that autocast makes in a capture is one that nobody has filled
         self._look()
         there = {size for size, graph in self._graphs.items() if graph.captured}
         wanted = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
@@ -243,13 +239,14 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != IDLE_HOOKS for hook in hooks)
 
 
-def owners_state(model: nn.Module) -> object:
+def owners_state(model: nn.Module, device: torch.device) -> object:
     """Changes with whatever an owner may do to a model that graphs have been captured of: see ``not_in_graphs``.
 
     It is asked for often, so it looks where modules keep things, past their ``__getattr__``.
     """
     everywhere = nn.modules.module
-    state: list[object] = [len(everywhere._global_forward_hooks), len(everywhere._global_forward_pre_hooks)]
+    state: list[object] = [autocast_dtype(device)]
+    state += [len(everywhere._global_forward_hooks), len(everywhere._global_forward_pre_hooks)]
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()

@@ -248,7 +248,7 @@ class DecodeRows:
         for rooms in self.work.rooms:
             self._context.backend.reserve(rooms.parts)
         graph = torch.cuda.CUDAGraph()
-        with _capturing(graph, pool, self._state.token.device):
+        with _capturing(graph, pool, self._state.token.device), own_copies():
             self._run()
         self._graph = graph
 
@@ -258,6 +258,21 @@ class DecodeRows:
         logits = self._runner.rows(state.token, state.position, self._context)
         picked = self._pick(logits, self._seat, state.made)
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
+
+
+@contextmanager
+def own_copies() -> Iterator[None]:
+    """What runs under autocast makes its own copies of weights.
+
+    Usually they are made on first use and kept until the block ends, or one of any other thread does. A graph would go
+    on reading them, and whoever comes after a capture would find copies that nobody has filled.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 @contextmanager

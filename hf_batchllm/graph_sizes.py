@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 WORTH = 8  # steps still to come: fewer do not pay for a capture that the device waits for
 _SMALL = (1, 2, 4, 8, 16, 32, 48, 64)  # up to here a step takes about as long as reading the weights
-# Products of more rows are not always slower: on a Hopper card 448 rows of an 8B model take 13.8 ms, 512 take 10.2.
-# These take 3 % more than the best there is on the mean of seven shapes; multiples of 32, 64 and 128 took 6 % more,
-# and 20 to 40 % in places: examples/benchmarks/bench_sizes.py.
+# Products of more rows are not always slower: on a Hopper card 448 rows of an 8B model take 13.6 ms, 512 take 10.3.
+# These take 1 to 4 % more than the best there is on the mean of seven shapes, 33 % at worst; multiples of 32, 64 and
+# 128 took 2 to 6 %, 42 % at worst: examples/benchmarks/bench_sizes.py, BENCHMARKS.md.
 _SIZES = (
     *_SMALL, 96, 128, 160, 176, 208, 240, 256, 288, 320, 384, 432, 512, 576, 640, 768, 864, 960,
     *range(1024, 2048, 128), 2048,
@@ -34,6 +34,15 @@ def next_smaller(size: int) -> int:
         return size - _STEP
     place = bisect_left(_SIZES, size)
     return _SIZES[place - 1] if place else 0
+
+
+def sizes_up_to(size: int) -> list[int]:
+    """All that there are, largest first."""
+    sizes = []
+    while size:
+        sizes.append(size)
+        size = next_smaller(size)
+    return sizes
 
 
 def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:

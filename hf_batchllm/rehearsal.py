@@ -19,7 +19,7 @@ from .batch import BatchBuilder
 from .config import BatchConfig
 from .decode_graphs import not_in_graphs
 from .device_memory import DeviceMemory, is_out_of_memory
-from .graph_sizes import size_of
+from .graph_sizes import size_of, sizes_up_to
 from .kernel_attention import KernelBackend
 from .prompts import Prompt
 from .request import Chunk, Request, Step
@@ -32,7 +32,6 @@ _MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit t
 _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
 _ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
 _PARTS = 8  # partial results of attention that each decode row has, at most
-_SIZES = 7  # decode steps of ever fewer rows keep in all what so many of the most rows would
 _PICKED_AT_ONCE = 1 << 25  # scores, where transformers' own code picks
 _COPIES = 48  # bytes that it takes for each of them
 
@@ -92,7 +91,8 @@ class Rehearsals:
         rows = size_of(step.samples)
         parts = sum(4 * heads * v_dim for heads, v_dim in {(each.heads, each.v_dim) for each in architecture.attention})
         parts *= _PARTS * (rows + backend.multiprocessors + 1)
-        total = most + picking + (1 + _SIZES) * parts
+        # A step of prompts has its own, and decode steps of ever fewer rows keep theirs, one for each size.
+        total = most + picking + int((1 + sum(sizes_up_to(rows)) / rows) * parts)
         if graphs:
             decode = self._step(runner, backend, LargestStep(rows, rows, 1), memory)
             if decode is None:

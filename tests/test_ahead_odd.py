@@ -206,7 +206,7 @@ def test_a_scheduler_that_cannot_say_what_it_must_know_does_not_run_ahead() -> N
 
 
 def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
-    model = FAMILIES["llama"]()
+    model, device = FAMILIES["llama"](), torch.device("cpu")
 
     class Adapted(torch.nn.Module):
         """As PEFT's layers are."""
@@ -222,12 +222,12 @@ def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
             return self.active
 
     model.model.layers[0].extra = Adapted()
-    states = [owners_state(model)]
-    assert owners_state(model) == states[0]
+    states = [owners_state(model, device)]
+    assert owners_state(model, device) == states[0]
 
     def then(change: Any) -> None:
         change()
-        states.append(owners_state(model))
+        states.append(owners_state(model, device))
 
     then(model.train)
     then(lambda: setattr(model.model.layers[0].extra, "active", "two"))
@@ -235,4 +235,6 @@ def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
     then(lambda: setattr(model.model.norm, "forward", model.model.norm.forward))
     then(lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()))
     then(lambda: model.model.register_buffer("more", torch.zeros(1)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        then(lambda: None)
     assert all(one != other for at, one in enumerate(states) for other in states[:at])

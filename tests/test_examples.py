@@ -69,7 +69,7 @@ def test_classify(run: Any) -> None:
 def test_judge(run: Any) -> None:
     printed = run("judge", SAMPLES=3)
     votes = re.findall(r"^  (\d) : (\d)  (0\.\d\d|1\.00)", printed, re.MULTILINE)
-    assert len(votes) == 6 and all(1 <= int(good) + int(bad) <= 5 for good, bad, _ in votes)
+    assert len(votes) == 6 and all(1 <= int(good) + int(bad) <= 3 for good, bad, _ in votes)
     table = {
         way: [int(count) for count in counts]
         for way, *counts in re.findall(r"^  (at once|majority|mean) +(\d) +(\d) +(\d)$", printed, re.MULTILINE)

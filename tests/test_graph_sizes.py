@@ -12,7 +12,7 @@ from interpreted import plain
 from hf_batchllm import BatchGenerator
 from hf_batchllm.ahead import Ahead
 from hf_batchllm.decode_graphs import DecodeGraphs
-from hf_batchllm.graph_sizes import next_smaller, size_of, sizes_to_come
+from hf_batchllm.graph_sizes import next_smaller, size_of, sizes_to_come, sizes_up_to
 
 pytestmark = plain
 
@@ -26,6 +26,7 @@ def test_sizes() -> None:
     steps = sorted(set(sizes))
     assert len([size for size in steps if size <= 1024]) < 30
     assert [next_smaller(size) for size in steps] == [0, *steps[:-1]]
+    assert sizes_up_to(steps[-1]) == steps[::-1] and sizes_up_to(0) == []
 
 
 def test_sizes_that_are_to_come() -> None:

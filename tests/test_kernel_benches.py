@@ -264,6 +264,8 @@ def test_a_gate_is_suggested_between_what_pays_and_what_does_not() -> None:
         "bench_sampling",
         "bench_fused",
         "bench_forward",
+        "bench_overlap",
+        "bench_sizes",
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

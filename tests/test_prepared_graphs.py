@@ -12,6 +12,7 @@ import pytest
 import torch
 from device_loop import model_on, run_over_twins
 from interpreted import plain
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, decode_rows
@@ -108,6 +109,38 @@ def test_a_capture_that_breaks_off_says_what_broke_it(
     with pytest.raises(error), decode_rows._capturing(graph, None, torch.device("cpu")):
         raise error
     assert graph.ended and gc.isenabled()
+
+
+def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that autocast keeps are gone when its block ends, and those made in a capture are filled by a replay."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    copies: list[torch.Tensor] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if "copy" in func.__name__:
+                copies.append(result)
+            return result
+
+    def run() -> None:
+        with torch.no_grad(), Seen():
+            weight @ weight
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(decode_rows, "_capturing", lambda *_: nullcontext())
+    token = torch.zeros(1)
+    rows: Any = SimpleNamespace(work=SimpleNamespace(rooms=[]), _state=SimpleNamespace(token=token), _run=run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        DecodeRows.capture(rows, None)
+        captured = len(copies)
+        run()
+        assert captured and len(copies) > captured, "the capture has left copies behind"
+        kept = len(copies)
+        run()
+        assert len(copies) == kept, "autocast keeps its own again"
+        DecodeRows.capture(rows, None)
+        assert len(copies) > kept, "the capture reads those that are kept"
 
 
 def test_who_runs_at_a_time() -> None:

@@ -61,7 +61,7 @@ class Even(StoppingCriteria):
 
 GREEDY: dict[str, Any] = {
     "max_length": lambda real: len(real.prompts[1]) + 3,
-    "min_new_tokens": lambda real: {"min_new_tokens": 4, "eos_token_id": real.said},
+    "min_new_tokens": lambda real: {"min_new_tokens": 3, "eos_token_id": real.said},
     "min_length": lambda real: {"min_length": len(real.prompts[0]) + 3, "eos_token_id": real.said},
     "eos_token_id": lambda real: [real.plain[0][1], real.plain[1][2]],
     "repetition_penalty": lambda real: 1.5,

@@ -119,7 +119,7 @@ def test_one_long_answer_among_many_short_ones(
 def test_a_cache_that_holds_a_twentieth(family: str, depth: int, device: str, watched: list[Any]) -> None:
     """Prefixes come and go, rows yield their pages with tokens on their way, and come back."""
     model, preemptions, recomputed, page = model_on(device, family), 0, 0, 16
-    count, new_tokens, seeds = (400, 40, [1, 2]) if device == "cuda" else (28, 24, [1, 2] if depth == 8 else [depth])
+    count, new_tokens, seeds = (400, 40, [1, 2]) if device == "cuda" else (36, 24, [1, 2] if depth == 8 else [depth])
     for seed in seeds:
         prompts = crowd(count, seed)
         pages = sum(len(prompt) + new_tokens for prompt in prompts) // (20 * page)

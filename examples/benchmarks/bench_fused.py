@@ -212,6 +212,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=0, help="errors alone, of so many models with other weights")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.trials < 0:
+        parser.error(f"--trials takes a number of models, not {chosen.trials}")
+    if chosen.trials and chosen.json:
+        parser.error("--trials prints its table and writes no --json")
     need_gpu()
     on_gpu = torch.cuda.is_available()
     if chosen.trials:  # more prompts, so more logits

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ SHAPES: dict[str, Shape] = {
     "llama-70b": (80, [(8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)]),
 }
 VOCABULARY = {"gemma3-4b": 262144, "qwen3-8b": 151936, "qwen3-0.6b": 151936, "qwen2.5-7b": 152064}
-MANY = 200e6  # bytes of weights at least: they must not stay in the L2 cache from one replay to the next
+MANY = 100e6  # bytes of weights at least: they must not stay in the L2 cache from one replay to the next
 ROWS = [1, 8, *range(16, 1025, 16), *range(1056, 2049, 32)]
 RANGES = [(65, 256), (257, 512), (513, 1024), (1025, 2048)]
 
@@ -78,7 +79,7 @@ def measure(weights: list[torch.Tensor], rows: int, replays: int) -> float:
 def times_of(name: str) -> dict[int, float]:
     """Rows -> milliseconds of all products of a step."""
     layers, shapes = SHAPES[name]
-    copies = max(1, int(MANY / (2 * sum(inside * outside for inside, outside in shapes))))
+    copies = math.ceil(MANY / (2 * sum(inside * outside for inside, outside in shapes)))
 
     def weights(of: list[tuple[int, int]], count: int) -> list[torch.Tensor]:
         return [
@@ -120,8 +121,10 @@ def main() -> None:
     for label, rule in RULES.items():
         print(f"\nlonger than the fastest, graphs {label}: mean (worst)")
         print(f"{'':12}" + "".join(f"{f'{first}-{last}':>16}" for first, last in RANGES))
-        for name in names:
-            each = [excess(times[name], rule, *ends) for ends in RANGES]
+        lines = {name: [excess(times[name], rule, *ends) for ends in RANGES] for name in names}
+        of_ranges = list(zip(*lines.values(), strict=True))
+        lines["all"] = [(sum(mean for mean, _ in of) / len(of), max(most for _, most in of)) for of in of_ranges]
+        for name, each in lines.items():
             print(f"{name:<12}" + "".join(f"{f'{mean:.1%} ({most:.0%})':>16}" for mean, most in each))
     if chosen.json:
         chosen.json.write_text(json.dumps(times))
