@@ -89,10 +89,10 @@ class Rehearsals:
         if most is None:
             return None
         rows = size_of(step.samples)
-        parts = sum(4 * heads * v_dim for heads, v_dim in {(each.heads, each.v_dim) for each in architecture.attention})
-        parts *= _PARTS * (rows + backend.multiprocessors + 1)
+        part = sum(4 * heads * v_dim for heads, v_dim in {(each.heads, each.v_dim) for each in architecture.attention})
         # A step of prompts has its own, and decode steps of ever fewer rows keep theirs, one for each size.
-        total = most + picking + int((1 + sum(sizes_up_to(rows)) / rows) * parts)
+        places = sum(size + backend.multiprocessors + 1 for size in (rows, *sizes_up_to(rows)))
+        total = most + picking + _PARTS * places * part
         if graphs:
             decode = self._step(runner, backend, LargestStep(rows, rows, 1), memory)
             if decode is None:

@@ -38,14 +38,12 @@ SHAPES: dict[str, Shape] = {
 }
 VOCABULARY = {"gemma3-4b": 262144, "qwen3-8b": 151936, "qwen3-0.6b": 151936, "qwen2.5-7b": 152064}
 MANY = 100e6  # bytes of weights at least: they must not stay in the L2 cache from one replay to the next
-ROWS = [1, 8, *range(16, 1025, 16), *range(1056, 2049, 32)]
+ROWS = [*range(16, 1025, 16), *range(1056, 2049, 32)]
 RANGES = [(65, 256), (257, 512), (513, 1024), (1025, 2048)]
 
 
 def in_multiples(rows: int) -> int:
     """What a simple rule would take."""
-    if rows <= 64:
-        return next(size for size in (1, 8, 16, 32, 48, 64) if rows <= size)
     multiple = 32 if rows <= 256 else 64 if rows <= 512 else 128
     return -(-rows // multiple) * multiple
 

@@ -123,7 +123,7 @@ class NoTokenizer:
     """Prompts are token ids here, and nobody reads the text."""
 
     def __call__(self, texts: list[str]) -> dict[str, Tokens]:
-        raise NotImplementedError
+        raise NotImplementedError("the prompts of a benchmark are token ids")
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
         return ""
