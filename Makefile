@@ -3,7 +3,7 @@
 #
 #   make demo          run the demonstration (CPU, no network at run time)
 #   make test          the linter and all tests
-#   make lint          the linter alone
+#   make lint          the linter and the formatter's check, alone
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
@@ -35,6 +35,7 @@ test: lint
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/python -m ruff check .
+	@$(VENV)/bin/python -m ruff format --quiet --check . || { $(VENV)/bin/python -m ruff format --check .; exit 1; }
 
 test-oldest: $(INSTALLED_OLDEST)
 	@OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
