@@ -24,8 +24,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a source checkout needs no installation
 
-from hf_batchllm.prompts import prepare_prompts
-from hf_batchllm.sharing import plan_sharing
+from hf_batchllm.inputs.prompts import prepare_prompts
+from hf_batchllm.planning.sharing import plan_sharing
 
 VOCABULARY = 128_000
 

@@ -14,11 +14,10 @@ import importlib as _importlib
 import sys as _sys
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from ._version import __version__
 
 if TYPE_CHECKING:
     from .config import BatchConfig
-    from .drop_in import accelerated
     from .errors import (
         BatchLLMError,
         CacheMemoryError,
@@ -36,34 +35,37 @@ if TYPE_CHECKING:
     from .files.file_report import FileReport
     from .files.run_file import run_file
     from .generator import BatchGenerator
-    from .results import BatchResult, Generation, RunReport
-    from .scores import Score, ScoreResult
-    from .sharing import SharingPlan, plan_prompts
+    from .integrations.accelerated import accelerated
+    from .planning.sharing import plan_prompts
+    from .results.generations import BatchResult, Generation
+    from .results.run_report import RunReport
+    from .results.scores import Score, ScoreResult
+    from .results.sharing_plan import SharingPlan
 
 _HOME = {  # public name -> the module that holds it
     "BatchConfig": "config",
     "BatchGenerator": "generator",
     "BatchLLMError": "errors",
-    "BatchResult": "results",
+    "BatchResult": "results.generations",
     "CacheMemoryError": "errors",
     "ConfigError": "errors",
     "FileReport": "files.file_report",
     "FilesError": "errors",
-    "Generation": "results",
+    "Generation": "results.generations",
     "GenerationInterrupted": "errors",
     "GeneratorBusyError": "errors",
     "OptionValueError": "errors",
     "PromptError": "errors",
     "PromptsTypeError": "errors",
-    "RunReport": "results",
-    "Score": "scores",
-    "ScoreResult": "scores",
-    "SharingPlan": "sharing",
+    "RunReport": "results.run_report",
+    "Score": "results.scores",
+    "ScoreResult": "results.scores",
+    "SharingPlan": "results.sharing_plan",
     "TokenizerError": "errors",
     "UnsupportedModelError": "errors",
     "UnsupportedOptionError": "errors",
-    "accelerated": "drop_in",
-    "plan_prompts": "sharing",
+    "accelerated": "integrations.accelerated",
+    "plan_prompts": "planning.sharing",
     "run_file": "files.run_file",
 }
 
@@ -100,7 +102,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "IPython" in _sys.modules:
-        _importlib.import_module(f"{__name__}.notebook")
+        _importlib.import_module(f"{__name__}.results.notebook")
     value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value  # found at once from now on
     return value
@@ -110,4 +112,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_importlib.import_module(f"{__name__}.pipeline_import").register_task()  # pipeline("batch-text-generation", ...)
+# pipeline("batch-text-generation", ...)
+_importlib.import_module(f"{__name__}.integrations.pipeline_task").register_task()

@@ -12,30 +12,32 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
-from .adapters import AS_IT_IS, adapter_of_each
-from .architecture import base_model, inspect_model, look_again
-from .backends import check_backend
-from .beam_outputs import beam_output, filling
-from .call import Call, make_plan
 from .config import BatchConfig
+from .engine.beams.outputs import beam_output, filling
+from .engine.call import Call
+from .engine.extra_outputs import Recording
+from .engine.job import Checks, Work
+from .engine.kv_memory import CacheHome
+from .engine.scoring.score_call import ScoreWork, Scoring
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
-from .kinds import a_kind
-from .labels import label_segments
-from .memory import CacheHome
+from .inputs.adapters import AS_IT_IS, adapter_of_each
+from .inputs.base_model import base_model
+from .inputs.options import Options
+from .inputs.padded_batch import PaddedBatch, take_padded
+from .inputs.prompts import Prompt
+from .inputs.seeds import Seeds
+from .inputs.tokenizer import TokenizerLoader
+from .model.architecture import inspect_model, look_again
+from .model.choose_backend import check_backend
 from .notices import Notices
-from .options import Options
 from .patches.fused import Fusion
-from .prompts import Prompt
-from .recording import Recording
-from .request import FinishReason, Request
-from .results import BatchResult, Generation, RunReport
-from .scores import Score, ScoreResult
-from .scoring import ScoreWork, Scoring
-from .seeds import Seeds
-from .sharing import SharingPlan
-from .tensors import PaddedBatch, take_padded
-from .text import TokenizerLoader
-from .work import Checks, Work
+from .planning.sharing import make_plan
+from .planning.units import FinishReason, Request
+from .results.generations import BatchResult, Generation
+from .results.run_report import RunReport
+from .results.scores import Score, ScoreResult
+from .results.sharing_plan import SharingPlan
+from .wording import a_kind
 
 _STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
 
@@ -256,7 +258,7 @@ class BatchGenerator:
         adapters = adapter_of_each(self.model, adapter, len(checked)) or [None] * len(checked)
         prepared = [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
         plan = make_plan(prepared, self.config, 1)
-        label_segments(plan, prepared, self._tokenizer.decode_if_loaded)
+        plan.add_labels(prepared, self._tokenizer.decode_if_loaded)
         return plan
 
     def close(self) -> None:
@@ -363,7 +365,7 @@ class BatchGenerator:
     def _report(self, call: Call) -> RunReport | None:
         report = call.report()
         if report is not None:
-            label_segments(report.plan, call.prompts, self._tokenizer.decode_if_loaded)
+            report.plan.add_labels(call.prompts, self._tokenizer.decode_if_loaded)
         return report
 
     def _failures(self, work: Work) -> Iterator[Generation]:

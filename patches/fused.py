@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..storage import autocast_dtype
+from .attention_interface import autocast_dtype
 from .fused_layers import (
     Forward,
     FusedKernels,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..attention import AttentionCall, Rotation, context_in_use
+from .attention_interface import AttentionCall, Rotation, context_in_use
 from .families import Family
 from .structure import heads_of
 

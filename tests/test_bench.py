@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import build
+from support_families import build
 from transformers import GenerationConfig
 
 from hf_batchllm.bench import __main__ as bench
-from hf_batchllm.bench import table
+from hf_batchllm.bench import printed_tables
 from hf_batchllm.bench.busy import Busy
 from hf_batchllm.bench.contenders import Generate, GenerateBatch, Ours, RecordingScheduler, StepSize, best_batch_size
 from hf_batchllm.bench.floor import Floor, Needs
@@ -23,12 +23,12 @@ from hf_batchllm.bench.models import SHAPES, end_at_random, load_model
 from hf_batchllm.bench.pieces import bare_pieces
 from hf_batchllm.bench.plot import main as draw
 from hf_batchllm.bench.plot import plot
+from hf_batchllm.bench.printed_tables import tried
 from hf_batchllm.bench.rates import Rates
 from hf_batchllm.bench.sweeps import SyncCell, SyncSweep
-from hf_batchllm.bench.table import tried
 from hf_batchllm.bench.workload import Mix, Workload
-from hf_batchllm.request import Request, Step
-from hf_batchllm.scheduler import GroupScheduler
+from hf_batchllm.planning.scheduler import GroupScheduler
+from hf_batchllm.planning.units import Request, Step
 
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --runs 1 --batch-sizes 2,4".split()
 
@@ -169,8 +169,11 @@ def test_the_table_over_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     given = [*without(without(SMALL, "--degree"), "--requests"), "--degrees", "1,3", "--requests", "2,6"]
     assert bench.main([*given, "--rivals", "none"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in table if line.split()[:1] in (["1"], ["3"])] == [["1", "2"], ["3", "6"]]
+    printed_tables = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed_tables if line.split()[:1] in (["1"], ["3"])] == [
+        ["1", "2"],
+        ["3", "6"],
+    ]
 
 
 @pytest.mark.parametrize("more", [[], ["--stop-after", "3"]])
@@ -189,7 +192,7 @@ def test_both_halves_of_the_table_over_steps_per_sync() -> None:
     workload = Workload(4, 0, 8, 500, degree=1)
     on = [SyncCell(Row("", workload, [1.0], made=[2000]), 0), SyncCell(Row("", workload, [0.5], made=[2000]), 1234)]
     off = [SyncCell(Row("", workload.cut_short(32), [2.0], made=[128]), idle) for idle in (0, 56)]
-    lines = table.sync_table(SyncSweep([1, 16], on, off, off_new=32, drawn=True)).splitlines()
+    lines = printed_tables.sync_table(SyncSweep([1, 16], on, off, off_new=32, drawn=True)).splitlines()
     assert lines[0].split("  ")[-1].strip() == "no graphs, 32 new tokens"
     assert lines[2].split() == ["1", "2,000", "0", "64", "0"] and lines[3].split() == [
         "16",
@@ -205,11 +208,11 @@ def test_what_only_a_gpu_can_tell_has_its_place_in_the_table() -> None:
     ours = Row("hf_batchllm", Workload(800, 2000, 200, 100, degree=16), [10.5], made=[80_000], peak_bytes=120 << 30)
     theirs = Row("model.generate, batch 32", ours.workload.first(64), [8.0], made=[6400], peak_bytes=30 << 30)
     ours.floor = theirs.floor = Floor(Needs(0, 0, 6.67e15, 4.27e11, 0.0, 0.0), Rates(667e12, 4.27e12), alone=False)
-    lines = table.contenders_table([ours, theirs]).splitlines()
+    lines = printed_tables.contenders_table([ours, theirs]).splitlines()
     assert "120.0 GiB" in lines[1] and "96 %" in lines[1] and lines[2].split()[-6:-3] == ["9.52", "x", "126"]
     assert max(map(len, lines)) <= 120
-    assert "GPU busy 97.5 % of the decode part: its last 1.20 s" in table.busy_line(Busy(0.975, 1.2), 96)
-    assert "floor" in table.floor_lines(ours.floor, ours).splitlines()[0]
+    assert "GPU busy 97.5 % of the decode part: its last 1.20 s" in printed_tables.busy_line(Busy(0.975, 1.2), 96)
+    assert "floor" in printed_tables.floor_lines(ours.floor, ours).splitlines()[0]
 
 
 def test_a_step_that_is_repeated_counts_as_often() -> None:

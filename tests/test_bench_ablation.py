@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import build
-from harness import pages_of_memory
-from harness import watched as watched  # a fixture
+from support_families import build
+from support_parity import pages_of_memory
+from support_parity import watched as watched  # a fixture
 from test_bench import settings_of_others as settings_of_others  # a fixture
-from test_kernel_attention import twins as twins  # a fixture
+from test_model_triton_attention import twins as twins  # a fixture
 from transformers import GenerationConfig
 
 from hf_batchllm.bench import __main__ as bench
-from hf_batchllm.bench import ablation, figures, table
+from hf_batchllm.bench import ablation, figures, printed_tables
 from hf_batchllm.bench.ablation import NAMES, Ablated, Ablation, Variant, ablate, variants_of, without_cascade
 from hf_batchllm.bench.arguments import read_arguments
 from hf_batchllm.bench.contenders import Ours, RecordingScheduler
@@ -26,9 +26,9 @@ from hf_batchllm.bench.measuring import Row
 from hf_batchllm.bench.plot import plot
 from hf_batchllm.bench.rates import Rates
 from hf_batchllm.bench.workload import Workload
-from hf_batchllm.cascade import CascadePlan
-from hf_batchllm.kernel_attention import KernelBackend
-from hf_batchllm.request import Request, Step
+from hf_batchllm.model.torch_attention import CascadePlan
+from hf_batchllm.model.triton_attention import KernelBackend
+from hf_batchllm.planning.units import Request, Step
 
 WORK = Workload(requests=14, shared=30, own=6, new=5, degree=4)
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --ablation".split()
@@ -254,7 +254,7 @@ def test_a_variant_that_fails_is_reported_as_such(model: Any, capsys: pytest.Cap
     variants = [*variants_of(["order"]), Variant("late", "too late", scheduler=Fails)]
     found = ablate(model, {}, WORK, variants, runs=2, floor=False)
     assert [len(ablated.row.runs) for ablated in found.rows] == [2, 2, 0]
-    assert "failed: RuntimeError: out of luck" in table.ablation_table(found)
+    assert "failed: RuntimeError: out of luck" in printed_tables.ablation_table(found)
     assert figures.of_ablation(found)["ablation"][-1]["error"] == "RuntimeError: out of luck"
     with pytest.raises(RuntimeError, match="out of luck"):
         ablate(model, {}, WORK, [Variant(ablation.ALL_ON, scheduler=Fails)], runs=1, floor=False)
@@ -280,7 +280,7 @@ def of_a_gpu(model: Any, all_on: Run) -> Ablation:
 
 def test_what_only_a_gpu_can_tell_has_its_place(model: Any, all_on: Run, tmp_path: Path) -> None:
     ablation_of = of_a_gpu(model, all_on)
-    lines = table.ablation_table(ablation_of).splitlines()
+    lines = printed_tables.ablation_table(ablation_of).splitlines()
     assert len({len(line) for line in lines[: len(NAMES) + 2]}) == 1 and max(map(len, lines)) <= 120
     assert "1.01 x" in lines[2] and "123,456" in lines[2] and "at most 256 at once" in lines[9]
     said = " ".join(lines)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import build
-from file_stand_ins import Runs
-from stand_in import word_tokenizer
+from support_accelerated import word_tokenizer
+from support_families import build
+from support_file_stand_ins import Runs
 
 import hf_batchllm
 from hf_batchllm import BatchConfig, BatchGenerator

@@ -1,6 +1,7 @@
 """The examples of the folder that have no test of their own, as one would run them, and what they claim.
 
-One model is loaded for all of them. json_schemas.py is run by test_json_schemas.py, tour.ipynb by test_notebook.py.
+One model is loaded for all of them. test_examples_json_schemas.py runs json_schemas.py, test_examples_notebook.py
+tour.ipynb.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from typing import Any
 
 import pytest
-from test_real_model import _examples_module, load_once, small_model
+from test_generator_real_model import _examples_module, load_once, small_model
 
 pytestmark = [
     pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from interpreted import plain
-from test_small_kernels import NORM, ROPE, norm_case, parts, rope_case
+from support_kernels import plain
+from test_kernels_small import NORM, ROPE, norm_case, parts, rope_case
 
 from hf_batchllm.kernels import cut_triton, past_triton, prefill_hopper, sample_triton, small_triton
 from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes

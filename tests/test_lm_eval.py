@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from eval_models import EOS, TASKS, THINK, TURN, asked, eval_model, eval_tokenizer, instances, pair
 from lm_eval import simple_evaluate
-from lm_eval import tasks as harness_tasks
+from lm_eval import tasks as support_lm_eval_tasks
+from support_lm_eval import EOS, TASKS, THINK, TURN, asked, eval_model, eval_tokenizer, instances, pair
 from transformers import GenerationConfig
 
 from hf_batchllm import PromptError, UnsupportedOptionError
 from hf_batchllm.generator import BatchGenerator
-from hf_batchllm.lm_eval import NAME, main
+from hf_batchllm.lm_eval import main
 from hf_batchllm.lm_eval.command import with_our_model
+from hf_batchllm.lm_eval.registration import NAME
 
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
 
@@ -61,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_manager() -> Any:
-    return harness_tasks.TaskManager(include_path=TASKS, include_defaults=False)
+    return support_lm_eval_tasks.TaskManager(include_path=TASKS, include_defaults=False)
 
 
 def assert_close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
@@ -103,8 +104,8 @@ def test_an_evaluation_gives_what_it_gives_with_hf(saved: Path, max_length: int,
 
 
 def test_its_own_command_line(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, calls: list[str]) -> None:
-    quick = functools.partial(harness_tasks.TaskManager, include_defaults=False)  # there are thousands
-    monkeypatch.setattr(harness_tasks, "TaskManager", quick)
+    quick = functools.partial(support_lm_eval_tasks.TaskManager, include_defaults=False)  # there are thousands
+    monkeypatch.setattr(support_lm_eval_tasks, "TaskManager", quick)
     monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", before := ["pytest"])
     arguments = (

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from eval_models import asked, eval_model, eval_tokenizer, pair
-from families import REFUSED
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
+from support_families import REFUSED
+from support_lm_eval import asked, eval_model, eval_tokenizer, pair
 from test_lm_eval import NAMES, PAIRS, ROOT, assert_close, task_manager
 from test_lm_eval import _quick as _quick  # fixtures, as are the next two
 from test_lm_eval import calls as calls
@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from hf_batchllm import BatchConfig, ConfigError, UnsupportedModelError
 from hf_batchllm.bench.harness import main as bench
-from hf_batchllm.lm_eval import NAME, BatchLM
+from hf_batchllm.lm_eval.model import BatchLM
+from hf_batchllm.lm_eval.registration import NAME
 
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
 

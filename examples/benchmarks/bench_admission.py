@@ -20,7 +20,7 @@ from hf_batchllm.bench.measuring import measure
 from hf_batchllm.bench.models import end_at_random, load_model
 from hf_batchllm.bench.trace import draw_steps
 from hf_batchllm.bench.workload import MixedGroups
-from hf_batchllm.timeline import Timeline
+from hf_batchllm.results.timeline import Timeline
 
 _SCHEDULERS = {"static": StaticAdmission, "groups": None}  # None: the default
 

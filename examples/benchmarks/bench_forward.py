@@ -39,16 +39,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.architecture import inspect_model
-from hf_batchllm.attention import AttentionCall
-from hf_batchllm.backends import fused_kernels, make_backend
-from hf_batchllm.batch import BatchBuilder
 from hf_batchllm.kernels import small_torch
+from hf_batchllm.model.architecture import inspect_model
+from hf_batchllm.model.batch import BatchBuilder
+from hf_batchllm.model.choose_backend import fused_kernels, make_backend
+from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
-from hf_batchllm.patches.fused import FusedKernels, Fusion
-from hf_batchllm.request import Chunk, Request, Step
-from hf_batchllm.runner import ModelRunner
-from hf_batchllm.storage import KVStorage
+from hf_batchllm.patches.attention_interface import AttentionCall
+from hf_batchllm.patches.fused import Fusion
+from hf_batchllm.patches.fused_layers import FusedKernels
+from hf_batchllm.planning.units import Chunk, Request, Step
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -19,7 +19,7 @@ from bench_forward import DEVICE, GPU, PAGE, Forward, Watch, build, turns
 from gpu_timing import need_gpu
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.backends import fused_kernels
+from hf_batchllm.model.choose_backend import fused_kernels
 from hf_batchllm.patches.fused import Fusion
 
 

@@ -24,7 +24,7 @@ from gpu_timing import graph_ms, need_gpu  # beside this file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
-from hf_batchllm.graph_sizes import size_of
+from hf_batchllm.engine.device_loop.graph_sizes import size_of
 
 Shape = tuple[int, list[tuple[int, int]]]  # layers; of each of a layer's products, what goes in and what comes out
 SHAPES: dict[str, Shape] = {

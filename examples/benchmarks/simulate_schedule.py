@@ -25,16 +25,16 @@ from static_admission import StaticAdmission
 from hf_batchllm.bench.floor import Floor, floor_of
 from hf_batchllm.bench.trace import draw_steps
 from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
-from hf_batchllm.cache import PagedCache
-from hf_batchllm.endings import Endings, Rules
-from hf_batchllm.engine import Engine
-from hf_batchllm.lineup import line_up
-from hf_batchllm.prompts import Prompt
-from hf_batchllm.recorder import Recorder
-from hf_batchllm.request import Step
-from hf_batchllm.scheduler import FifoScheduler, GroupScheduler, Scheduler
-from hf_batchllm.sharing import plan_sharing
-from hf_batchllm.timeline import Timeline
+from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.timekeeper import Recorder
+from hf_batchllm.inputs.prompts import Prompt
+from hf_batchllm.planning.lineup import line_up
+from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, Scheduler
+from hf_batchllm.planning.sharing import plan_sharing
+from hf_batchllm.planning.units import Step
+from hf_batchllm.results.timeline import Timeline
+from hf_batchllm.sampling.stopping import Endings, Rules
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0
 _BUDGET = 8192  # tokens in a step, as pace.py has it

@@ -8,10 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
-from hf_batchllm.cache import PagedCache
-from hf_batchllm.forecast import Forecast
-from hf_batchllm.request import FinishReason, Request
-from hf_batchllm.scheduler import ExpectedLength, GroupScheduler
+from hf_batchllm.planning.memory_forecast import Forecast
+from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.scheduler import ExpectedLength, GroupScheduler
+from hf_batchllm.planning.units import FinishReason, Request
 
 
 class Promises:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from . import figures, table
+from . import figures, printed_tables
 from .ablation import ablate, variants_of
 from .arguments import read_arguments
 from .busy import Busy, busy_share
@@ -84,22 +84,22 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     theirs = next((row for row in rows if row.name.startswith("model.generate,")), None)
     same = agreement(rows[0], theirs, vocabulary) if is_greedy(model) else None
 
-    print(f"\n{table.contenders_table(rows)}")
+    print(f"\n{printed_tables.contenders_table(rows)}")
     if pieces is not None:
-        print(f"\n{table.pieces_lines(pieces, rows[0])}")
+        print(f"\n{printed_tables.pieces_lines(pieces, rows[0])}")
     if rows[0].floor is not None:
-        print(f"\n{table.floor_lines(rows[0].floor, rows[0])}")
+        print(f"\n{printed_tables.floor_lines(rows[0].floor, rows[0])}")
     elif floors is not None:
         print(f"\nno floor: {floors.reason}")
     if reads is not None:
-        print(f"\n{table.reads_line(reads)}")
+        print(f"\n{printed_tables.reads_line(reads)}")
     if busy is not None:
-        print(table.busy_line(busy, min(_PROFILED_NEW, workload.new)))
+        print(printed_tables.busy_line(busy, min(_PROFILED_NEW, workload.new)))
     if same is not None:
         note = "" if model.dtype == torch.float32 else " (short of float32 they part where the best logits all but tie)"
         print(f"\nsame tokens as model.generate: {same[0]} of {same[1]} prompts{note}")
     if tried:
-        print(table.tried(tried))
+        print(printed_tables.tried(tried))
     print(f"\n{report}")
     assert report is not None
     return figures.of_contenders(workload, rows, report, pieces, same, tried, reads, busy)
@@ -156,7 +156,7 @@ def _degrees(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any
         rival_requests=asked.rival_requests,
         rival_runs=asked.rival_runs or asked.runs,
     )
-    print(f"\n{table.degrees_table(sweep)}")
+    print(f"\n{printed_tables.degrees_table(sweep)}")
     if sweep.note:
         print(f"no floor: {sweep.note}")
     return figures.of_degrees(sweep)
@@ -185,7 +185,7 @@ def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace) -> dict[s
     sweep = sweep_steps_per_sync(
         model, asked.fields, workload, asked.steps_per_sync, runs=asked.runs, off_new=asked.off_new
     )
-    print(f"\n{table.sync_table(sweep)}")
+    print(f"\n{printed_tables.sync_table(sweep)}")
     return figures.of_steps_per_sync(sweep)
 
 
@@ -193,7 +193,7 @@ def _ablation(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, An
     (workload,) = asked.workloads
     variants = variants_of(asked.ablation, asked.max_running)
     found = ablate(model, asked.fields, workload, variants, runs=asked.runs, floor=asked.floor)
-    print(f"\n{table.ablation_table(found)}")
+    print(f"\n{printed_tables.ablation_table(found)}")
     return figures.of_ablation(found)
 
 

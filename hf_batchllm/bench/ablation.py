@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..batch import AttentionBatch
-from ..cache import PagedCache
-from ..call import scheduler_for
-from ..cascade import CascadePlan
-from ..forecast import Forecast
-from ..kernel_attention import KernelBackend, StepWork
-from ..request import Chunk, Prefix, Request, Step
-from ..results import RunReport
-from ..scheduler import GroupScheduler
+from ..engine.wiring import scheduler_for
+from ..model.batch import AttentionBatch
+from ..model.torch_attention import CascadePlan
+from ..model.triton_attention import KernelBackend, StepWork
+from ..planning.memory_forecast import Forecast
+from ..planning.paged_cache import PagedCache
+from ..planning.scheduler import GroupScheduler
+from ..planning.units import Chunk, Prefix, Request, Step
+from ..results.run_report import RunReport
 from .contenders import Ours, timed
 from .measuring import BRIEF_WARM_UP, WARM_UP, Floors, Row
 from .workload import Workload

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from ..call import scheduler_for
+from ..engine.wiring import scheduler_for
 from ..generator import BatchGenerator
-from ..request import Request, Step
-from ..results import RunReport
-from ..scheduler import Scheduler
+from ..planning.scheduler import Scheduler
+from ..planning.units import Request, Step
+from ..results.run_report import RunReport
 
 Prompts = list[list[int]]
 Tokens = list[list[int]]

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..results import RunReport
+from ..results.run_report import RunReport
 from .ablation import Ablated, Ablation
 from .busy import Busy
 from .floor import Floor

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..architecture import inspect_model
+from ..model.architecture import inspect_model
 from .rates import Rates
 from .workload import Group
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..attention import ATTENTION_NAME, AttentionCall, attention_context
+from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context
 from ..patches.attention_swap import AttentionSwap
 from .contenders import StepSize, timed
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..generator import BatchGenerator
-from ..results import RunReport
+from ..results.run_report import RunReport
 from .contenders import NoTokenizer, timed
 from .models import SHAPES, load_model
 

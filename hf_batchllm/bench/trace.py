@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..timeline import Timeline
+from ..results.timeline import Timeline
 
 _PROMPTS, _DECODE, _INK = "#b4bcc6", "#2a6fbb", "#333333"
 _TITLE_WIDTH = 110

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .exits import INTERRUPTED, STOPPED, USAGE
-from .said import Said, UsageError
+from .messages import Said, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,7 @@
+from __future__ import annotations
+
 import sys
 
-from . import main
+from ..cli import main
 
 sys.exit(main())

@@ -6,9 +6,9 @@ import difflib
 import importlib.util
 from collections.abc import Sequence
 
-from .. import __version__
+from .._version import __version__
 from .exits import WORDS
-from .said import PROGRAM, UsageError
+from .messages import PROGRAM, UsageError
 
 _HELP = f"""\
 usage: {PROGRAM} COMMAND ...

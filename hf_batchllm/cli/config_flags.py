@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import BatchConfig
 from ..errors import ConfigError
-from .said import UsageError
+from .messages import UsageError
 
 _SENTENCE = re.compile(r"(?<=[.]) (?=[A-Z])")
 _ASIDE = re.compile(r" \([^()]{40,}\)")

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.settings import Settings
+from ..files.records.settings import Settings
 from ..notices import Notices
-from .inputs import First
-from .said import UsageError, reason
+from .messages import UsageError, reason
+from .reading import First
 
 if TYPE_CHECKING:
     from ..generator import BatchGenerator
+
 
 _WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"  # transformers would ask the hub to convert somebody else's model
@@ -59,7 +60,7 @@ class Loader:
         return generator
 
     def _generator(self, model: Any, tokenizer: Any) -> BatchGenerator:
-        from ..files.line_configs import LineConfigs
+        from ..files.records.line_configs import LineConfigs
         from ..generator import BatchGenerator
 
         try:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .said import PROGRAM, UsageError
+from .messages import PROGRAM, UsageError
 
 _WIDEST = 110
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from ..config import BatchConfig
-from ..files.records import Item, Reader
-from ..files.settings import Settings
-from ..files.sources import Source, open_source
-from ..labels import label_segments
-from ..prompts import Prompt, check_prompts
-from ..sharing import SharingPlan, plan_sharing
+from ..files.records.records import Item, Reader
+from ..files.records.settings import Settings
+from ..files.store.sources import Source, open_source
+from ..inputs.prompts import Prompt, check_prompts
+from ..planning.sharing import plan_sharing
+from ..results.sharing_plan import SharingPlan
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
-from .inputs import first_of, form_of, reader_of, size_of
 from .loading import check_template, load_tokenizer, quiet_transformers
-from .said import Said, UsageError, reason
+from .messages import Said, UsageError, reason
+from .reading import first_of, form_of, reader_of, size_of
 
 _SHOWN = 8  # bad lines that are spelt out
 _PAGE = """\
@@ -106,7 +106,7 @@ def _found(asked: argparse.Namespace, said: Said) -> Found:
         for prompts in _windows(source, reader, numbers, window, tokenizer, found):
             plan = plan_sharing(prompts, min_shared_tokens=fee)
             if first.texts:
-                label_segments(plan, prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
+                plan.add_labels(prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
             found.plans.append(plan)
         return found
     finally:
@@ -140,8 +140,8 @@ def _check_html(path: str) -> None:
 
 def _show(asked: argparse.Namespace, found: Found, said: Said) -> None:
     if asked.html is not None:
-        from ..views.markup import text
-        from ..views.plan import plan_html
+        from ..results.views.markup import text
+        from ..results.views.plan import plan_html
 
         body = "\n".join(map(plan_html, found.plans))
         with open(asked.html, "w", encoding="utf-8") as file:

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import BatchLLMError, OutputFileError, OutputWriteError
-from ..files.identity import identity_of
-from ..files.sources import format_of, open_source
-from ..files.streams import is_stream
+from ..files.records.identity import identity_of
+from ..files.store.sources import format_of, open_source
+from ..files.store.streams import is_stream
 from .arguments import run_parser
 from .config_flags import config_of
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
-from .inputs import first_of, form_of, reader_of, settings_of, size_of
 from .loading import Loader
-from .said import Said, UsageError, reason
+from .messages import Said, UsageError, reason
+from .reading import first_of, form_of, reader_of, settings_of, size_of
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..results import RunReport
+from ..results.run_report import RunReport
 
 
 @dataclass

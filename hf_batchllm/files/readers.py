@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import InputFileError
-from .parsing import BadRecord, parse
-from .records import ALL_FIELDS, OPENAI, PLAIN, BadItem, Form, Item, Reader, dialect_of, second_ids
-from .settings import Settings
-from .sources import Source
+from .records.parsing import BadRecord, parse
+from .records.records import ALL_FIELDS, OPENAI, PLAIN, BadItem, Form, Item, Reader, dialect_of, second_ids
+from .records.settings import Settings
+from .store.sources import Source
 
 _FIRST = 20  # records that are looked at before a model is loaded
 

@@ -8,22 +8,22 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..adapters import active_adapters
-from ..architecture import base_model
 from ..errors import FilesError
 from ..generator import BatchGenerator
-from ..kinds import a_kind, shown
+from ..inputs.adapters import active_adapters
+from ..inputs.base_model import base_model
 from ..notices import warn_user
+from ..wording import a_kind, shown
 from .file_report import FileReport
-from .identity import identity_of
-from .line_configs import said_by
-from .outputs import ORDERS
 from .readers import check_first, reader_for
-from .records import ALL_FIELDS, Form
+from .records.identity import identity_of
+from .records.line_configs import said_by
+from .records.records import ALL_FIELDS, Form
+from .records.settings import NAMES, read_settings
+from .records.templates import Template
 from .running import run_records
-from .settings import NAMES, read_settings
-from .sources import open_source
-from .templates import Template
+from .store.outputs import ORDERS
+from .store.sources import open_source
 
 
 def run_file(

@@ -20,17 +20,18 @@ from transformers.utils import logging
 
 from ..errors import InputFileError, PromptError
 from ..generator import BatchGenerator
-from ..notebook import in_notebook
-from ..results import Generation
-from .answers import Writer
+from ..results.generations import Generation
+from ..results.notebook import in_notebook
 from .file_report import FileReport
-from .line_configs import LineConfigs
-from .openai_batch import in_their_words
-from .outputs import Output, open_output
-from .records import BadItem, Item, Reader
-from .run_record import RunRecord
-from .sources import Source, record_key
-from .token_texts import TokenTexts
+from .records.answers import Writer
+from .records.line_configs import LineConfigs
+from .records.openai_requests import in_their_words
+from .records.records import BadItem, Item, Reader
+from .records.token_texts import TokenTexts
+from .store.outputs import open_output
+from .store.run_record import RunRecord
+from .store.sources import Source, record_key
+from .store.streams import Output
 from .weights import fingerprint
 
 _MANY = 32  # records from which on a bar is shown unasked

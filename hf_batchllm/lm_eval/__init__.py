@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .registration import NAME, register
+
 if TYPE_CHECKING:
     from .model import BatchLM
 
-NAME = "hf-batchllm"
-_HOME = f"{__name__}.model:BatchLM"
 
 __all__ = ["NAME", "BatchLM", "main"]
 
@@ -24,19 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(arguments)
 
 
-def _register() -> None:
-    try:
-        import lm_eval.models  # noqa: F401 -- if it is not loaded first, its own models are never registered
-        from lm_eval.api.registry import model_registry
-    except ModuleNotFoundError as error:
-        if error.name not in ("lm_eval", "lm_eval.models"):
-            raise
-        why = "the evaluation harness is not installed, or too old: pip install 'hf-batchllm[lm-eval]'"
-        raise ModuleNotFoundError(why, name="lm_eval") from None
-    if NAME not in model_registry:
-        model_registry.register(NAME, target=_HOME)
-
-
 def __getattr__(name: str) -> Any:
     if name != "BatchLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -45,4 +32,4 @@ def __getattr__(name: str) -> Any:
     return BatchLM
 
 
-_register()
+register()

@@ -1,5 +1,7 @@
 """python -m hf_batchllm.lm_eval --tasks ... --model_args pretrained=..."""
 
+from __future__ import annotations
+
 import sys
 
 from . import main

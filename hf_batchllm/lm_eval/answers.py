@@ -13,13 +13,14 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from transformers import GenerationConfig
 from transformers.generation import StoppingCriteriaList
 
-from ..architecture import base_model
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..generator import BatchGenerator
-from ..option_checks import unknown_option
+from ..inputs.base_model import base_model
+from ..inputs.option_checks import unknown_option
 
 if TYPE_CHECKING:
-    from .model import BatchLM
+    from lm_eval.models.huggingface import HFLM
+
 
 _FIELDS = frozenset(vars(GenerationConfig()))
 
@@ -35,7 +36,7 @@ class Settings:
     room: int  # for a context
 
     @classmethod
-    def of(cls, lm: BatchLM, gen_kwargs: dict[str, Any]) -> Settings:
+    def of(cls, lm: HFLM, gen_kwargs: dict[str, Any]) -> Settings:
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
         eos = None if lm.eot_token_id is None else lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(kwargs.pop("until"), eos=eos)
@@ -70,12 +71,12 @@ class Settings:
 class Asked:
     """A request."""
 
-    lm: BatchLM
+    lm: HFLM
     ids: list[int]
     settings: Settings
 
     @classmethod
-    def of(cls, lm: BatchLM, context: str, settings: Settings) -> Asked:
+    def of(cls, lm: HFLM, context: str, settings: Settings) -> Asked:
         ids, _ = lm.tok_batch_encode([context], left_truncate_len=settings.room, truncation=lm.truncation)
         return cls(lm, ids[0].tolist(), settings)
 
@@ -103,7 +104,7 @@ class Asked:
         return postprocess_generated_text(text, self.settings.until, None if of_a_token else end)
 
 
-def all_asked(lm: BatchLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Asked]:
+def all_asked(lm: HFLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Asked]:
     """For each context with what is wanted of it."""
     known: dict[str, Settings] = {}
     asked: list[Asked] = []

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import BatchLLMError
-from . import NAME
+from .registration import NAME
 
 _OTHER_COMMANDS = ("ls", "validate")
 _CHOOSE_A_MODEL = ("--model", "-M", "--config", "-C")

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from ..config import BatchConfig
 from ..errors import ConfigError, GenerationInterrupted, PromptError, UnsupportedModelError
 from ..generator import BatchGenerator
-from ..scores import Score
-from . import NAME
+from ..results.scores import Score
 from .answers import all_asked, answers
+from .registration import NAME
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,146 @@
+"""From options of the command to records that can be read: everything that needs no model is checked here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BatchLLMError
+from ..files.readers import check_first, reader_for
+from ..files.records.records import ALL_FIELDS, OPENAI, Form, Reader
+from ..files.records.settings import Settings, read_assignments, read_settings
+from ..files.records.templates import Template, unescaped
+from ..files.store.sources import Source
+from ..inputs.chats import is_chat
+from .messages import UsageError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class First:
+    """What the first records are."""
+
+    texts: bool  # a tokenizer is needed
+    chats: bool  # and it must have a template
+
+
+def form_of(asked: argparse.Namespace) -> Form:
+    template = None
+    if asked.template is not None:
+        if asked.prompt_field is not None:
+            raise UsageError("--template and --prompt-field both say what the prompt is: keep one of them")
+        template = Template(_template_text(asked.template))
+    keep = getattr(asked, "keep", None)
+    names = () if keep is None else tuple(name.strip() for name in keep.split(",") if name.strip())
+    return Form(
+        prompt_field=asked.prompt_field,
+        template=template,
+        chat=asked.chat,
+        system=None if asked.system is None else unescaped(asked.system),
+        line_settings=not asked.no_line_settings,
+        keep=ALL_FIELDS if keep == "all" else names,
+    )
+
+
+def _template_text(given: str) -> str:
+    if not given.startswith("@"):
+        return unescaped(given)
+    try:
+        with open(given[1:], encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--template {given}: {why}") from None
+
+
+def reader_of(asked: argparse.Namespace, source: Source, form: Form, base: Settings) -> Reader:
+    reader = reader_for(source, form, base, asked.dialect)
+    if reader.dialect == OPENAI:
+        _refuse_for_batches(asked)
+    return reader
+
+
+def _refuse_for_batches(asked: argparse.Namespace) -> None:
+    given = {
+        "--template": asked.template,
+        "--prompt-field": asked.prompt_field,
+        "--chat": asked.chat,
+        "--system": asked.system,
+        "--keep": getattr(asked, "keep", None),
+        "--token-ids": getattr(asked, "token_ids", None),
+    }
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"{name} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
+
+
+def first_of(reader: Reader, source: Source, limit: int | None = None) -> First:
+    items = check_first(reader, source, limit)
+    texts = any(isinstance(each.prompt, str) for each in items)
+    chats = any(is_chat(each.prompt) for each in items)
+    return First(texts or chats, chats)
+
+
+def settings_of(asked: argparse.Namespace) -> Settings:
+    """What the command line says of answers, over a --generation-config."""
+    given: dict[str, Any] = {
+        "max_new_tokens": asked.max_new_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "num_return_sequences": asked.num_return_sequences,
+        "stop_strings": None if asked.stop is None else [unescaped(text) for text in asked.stop],
+        "logprobs": asked.logprobs,
+        "seed": asked.seed,
+    }
+    flags = {name: value for name, value in given.items() if value is not None}
+    for name, value in read_assignments(asked.set).items():
+        if name in flags:
+            raise UsageError(f"--set {name} is there beside the option of its own: keep one of them")
+        flags[name] = value
+    try:
+        said = read_settings(flags)
+        return said.over(_config_file(asked.generation_config))
+    except BatchLLMError as error:
+        message = str(error)
+        for name in given:
+            message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}").replace("--stop-strings", "--stop")
+        raise UsageError(message) from error
+
+
+def _config_file(path: str | None) -> Settings:
+    if path is None:
+        return Settings()
+    path = os.path.join(path, "generation_config.json") if os.path.isdir(path) else path
+    try:
+        with open(path, encoding="utf-8") as file:
+            fields = json.load(file)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
+        raise UsageError(f"--generation-config {path}: {why}") from None
+    if not isinstance(fields, dict):
+        raise UsageError(f"--generation-config {path}: it holds no JSON object")
+    notes = ("transformers_version",)
+    fields = {name: value for name, value in fields.items() if name not in notes and not name.startswith("_")}
+    try:
+        return read_settings(fields, settle=False)
+    except BatchLLMError as error:
+        raise UsageError(f"--generation-config {path}: {error}") from error
+
+
+def size_of(text: str, option: str) -> int:
+    """``256MiB``, ``256M`` or bytes."""
+    bare = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = bare[-1:] if bare[-1:] in ("K", "M", "G") else ""
+    number = bare.removesuffix(unit)
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise UsageError(f"{option} must be a size such as 256MiB, not {text!r}")
+    return size

@@ -1,0 +1,1 @@
+"""One call: from a checked job to finished requests."""

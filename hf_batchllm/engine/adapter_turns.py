@@ -1,0 +1,50 @@
+"""Which adapter's requests run now: those of one adapter after those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from torch import nn
+
+from ..inputs.adapters import adapter_configs
+from ..inputs.prompts import Prompt
+from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
+from ..planning.units import Request
+
+
+class AdapterTurns:
+    """The adapters of a call: ``adapters`` as Work has them. Where nobody says which, the model is used as it is."""
+
+    def __init__(self, model: nn.Module, adapters: Sequence[str | None] | None) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._active = active_in(adapted_layers(model))
+        self.swap = None if adapters is None else AdapterSwap(model, adapter_configs(model))
+
+    def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
+        """With the adapter as their key: what is computed with one is no good for another."""
+        if self._adapters is None or self.swap is None:
+            return [Prompt(prompt.ids, self._active) for prompt in prompts]
+        names = [self._adapters[place] for place in places]
+        keys: dict[str | None, Hashable] = self.swap.learn(dict.fromkeys(names))
+        return [Prompt(prompt.ids, keys[name]) for prompt, name in zip(prompts, names, strict=True)]
+
+    def turns(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Those of one adapter after those of another, in the order of the plan; meanwhile steps have that adapter."""
+        if self._adapters is None or self.swap is None or not requests:
+            yield requests
+            return
+        groups: dict[str | None, list[Request]] = {}
+        for request in sorted(requests, key=lambda request: request.rank):
+            groups.setdefault(self._adapters[request.index], []).append(request)
+        for self.swap.name, group in groups.items():
+            yield group
+
+    @property
+    def were_switched(self) -> bool:
+        """Whether the owner has, meanwhile, and it made a difference."""
+        return self.swap is None and self._active != active_in(adapted_layers(self._model))
+
+    def restore(self) -> None:
+        if self.swap is not None:
+            self.swap.restore()

@@ -1,0 +1,1 @@
+"""Beam search: its loop, its scheduler and its rules."""

@@ -1,0 +1,142 @@
+"""What beams may go on with: the best sums of log-probabilities, through transformers' processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...inputs.base_model import base_model
+from ...inputs.options import Options
+from ...inputs.seeds import Seeds, noise_of, signed
+from ...kernels.small_torch import exponential
+from ...notices import Notices
+from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
+from ...sampling.logprobs import StepTensors
+from ...sampling.processor_chains import Chains, Layout, look_back, run
+from .group import Group
+from .search_rules import Rules, Searches
+
+_NOISE = 16  # times the memory that scores take
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """For some prompts with the same options."""
+
+    groups: list[Group]
+    searches: Searches
+    places: list[int]  # of the groups in ``searches``
+    scores: torch.Tensor  # [groups, candidates]
+    parents: torch.Tensor  # [groups, candidates]  which beam each goes on from
+    tokens: torch.Tensor  # [groups, candidates]
+
+
+class BeamScores:
+    """``options``: by a prompt's index."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Sequence[Options],
+        groups: Sequence[Group],
+        seed: Seeds | None,
+        notices: Notices,
+        tensors: StepTensors | None = None,
+    ) -> None:
+        self._seed = seed
+        self._tensors = tensors
+        self._chains = Chains(model, options, notices)
+        alike: dict[Options, list[int]] = {}
+        for number, group in enumerate(groups):
+            alike.setdefault(options[group.root.index], []).append(number)
+        self._place: dict[Group, tuple[Searches, int]] = {}
+        positions = getattr(base_model(model).config, "max_position_embeddings", None)
+        for some, numbers in alike.items():
+            # By the options alone: of a MaxLengthCriteria of the user's the rules of ``generate`` know nothing.
+            lengths = [len(groups[number].root.prompt_ids) for number in numbers]
+            searches = Searches(rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
+            for place, number in enumerate(numbers):
+                self._place[groups[number]] = searches, place
+
+    def place(self, group: Group) -> tuple[Searches, int]:
+        return self._place[group]
+
+    @torch.no_grad()
+    def __call__(self, groups: Sequence[Group], logits: torch.Tensor) -> list[Candidates]:
+        """``logits`` [rows, vocabulary] float32: of each group's beams in their order, or of its prompt alone."""
+        self._chains.forget_done()
+        alike: dict[tuple[Layout, bool], list[int]] = {}
+        begins, row = [], 0
+        for number, group in enumerate(groups):
+            begins.append(row)
+            row += len(group.beams) or 1
+            alike.setdefault((self._chains.of(group.root).layout, bool(group.beams)), []).append(number)
+        found = []
+        for (layout, begun), numbers in alike.items():
+            width = layout.options.num_beams
+            at_once = max(1, rows_at_once(logits) // (width * (_NOISE if layout.options.do_sample else 1)))
+            for begin in range(0, len(numbers), at_once):
+                some = numbers[begin : begin + at_once]
+                rows = [row for each in some for row in range(begins[each], begins[each] + (width if begun else 1))]
+                # As a rule they lie side by side: no copy.
+                together = rows == list(range(rows[0], rows[0] + len(rows)))
+                mine = logits[rows[0] : rows[0] + len(rows)] if together else logits[rows]
+                found.append(self._candidates([groups[each] for each in some], mine, layout))
+        return found
+
+    def _candidates(self, groups: list[Group], logits: torch.Tensor, layout: Layout) -> Candidates:
+        searches = self._place[groups[0]][0]
+        rules, places = searches.rules, [self._place[group][1] for group in groups]
+        width, vocabulary = rules.width, logits.shape[-1]
+        if not groups[0].beams:  # at first they are all the same
+            logits = logits.repeat_interleave(width, dim=0)
+        log_probs = logits.log_softmax(dim=-1)
+        requests = [unit for group in groups for unit in group.beams or [group.root] * width]
+        chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
+        scores = run(chains[0].blind, look_back(log_probs, requests, chains, together=width))
+        made = [group.made for group in groups]
+        if self._tensors is not None:
+            rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])
+            self._tensors.put(np.repeat(made, width), rows, logits, scores)
+        running = searches.running[places].to(scores.device)  # [groups, width]
+        sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
+        if layout.options.do_sample:
+            assert self._seed is not None
+            noise = [noise_of(self._seed, group.root.index) for group in groups]
+            index = draw(sums, rules.candidates, width, noise, made)
+            best = sums.gather(1, index)
+        else:
+            best, index = sums.topk(rules.candidates)
+        index = index.cpu()
+        return Candidates(groups, searches, places, best.cpu(), index // vocabulary, index % vocabulary)
+
+
+def draw(
+    sums: torch.Tensor,  # [groups, beams * vocabulary]
+    count: int,
+    width: int,
+    noise: Sequence[tuple[int, int]],  # [groups]  the seed, and the prompt's number
+    made: Sequence[int],  # [groups]
+) -> torch.Tensor:  # [groups, count]
+    """So many of each group, one after the other and none twice, each from the softmax of what is left.
+
+    They are those whose log-probabilities are the highest after noise of Gumbel's kind, which belongs to a prompt, a
+    beam's place among the others, a position and a token: it does not matter which groups share a step.
+    """
+    if not bool(torch.isfinite(sums.amax(dim=-1)).all()):
+        raise RuntimeError(NO_DISTRIBUTION)
+    token = torch.arange(sums.shape[-1] // width, device=sums.device)
+    beam = torch.arange(width, device=sums.device)[:, None]
+    keys = [signed(seed) for seed, _ in noise], [number for _, number in noise], made
+    key, prompt, position = (torch.tensor(values, device=sums.device)[:, None, None] for values in keys)
+    drawn = exponential(token, key, prompt, beam, position)  # [groups, width, tokens]
+    return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices
+
+
+def rules_of(options: Options) -> Rules:
+    config, eos = options.config, options.config._eos_token_tensor
+    return Rules.of(options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty)

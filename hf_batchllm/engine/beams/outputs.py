@@ -1,0 +1,47 @@
+"""What a beam search gives back for tensors, as ``generate`` shapes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.generation import GenerateBeamDecoderOnlyOutput
+
+from ...inputs.options import Options
+from ...planning.units import Request
+from ...sampling.logprobs import StepTensors
+from .group import Answer
+from .search_rules import NEVER
+
+
+def beam_output(
+    sequences: torch.Tensor,  # [rows, width + longest]
+    longest: int,
+    answers: Sequence[Request],  # [rows]
+    options: Options,
+    tensors: StepTensors | None,
+) -> GenerateBeamDecoderOnlyOutput:
+    """Scores and logits are 0 in rows of prompts whose search was over."""
+    device = sequences.device
+    indices = torch.full((len(answers), longest), -1, dtype=torch.int32)
+    for row, answer in zip(indices, answers, strict=True):
+        assert isinstance(answer, Answer)
+        first = answer.index * options.num_beams
+        row[: len(answer.parents)] = torch.tensor([first + parent for parent in answer.parents], dtype=torch.int32)
+    scores = None
+    if options.config.output_scores:
+        scores = torch.tensor([NEVER if answer.score is None else answer.score for answer in answers], device=device)
+    return GenerateBeamDecoderOnlyOutput(
+        sequences=sequences,
+        sequences_scores=scores,
+        beam_indices=indices.to(device),
+        **({} if tensors is None else tensors.outputs(None, device)),
+    )
+
+
+def filling(options: Options) -> int | None:
+    """What fills up the rows of a tensor. ``generate`` has a rule of its own for beams."""
+    if options.num_beams == 1:
+        return options.pad_token_id
+    eos = options.config._eos_token_tensor
+    return -1 if eos is None else options.pad_token_id or int(eos[0])

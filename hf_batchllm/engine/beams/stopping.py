@@ -1,0 +1,31 @@
+"""What ends a beam: the rules of ``endings``, asked of all candidates of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...model.runner import current_device
+from ...sampling.stopping import Endings
+from .group import Group
+
+
+class BeamEndings(Endings):
+    def of_candidates(self, group: Group, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [candidates] bool
+        """Which of the candidates end with the token that each adds to its parent, the length apart."""
+        rules = self._rules[group.root.index]
+        stops = np.isin(tokens, list(rules.stop_tokens)) if rules.stop_tokens else np.zeros(len(tokens), dtype=bool)
+        if not rules.looks:
+            return stops
+        prompt = self._prompt(group.root)
+        new = np.array([[*group.tokens(parent), token] for parent, token in zip(parents, tokens, strict=True)])
+        ids = np.concatenate([np.broadcast_to(prompt, (len(tokens), len(prompt))), new], axis=1).astype(np.int64)
+        for strings in rules.strings:
+            stops |= self._strings[strings].complete(ids)
+        own = self._criteria(group.root)
+        if own:
+            with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
+                scores = None if self._scores is None else self._scores(group.root, group.made + 1)
+                ends = own(torch.from_numpy(ids).to(self._device), scores)
+            stops |= np.broadcast_to(ends.cpu().numpy(), stops.shape)
+        return stops

@@ -1,0 +1,71 @@
+"""What there is to say of a call when it is over, or has been broken off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..inputs.seeds import Seeds
+from ..planning.lineup import Lineup
+from ..planning.paged_cache import PagedCache
+from ..planning.scheduler import Scheduler
+from ..planning.units import Request
+from ..results.run_report import RunReport
+from ..results.sharing_plan import SharingPlan
+from .beams.loop import BeamEngine
+from .loop import Engine
+from .timekeeper import Recorder
+
+
+def report_of(
+    engine: Engine | BeamEngine,
+    scheduler: Scheduler,
+    cache: PagedCache,
+    lineup: Lineup,
+    requests: Sequence[Request],
+    plan: SharingPlan,
+    recorder: Recorder,
+    *,
+    page_bytes: int,
+    planning_seconds: float,
+    capture_seconds: float,
+    device_memory: int,
+    seed: Seeds | None,
+    fused: str,
+    graphs: str,
+) -> RunReport:
+    lengths = sum(len(request.prompt_ids) for request in requests)
+    seconds = recorder.seconds
+    recomputed = cache.lost_tokens - cache.still_lost(request for request in lineup.requests if not request.done)
+    if isinstance(engine, BeamEngine):
+        decoded = engine.decoded
+        recomputed += engine.beam_tokens - decoded
+    else:
+        decoded = sum(max(request.made - 1, 0) for request in requests)
+    # A step that failed has no tokens, though what it was to compute again is taken for computed.
+    computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
+    # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
+    needed = max(computed, plan.computed_tokens - lineup.cached_tokens)
+    return RunReport(
+        sequences=len(requests),
+        finished=sum(request.done for request in requests),
+        prompt_tokens=lengths,
+        computed_tokens=computed,
+        saving=1 - needed / lengths if lengths else 0.0,
+        recomputed_tokens=recomputed,
+        cached_tokens=lineup.cached_tokens,
+        new_tokens=sum(len(request.generated) for request in requests),
+        model_tokens=engine.model_tokens,
+        steps=engine.steps,
+        preemptions=getattr(scheduler, "preemptions", 0),
+        seconds=seconds,
+        planning_seconds=planning_seconds,
+        peak_memory=cache.peak_pages * page_bytes,
+        kv_memory=cache.num_pages * page_bytes,
+        seed=seed,
+        plan=plan,
+        fused=fused,
+        graphs=graphs,
+        idle_tokens=engine.idle_tokens,
+        device_memory=device_memory,
+        timeline=recorder.timeline(seconds, page_bytes, capture_seconds),
+    )

@@ -1,0 +1,277 @@
+"""How large the KV cache becomes, and what of it outlives a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..config import BatchConfig
+from ..errors import CacheMemoryError
+from ..inputs.base_model import base_model
+from ..model.architecture import Architecture
+from ..model.device_memory import DeviceMemory, device_memory, is_out_of_memory
+from ..model.kv_storage import KVStorage, kv_dtype
+from ..notices import Notices
+from ..patches.adapter_swap import adapted_layers
+from ..patches.attention_interface import autocast_dtype
+from ..planning.paged_cache import PagedCache
+from ..wording import shown_size
+from .rehearsal import Rehearsals
+
+_SMALLER = 0.9  # times what could not be had
+_MUCH = 10  # to leave more than one part in so many to steps is worth a closer look
+
+
+class CacheHome:
+    """Owns the cache and its tensors: made for a call, dropped after it unless prefixes are kept in them."""
+
+    def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, notices: Notices) -> None:
+        self._model = model
+        self.architecture = architecture  # set anew by the generator before each call
+        self._config = config
+        self._notices = notices
+        self._fingerprint: object = None
+        self.memory: DeviceMemory = device_memory(architecture.device)
+        self.rehearsals = Rehearsals()
+        self._beside: int | None = None  # bytes to leave to the call's steps, if that is known
+        self._results = 0  # and to what it hands out
+        self.cache: PagedCache | None = None
+        self.storage: KVStorage | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        return self.architecture.kv_bytes_per_token * self._config.page_size
+
+    def start(self) -> None:
+        """A call begins."""
+        self.memory = device_memory(self.architecture.device)
+        self.memory.start()
+
+    def open(
+        self, pages_wanted: int, pages_needed: int, beside: Callable[[int], int | None], results: int = 0
+    ) -> tuple[PagedCache, KVStorage]:
+        """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes.
+
+        pages_needed: what its longest sequence takes. beside: the bytes that the call takes beside a cache of so many
+        pages at most, if that can be found out; asked for only where memory may run short. results: bytes on the device
+        that are to be handed out, whatever the steps are.
+        """
+        self._beside = None
+        self._results = 0
+        free = self._free() + (self.storage.bytes if self.storage is not None else 0)
+        if results > free // 2:
+            self._notices(
+                "results",
+                f"the scores and logits of this call take {shown_size(results)} if all rows become as long as they "
+                f"may, more than half of what is free on {self.architecture.device}: if memory runs out, pass fewer "
+                "rows at a time, or a smaller `max_new_tokens`",
+            )
+        self._results = min(results, free // 2)
+        if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
+            self.cache.forget_kept()  # computed with other weights
+            self.clear()
+        if self.cache is None or self.storage is None:
+            self._make(min(pages_wanted, self._affordable(pages_wanted, pages_needed, beside)), pages_needed)
+        else:
+            kept = self.cache.num_pages - self.cache.free_pages
+            wanted = pages_wanted + kept
+            pages = min(wanted, self._affordable(wanted, pages_needed, beside, self.storage.bytes))
+            if pages > self.cache.num_pages:
+                self._grow(pages, pages_needed)
+        assert self.cache is not None and self.storage is not None
+        self.cache.start_counting()
+        return self.cache, self.storage
+
+    def settle(self) -> None:
+        """A call has ended well: whatever holds no kept prefix goes."""
+        if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
+            self.clear()
+            return
+        try:
+            self.storage.keep_only(self.cache.compact())
+            self._fingerprint = weights_fingerprint(self._model)
+        except BaseException as error:
+            self.clear()
+            if not is_out_of_memory(error):
+                raise
+            self._notices(
+                "settle",
+                f"no prefixes are kept for the next call: {self.architecture.device} had no memory to put them "
+                "together. Set a smaller `kv_memory`",
+            )
+
+    def clear(self) -> None:
+        if self.storage is not None:
+            self.storage.release()
+        self.cache = self.storage = None
+
+    def within_reach(self) -> int:
+        """Bytes that there are for the cache and for steps, what it holds already included."""
+        return self.memory.free() + (0 if self.storage is None else self.storage.bytes)
+
+    def _free(self) -> int:
+        """Bytes that there are, without those that results will take."""
+        return max(self.memory.free() - self._results, 0)
+
+    def close(self) -> None:
+        """Nothing more will be asked for: other processes may have the memory as well."""
+        self.clear()
+        self.memory.trim()
+
+    def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
+        """Pages that the memory allows, ``held`` bytes being ours already."""
+        free = held + self._free()
+        size = self._config.kv_bytes(free)
+        if size is None:
+            size = int(free * self.memory.share)
+            if self.memory.taken_at_once and wanted * self.page_bytes > free // 2:
+                size = self._left_over(size, needed, beside, held)
+        pages = size // self.page_bytes
+        if pages == 0:
+            raise CacheMemoryError(
+                f"a single page of {self._config.page_size:,} tokens takes {self.page_bytes:,} bytes, and the KV cache "
+                f"may have {size:,}: set a smaller `page_size`, or a larger `kv_memory`"
+            )
+        return pages
+
+    def _left_over(self, share: int, needed: int, beside: Callable[[int], int | None], held: int) -> int:
+        """Bytes that nothing but the cache has a use for; ``share`` of them where that cannot be found out."""
+        self.memory.trim()
+        try:
+            self._beside = self._found(beside, held)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._notices(
+                "step",
+                "the largest step that this call may come to does not fit into the memory that is free on "
+                f"{self.architecture.device}, even without a KV cache: set a smaller `max_batch_tokens`",
+            )
+            return share // 2  # fewer sequences at a time, whose steps may do
+        finally:
+            self.memory.trim()
+        room, enough = self._room(held + self._free()), max(share // 2, needed * self.page_bytes)
+        if enough > share:  # a sequence that does not fit anyway
+            enough = share // 2
+        if room >= enough:
+            return room
+        # It is reckoned with the largest step that could be, and hardly ever is.
+        self._notices(
+            "step",
+            f"steps of this call may take most of the memory that is free on {self.architecture.device}, beside a KV "
+            f"cache of {shown_size(enough)}. If it runs out, set a smaller `max_batch_tokens`",
+        )
+        return enough
+
+    def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
+        """Bytes to leave to steps: a larger cache holds more sequences, which make larger steps."""
+        most = beside((held + self._free()) // self.page_bytes)
+        self.memory.trim()
+        free = held + self._free()  # without what was made on first use, and stays
+        if most is None or most < free // _MUCH:
+            return most
+        # Far too much where few sequences fit into the rest. What those take is too little, as then more would fit.
+        least = beside(max(free - most, 0) // self.page_bytes)
+        between = (most + (most if least is None else least)) // 2
+        taken = beside(max(free - between, 0) // self.page_bytes)
+        return between if taken is not None and taken <= between else most
+
+    def _room(self, free: int) -> int:
+        """Bytes of ``free`` that the cache may have."""
+        return int(free * self.memory.share) if self._beside is None else free - self._beside
+
+    def _make(self, planned: int, needed: int) -> None:
+        """A cache of ``planned`` pages; of fewer, if meanwhile there is no memory for so many."""
+        # A sequence that needs more than all of it is refused later, by name.
+        size, pages, least = self._config.page_size, planned, needed if needed <= planned else 1
+        while True:
+            self.storage = KVStorage(pages, size)
+            try:
+                self._reserve(self.storage)
+                break
+            except Exception as error:
+                self.clear()
+                if not is_out_of_memory(error):
+                    raise
+                if pages <= least:
+                    raise CacheMemoryError(
+                        f"there is no memory for the KV cache on {self.architecture.device}: "
+                        f"{self._shown(planned)} were planned, and {self._shown(least)}, which the longest sequence "
+                        "needs, were not to be had either. Free what else is on the device, or shorten the prompts "
+                        "or `max_new_tokens`"
+                    ) from error
+            self.memory.trim()
+            pages = max(least, min(int(pages * _SMALLER), self._room(self._free()) // self.page_bytes))
+        self.cache = PagedCache(pages, size, self._config.keep_prefixes)
+        if pages < planned:
+            self._notices(
+                "smaller",
+                f"the KV cache has {self._shown(pages)} instead of the {self._shown(planned)} that were planned: "
+                f"{self.architecture.device} had no more to give. The call goes on with fewer sequences at a time. "
+                "If something else takes memory there, set a smaller `kv_memory`",
+            )
+
+    def _reserve(self, storage: KVStorage) -> None:
+        if not self.memory.taken_at_once:
+            return  # in vain: a CPU hands out memory when it is first written to
+        device = self.architecture.device
+        storage.reserve(self.architecture.attention, kv_dtype(base_model(self._model).dtype, device), device)
+
+    def _grow(self, pages: int, needed: int) -> None:
+        assert self.cache is not None and self.storage is not None
+        try:
+            self.storage.grow(pages)  # first, as it may fail for want of memory
+        except Exception as error:
+            if not (self.memory.taken_at_once and is_out_of_memory(error)):
+                raise
+        else:
+            self.cache.grow(pages)
+            return
+        self._notices(
+            "kept",
+            f"prefixes kept from earlier calls are computed again: {self.architecture.device} had no memory to grow "
+            "the KV cache around them. If something else takes memory there, set a smaller `kv_memory`",
+        )
+        self.cache.forget_kept()
+        self.clear()
+        self.memory.trim()
+        self._make(pages, needed)
+
+    def _shown(self, pages: int) -> str:
+        return shown_size(pages * self.page_bytes)
+
+
+def weights_fingerprint(model: nn.Module) -> object:
+    """Changes when weights do (in place and behind PyTorch's back, too), when adapters are merged or scaled, and when
+    autocast has keys and values computed in another dtype. Which adapters are active is in the prompts' keys.
+
+    Hooks are left out: most only watch, and what one does cannot be seen.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    # Writing through .data moves no version counter: what the weights add up to shows it.
+    sums = [_added_up(tensor.detach()) for tensor in tensors]
+    identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
+    adapters = [
+        [str(getattr(layer, name, None)) for name in ("merged_adapters", "scaling")] for layer in adapted_layers(model)
+    ]
+    kinds = [[each for each in sums if each.dtype == kind] for kind in (torch.int64, torch.float64)]
+    totals = [torch.stack(each).tolist() for each in kinds if each]
+    return identity, totals, adapters, autocast_dtype(tensors[0].device)
+
+
+def _added_up(tensor: torch.Tensor) -> torch.Tensor:
+    """On a CPU the bits, as whole numbers: a tenth of the time of float64, and no change of one row is too small to
+    show. Rows count differently: two that change places show as well.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if plain and tensor.is_contiguous() and tensor.numel():
+        size = tensor.element_size()
+        # A float64 fills a word, at whose upper end signs and powers of two are lost: negating two adds nothing.
+        if size < 8 and tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
+            words = tensor.view(-1).view(torch.int64)
+            rows = tensor.numel() // tensor.shape[-1]
+            sums = words.view(rows, -1).sum(dim=1) if len(words) % rows == 0 else words
+            return (sums * torch.arange(1, 2 * len(sums), 2)).sum()
+    return tensor.sum(dtype=torch.float64)

@@ -1,0 +1,1 @@
+"""How likely given continuations are: a call that looks tokens up instead of picking them."""

@@ -1,0 +1,226 @@
+"""How ``score`` is run: few sequences from which all items are read, and logits nowhere but where one of them needs it.
+
+The logits at a position tell of the next token, so the last token of an item is looked up and never run. Items that
+differ in that one alone (answers of a single token) are read from one sequence: their context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from ...errors import PromptError
+from ...inputs.options import Options
+from ...inputs.prompts import Prompt
+from ...model.batch import ModelBatch
+from ...model.runner import ModelRunner, current_device
+from ...planning.units import Request
+from ...results.run_report import RunReport
+from ...results.scores import Score
+from ...results.sharing_plan import SharingPlan
+from ...sampling.stopping import Rules
+from ..extra_outputs import Recording, ScoreCounts
+from ..job import Work
+from ..timekeeper import Recorder
+from .score_inputs import Item, ScoreInputs
+from .token_lookups import AT_ONCE, Lookups, looked_up
+
+_MOST_LOGITS = 1 << 28  # numbers that a step gives, at most
+
+
+def options_of_scores() -> Options:
+    """Each sequence gets one token, which nobody looks at: the logits that it is picked from are what is wanted."""
+    return Options(
+        config=GenerationConfig(max_new_tokens=1, do_sample=False),
+        eos_token_ids=frozenset(),
+        pad_token_id=None,
+        do_sample=False,
+        num_return_sequences=1,
+        has_default_length=False,
+    )
+
+
+@dataclass
+class ScoreWork:
+    """What a call of ``score`` is asked for: ``work`` is what the engine runs, and each item is read from a part."""
+
+    inputs: ScoreInputs
+    work: Work
+    sources: np.ndarray  # [items]  from which of the work's prompts each one is read
+
+    @classmethod
+    def of(cls, inputs: ScoreInputs) -> ScoreWork:
+        prompts, sources = sequences_to_run(inputs.items)
+        count = len(prompts)
+        work = Work(
+            prompts,
+            list(range(count)),
+            {},
+            [options_of_scores()] * count,
+            [1] * count,
+            None,
+            [Rules()] * count,
+            adapters=None if inputs.adapters is None else [prompt.key for prompt in prompts],
+        )
+        return cls(inputs, work, sources)
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """Of each prompt of the work, the items that are read from it."""
+        order = np.argsort(self.sources, kind="stable")
+        ends = np.cumsum(np.bincount(self.sources, minlength=len(self.work.prompts)))
+        return [some.tolist() for some in np.split(order, ends[:-1])] if len(ends) else []
+
+    def _move_problems(self, problems: Mapping[int, str], strict: bool) -> None:
+        """From sequences to the items that are read from them; ``strict``: those alone that are as long."""
+        for prompt, why in problems.items():
+            for number in self.readers[prompt]:
+                item = self.inputs.items[number]
+                place = item.index, item.choice
+                shorter = len(item.ids) - 1 < len(self.work.prompts[prompt])
+                if shorter and strict:
+                    continue
+                self.inputs.problems[place] = f"would be read from a longer one, which {why}" if shorter else why
+                if item.text is not None:
+                    self.inputs.texts[place] = item.text
+
+    @contextmanager
+    def problems_named(self) -> Iterator[None]:
+        """While the sequences are lined up: what does not fit is said of contexts, which people know."""
+        try:
+            yield
+        except PromptError as error:
+            self._move_problems(error.problems, strict=True)
+            raise self.inputs.error() from None
+        self._move_problems(self.work.problems, strict=False)
+
+    def failures(self) -> Iterator[Score]:
+        for (index, choice), why in self.inputs.problems.items():
+            yield Score(index, choice, self.inputs.texts.get((index, choice)), [], [], False, why)
+
+
+def sequences_to_run(items: Sequence[Item]) -> tuple[list[Prompt], np.ndarray]:
+    """The sequences that have to be run, none of which is the beginning of another; and which of them each item is in.
+
+    Sorted, a sequence stands right before those that begin with it.
+    """
+    by_key: dict[Hashable, list[int]] = {}
+    for number, item in enumerate(items):
+        by_key.setdefault(item.key, []).append(number)
+    packed = [np.ascontiguousarray(item.ids[:-1], np.int32).tobytes() for item in items]
+    longest = np.arange(len(items))  # the item with the longest sequence that an item's own is the beginning of
+    for numbers in by_key.values():
+        numbers.sort(key=packed.__getitem__)
+        for number, following in zip(numbers[-2::-1], numbers[:0:-1], strict=True):
+            if packed[following].startswith(packed[number]):
+                longest[number] = longest[following]
+    # In the order of the list, as far as there is one.
+    kept, first = np.unique(longest, return_index=True)
+    order = np.argsort(first)
+    place = np.empty(len(items), np.int64)
+    place[kept[order]] = np.arange(len(kept))
+    prompts = [Prompt(np.frombuffer(packed[number], np.int32), items[number].key) for number in kept[order].tolist()]
+    return prompts, place[longest]
+
+
+class Scoring(Recording):
+    """What a call of ``score`` takes down."""
+
+    def __init__(self, work: ScoreWork) -> None:
+        super().__init__([])
+        self._work = work
+        self.lookups = Lookups(work.inputs.items, work.readers)
+        self.scores = self._counts(range(len(work.work.prompts)))
+
+    @property
+    def watched(self) -> Lookups:
+        return self.lookups
+
+    def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
+        every = self._counts(request.index for request in requests)
+        ended = self._counts(request.index for request in requests if request.done)
+        tokens = every.prompt_tokens
+        needed = round((1 - report.saving) * report.prompt_tokens)
+        return replace(
+            report,
+            sequences=every.scores,
+            finished=ended.scores,
+            prompt_tokens=tokens,
+            saving=1 - needed / tokens if tokens else 0.0,
+            new_tokens=0,
+            scored_tokens=ended.scored_tokens,
+        )
+
+    def _counts(self, prompts: Iterable[int]) -> ScoreCounts:
+        """Of what is read from these prompts of the work."""
+        work = self._work
+        items = [work.inputs.items[number] for prompt in prompts for number in work.readers[prompt]]
+        return ScoreCounts(
+            len(items),
+            sum(len(item.ids) - 1 for item in items),
+            sum(len(item.ids) - item.first for item in items),
+        )
+
+    def most_rows(self, vocabulary: int) -> int:
+        return max(1, _MOST_LOGITS // vocabulary)
+
+    def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
+        return self.lookups.most_tokens(budget, self.most_rows(vocabulary), plan)
+
+    def step_bytes(self, tokens: int, vocabulary: int) -> int:
+        return 4 * 3 * min(min(tokens, self.most_rows(vocabulary)) * vocabulary, AT_ONCE)
+
+    def launcher(self, runner: ModelRunner, recorder: Recorder) -> ScoreLauncher:
+        return ScoreLauncher(runner, self.lookups, recorder)
+
+
+class ScoreLauncher:
+    """Looks tokens up on the device. What was found comes back later, behind an event: the next step need not wait."""
+
+    most_times = 1
+
+    def __init__(self, runner: ModelRunner, lookups: Lookups, recorder: Recorder) -> None:
+        self._runner = runner
+        self._lookups = lookups
+        self._recorder = recorder
+        self._device = runner.architecture.device
+
+    def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
+        nobody_looks = np.zeros((len(sampling), 1), np.int64)
+        rows, places = self._lookups.pairs(sampling, batch.asked)
+        with current_device(self._device):
+            logits = self._runner.every_row(batch)
+            if not len(rows):
+                return lambda: nobody_looks
+            self._recorder.switch("tokens")
+            found = self._on_its_way(*looked_up(logits, rows, self._lookups.targets(places)))
+
+        def wait() -> np.ndarray:
+            self._lookups.put(places, *found())
+            return nobody_looks
+
+        return wait
+
+    def back(self) -> None:
+        """Every step looks at everything anew."""
+
+    def _on_its_way(self, *tensors: torch.Tensor) -> Callable[[], list[np.ndarray]]:
+        if self._device.type != "cuda":
+            return lambda: [tensor.cpu().numpy() for tensor in tensors]
+        landed = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for there, here in zip(landed, tensors, strict=True):
+            there.copy_(here, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> list[np.ndarray]:
+            event.synchronize()
+            return [tensor.numpy() for tensor in landed]
+
+        return wait

@@ -1,0 +1,297 @@
+"""What is passed to ``score`` -> ``Item``s: tokens, and from which one on they are scored. All of it checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...errors import OptionValueError, PromptError
+from ...inputs.chats import is_chat
+from ...inputs.prompts import Prompt, as_list, check_prompts, no_list, read_all
+from ...model.architecture import Architecture
+from ...notices import Notices
+from ...wording import a_kind, is_array, is_number
+
+_A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
+_JOINED_AT_ONCE = 4096  # texts: contexts are joined to each of their continuations, which takes memory
+_NO_CONTEXT = "nothing stands before it"
+
+Place = tuple[int, int]  # of a context in the list, and of one of its continuations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """Something to be scored: the tokens of ``ids`` from ``first`` on, which is not 0."""
+
+    index: int
+    choice: int
+    ids: np.ndarray  # int32 [tokens]
+    first: int
+    text: str | None  # of what is scored, if it was passed in as text
+    key: Hashable = None  # as a Prompt has it
+
+
+@dataclass
+class ScoreInputs:
+    """``items`` and ``problems`` together are all that was asked for."""
+
+    items: list[Item] = field(default_factory=list)
+    problems: dict[Place, str] = field(default_factory=dict)
+    texts: dict[Place, str] = field(default_factory=dict)  # of those with a problem
+    what: str = "context"  # that the first number counts
+    adapters: list[str | None] | None = None  # of each context, if they have some of their own
+
+    @property
+    def count(self) -> int:
+        return len(self.items) + len(self.problems)
+
+    def error(self) -> PromptError:
+        """For all problems that there are."""
+        by_context: dict[int, str] = {}
+        for (index, _), why in sorted(self.problems.items()):
+            by_context.setdefault(index, why)
+        return PromptError(by_context, self.what)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What it takes to make tokens of things."""
+
+    tokenizer: Callable[[], Any]
+    vocab_size: int
+
+    def __call__(self, given: list[Any], special_tokens: bool = True) -> tuple[list[Prompt | None], dict[int, str]]:
+        tokenizer = self.tokenizer if special_tokens else lambda: _without_special_tokens(self.tokenizer())
+        return check_prompts(given, tokenizer=tokenizer, vocab_size=self.vocab_size, notices=_Silent())
+
+
+def check_scores(
+    contexts: Any,
+    continuations: Any,
+    choices: Any,
+    read: Reading,
+    architecture: Architecture,
+    adapters: Callable[[int], list[str | None] | None],
+) -> ScoreInputs:
+    """Each thing to be scored, or the reason why it cannot be. What makes no sense at all is an error here.
+
+    ``adapters`` gives that of each of so many contexts, if they have some of their own.
+    """
+    given, entries = _paired(contexts, continuations, choices)
+    inputs = ScoreInputs(what="text" if given is None else "context")
+    inputs.adapters = adapters(len(entries))
+    wanted = dict(_wanted(entries, inputs))
+    found = _whole_texts(wanted, read, inputs) if given is None else _continued(given, wanted, read, inputs)
+    items: dict[Place, Item] = {}
+    for place, item in found:
+        why = _length_problem(len(item.ids) - 1, architecture)  # the last token is looked up, and not run
+        if why is None:
+            items[place] = item
+        else:
+            inputs.problems[place] = why
+    inputs.items = [items[place] for place in sorted(items)]
+    if inputs.adapters is not None:  # what is computed with one is no good for another
+        inputs.items = [replace(item, key=inputs.adapters[item.index]) for item in inputs.items]
+    inputs.texts = {place: text for place in inputs.problems if isinstance(text := wanted.get(place), str)}
+    return inputs
+
+
+# -- which continuation belongs to which context ---------------------------------------------------------------
+
+
+def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[Any] | None, list[list[Any]]]:
+    """The contexts, and for each of them (or each text) what is to be scored."""
+    if (continuations is None) == (choices is None):
+        both = "both were given" if choices is not None else "neither was given"
+        raise OptionValueError(
+            "continuations", f"(one for each context) or `choices` (the same for all of them) must be given: {both}"
+        )
+    if contexts is None:
+        if choices is not None:
+            raise OptionValueError("choices", "goes with contexts: to score whole texts pass score(None, texts)")
+        return None, [_several(entry) or [entry] for entry in as_list(continuations, "continuations")]
+    given = as_list(contexts, "contexts")
+    if choices is not None:
+        if not (isinstance(choices, (str, list, tuple)) or is_array(choices) or no_list(choices)):
+            choices = read_all(choices)
+        shared = list(as_list(choices, "choices"))
+        if len(shared) == 1 and shared[0] is choices and not isinstance(choices, str) and not is_chat(choices):
+            # Ids that are a choice each, more often than not, and they would run as a single one.
+            raise OptionValueError(
+                "choices", "must be a list of choices, not of numbers: [[5], [6]] are two of a token, [[5, 6]] is one"
+            )
+        if not shared:
+            raise OptionValueError("choices", "is empty: there is nothing to score")
+        if any(_several(choice) for choice in shared):
+            raise OptionValueError(
+                "choices",
+                "are the same for every context, and here one of them is a list of several: what each context has of "
+                "its own goes to `continuations`",
+            )
+        return given, [shared] * len(given)
+    listed = as_list(continuations, "continuations")
+    if len(given) == 1 and given[0] is contexts and len(listed) > 1:
+        return given, [list(listed)]  # of the one context, which is in no list
+    if len(given) != len(listed):
+        hint = "`choices=[...]` takes the same ones for every context"
+        if len(given) == 1:
+            hint = "several of one context are a list of their own: [[..., ...]]"
+        raise OptionValueError(
+            "continuations",
+            f"has {len(listed):,} for {len(given):,} context{'' if len(given) == 1 else 's'}: it must have one, or a "
+            f"list of several, for each; {hint}",
+        )
+    return given, [_several(entry) or [entry] for entry in listed]
+
+
+def _several(entry: Any) -> list[Any] | None:
+    """The continuations in an entry that is a list of them; None if it is a single one."""
+    if isinstance(entry, np.ndarray) and entry.ndim == 1 and entry.dtype.kind in "UTO":  # in a column of a table
+        entry = entry.tolist()
+    if not isinstance(entry, (list, tuple)) or not entry:
+        return None
+    first = entry[0]
+    inner = isinstance(first, (str, list, tuple)) or (is_array(first) and not is_number(first))
+    return list(entry) if inner else None
+
+
+def _wanted(entries: list[list[Any]], inputs: ScoreInputs) -> Iterator[tuple[Place, Any]]:
+    """Each continuation that may be one."""
+    of_texts = inputs.what == "text"
+    for index, several in enumerate(entries):
+        for choice, given in enumerate(several):
+            why = None
+            if isinstance(given, str):
+                why = "is an empty string" if given == "" and not of_texts else None
+            elif is_chat(given):
+                why = f"is a chat; {_A_CONTINUATION_IS}"
+            elif not isinstance(given, (list, tuple)) and not is_array(given):
+                why = f"is {a_kind(given)}; {_A_CONTINUATION_IS}"
+            if why is None:
+                yield (index, choice), given
+            else:
+                inputs.problems[index, choice] = why if of_texts else _of_continuation(why, choice, len(several))
+
+
+def _of_continuation(why: str, choice: int, count: int) -> str:
+    return f"has a continuation{f' ({choice})' if count > 1 else ''} that {why}"
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------
+
+
+def _whole_texts(wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, Item]]:
+    prompts, problems = read(list(wanted.values()))
+    for number, (place, given) in enumerate(wanted.items()):
+        prompt = prompts[number]
+        if prompt is None:
+            inputs.problems[place] = problems[number]
+        elif len(prompt.ids) == 1:
+            inputs.problems[place] = f"is a single token, and {_NO_CONTEXT}: give it a context, or a BOS token"
+        else:
+            yield place, Item(*place, prompt.ids, 1, given if isinstance(given, str) else None, prompt.key)
+
+
+def _continued(
+    contexts: Sequence[Any], wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs
+) -> Iterator[tuple[Place, Item]]:
+    before, problems = read(list(contexts))
+    counts: dict[int, int] = {}
+    for index, _ in [*wanted, *inputs.problems]:
+        counts[index] = counts.get(index, 0) + 1
+    joined: list[Place] = []  # text after text: the tokenizer sees both at once
+    apart: list[Place] = []
+    for place, given in wanted.items():
+        index = place[0]
+        if before[index] is None:
+            inputs.problems[place] = _of_context(problems[index])
+        elif isinstance(given, str) and isinstance(contexts[index], str):
+            joined.append(place)
+        else:
+            apart.append(place)
+
+    def refuse(place: Place, why: str) -> None:
+        inputs.problems[place] = _of_continuation(why, place[1], counts[place[0]])
+
+    for begin in range(0, len(joined), _JOINED_AT_ONCE):
+        some = joined[begin : begin + _JOINED_AT_ONCE]
+        whole, problems = read([contexts[place[0]] + wanted[place] for place in some])
+        for number, place in enumerate(some):
+            prompt, context = whole[number], before[place[0]]
+            assert context is not None
+            if prompt is None:
+                alone = read([wanted[place]], special_tokens=False)[1]  # the context by itself is in order
+                refuse(place, alone.get(0, problems[number]))
+                continue
+            if np.array_equal(prompt.ids, context.ids[: len(prompt.ids)]):  # white space that is stripped, say
+                refuse(place, "leaves no trace: with it the tokenizer gives the tokens that it gives without it")
+                continue
+            first = _parting(context.ids, prompt.ids)
+            if first == 0:
+                refuse(place, f"begins inside the first token of the context, so {_NO_CONTEXT}: begin with a BOS token")
+                continue
+            yield place, Item(*place, prompt.ids, first, wanted[place], context.key)
+
+    # The same continuations of many contexts are read once.
+    distinct = {_identity(wanted[place]): wanted[place] for place in apart}
+    after, problems = read(list(distinct.values()), special_tokens=False)
+    number_of = {identity: number for number, identity in enumerate(distinct)}
+    for place in apart:
+        given, context = wanted[place], before[place[0]]
+        assert context is not None
+        number = number_of[_identity(given)]
+        continuation = after[number]
+        if continuation is None:
+            refuse(place, problems[number])
+            continue
+        ids = np.concatenate([context.ids, continuation.ids])
+        yield place, Item(*place, ids, len(context.ids), given if isinstance(given, str) else None, context.key)
+
+
+def _identity(given: Any) -> Hashable:
+    return given if isinstance(given, str) else id(given)
+
+
+def _of_context(why: str) -> str:
+    if why.endswith("makes no tokens"):
+        return f"{why}: to score whole texts pass `None` in place of contexts, else token ids that begin with a BOS"
+    return why
+
+
+def _parting(context: np.ndarray, whole: np.ndarray) -> int:
+    """Where the tokens of a context and those of the context with its continuation part; at the last one, at most."""
+    most = min(len(context), len(whole) - 1)
+    differ = np.flatnonzero(context[:most] != whole[:most])
+    return int(differ[0]) if len(differ) else most
+
+
+def _length_problem(tokens: int, architecture: Architecture) -> str | None:
+    limit = architecture.max_positions
+    if limit is not None and tokens > limit:
+        return (
+            f"has {tokens:,} tokens to run, continuation included, and {architecture.name} has learned {limit:,} "
+            "positions: shorten it"
+        )
+    limit = architecture.rope_limit
+    if limit is not None and tokens > limit:
+        return (
+            f"has {tokens:,} tokens to run, continuation included: beyond {limit:,} {architecture.name} scales its "
+            "rotary embedding by the length, which is not supported yet"
+        )
+    return None
+
+
+def _without_special_tokens(tokenizer: Any) -> Callable[[list[str]], Any]:
+    # A processor for several media takes images first; it holds the tokenizer.
+    return partial(getattr(tokenizer, "tokenizer", tokenizer), add_special_tokens=False)
+
+
+class _Silent(Notices):
+    """An empty context is a plain question here: how likely is this at the beginning?"""
+
+    def __call__(self, kind: str, message: str) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""What a line of a file means, and the line that answers it."""

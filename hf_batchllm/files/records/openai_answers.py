@@ -1,0 +1,111 @@
+"""Answers in the form that OpenAI's batch files have.
+
+A request that is refused is a response with status 400 whose body holds the error, and the ``error`` beside it is null:
+there OpenAI tells of requests that were never answered at all, because a batch expired, say. Who reads such files looks
+at the status first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from .openai_requests import CHAT, Request
+from .records import BadItem, Item
+from .token_texts import TokenTexts, finite, likeliest
+
+if TYPE_CHECKING:
+    from ...results.generations import Generation
+
+
+def answer(
+    item: Item, key: str, generations: Sequence[Generation], tokens: TokenTexts, model: str, created: int
+) -> dict[str, Any]:
+    request = item.request
+    assert request is not None
+    chat = request.endpoint == CHAT
+    prompt, new = len(generations[0].prompt_token_ids), sum(len(each.token_ids) for each in generations)
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{item.number}-{key}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model or request.model or "",
+        "choices": [_choice(item, request, place, each, tokens) for place, each in enumerate(generations)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
+    }
+    return _enveloped(item, key, 200, body)
+
+
+def refusal(item: Item | BadItem, key: str, why: str) -> dict[str, Any]:
+    param = item.param if isinstance(item, BadItem) else None
+    error = {"message": why, "type": "invalid_request_error", "param": param, "code": None}
+    return _enveloped(item, key, 400, {"error": error})
+
+
+def _enveloped(item: Item | BadItem, key: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{item.number}_{key}",
+        "custom_id": item.id,
+        "response": {"status_code": status, "request_id": f"req_{item.number}_{key}", "body": body},
+        "error": None,
+    }
+
+
+def _choice(item: Item, request: Request, place: int, generation: Generation, tokens: TokenTexts) -> dict[str, Any]:
+    whole = generation.text or ""
+    text = _before_stop(whole, item.settings.options.get("stop_strings") or ())
+    stopped = generation.finish_reason == "stop" or len(text) < len(whole)
+    logprobs = None
+    if request.token_logprobs and generation.logprobs is not None:
+        kept = _kept_tokens(generation, text, whole, tokens)
+        logprobs = (_chat_logprobs if request.endpoint == CHAT else _completion_logprobs)(
+            generation, kept, item.settings.logprobs or 0, tokens
+        )
+    said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+    said = said if request.endpoint == CHAT else {"text": text}
+    return {"index": place, **said, "logprobs": logprobs, "finish_reason": "stop" if stopped else "length"}
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    """Whatever completes a stop string ends an answer, so the first one there is the one that did."""
+    places = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(places)] if places else text
+
+
+def _kept_tokens(generation: Generation, text: str, whole: str, tokens: TokenTexts) -> int:
+    """How many tokens begin within the text: neither those of a stop string nor the EOS."""
+    ids = generation.token_ids
+    count = len(ids)
+    while count and ids[count - 1] in tokens.special:
+        count -= 1
+    if len(text) < len(whole):
+        begins = [0, *accumulate(len(tokens.text(token)) for token in ids[:count])]
+        count = sum(begin < len(text) for begin in begins[:-1])
+    return count
+
+
+def _chat_logprobs(generation: Generation, kept: int, wanted: int, tokens: TokenTexts) -> dict[str, Any]:
+    assert generation.logprobs is not None
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": tokens.text(token), "logprob": finite(logprob), "bytes": tokens.bytes(token)}
+
+    content = []
+    for token, found in zip(generation.token_ids[:kept], generation.logprobs, strict=False):
+        top = [one(each, value) for each, value in likeliest(found, wanted)]
+        content.append({**one(token, found[token]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(generation: Generation, kept: int, wanted: int, tokens: TokenTexts) -> dict[str, Any]:
+    assert generation.logprobs is not None
+    ids, found = generation.token_ids[:kept], generation.logprobs[:kept]
+    texts = [tokens.text(token) for token in ids]
+    top = [{tokens.text(each): finite(value) for each, value in likeliest(places, wanted)} for places in found]
+    return {
+        "tokens": texts,
+        "token_logprobs": [finite(places[token]) for token, places in zip(ids, found, strict=True)],
+        "top_logprobs": top if wanted else None,
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+    }

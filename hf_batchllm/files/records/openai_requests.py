@@ -1,0 +1,264 @@
+"""Requests of an OpenAI batch file: which of them can be served, and what they ask for. No model and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...inputs.chats import chat_problem
+from ...wording import a_kind, is_number, shown
+from .parsing import BadRecord
+from .settings import SettingError, Settings, nearest, read_settings
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_ENDPOINTS = (CHAT, COMPLETIONS)
+_ENVELOPE = ("custom_id", "method", "url", "body")
+_MOST_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the answer's form depends on."""
+
+    endpoint: str
+    model: str | None
+    token_logprobs: bool = False
+
+
+# Fields that become settings, under the names that settings have here.
+_SETTINGS = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_completion_tokens",
+    "min_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "length_penalty": "length_penalty",
+    "n": "n",
+    "stop": "stop",
+    "seed": "seed",
+}
+
+
+def _only(*values: Any, hint: str = "leave it out") -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        if any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in values):
+            return None
+        return f"is not supported: {hint}"
+
+    return check
+
+
+def _any(value: Any) -> None:
+    """It changes nothing about an answer."""
+
+
+def _text_format(value: Any) -> str | None:
+    if isinstance(value, Mapping) and value.get("type") == "text":
+        return None
+    asked = shown(value.get("type")) if isinstance(value, Mapping) else shown(value)
+    return f"of type {asked} is not supported: answers are text"
+
+
+# Fields that must say nothing, or nothing that matters here.
+_NOTHING: dict[str, Callable[[Any], str | None]] = {
+    **dict.fromkeys(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"), _any),
+    **dict.fromkeys(("store", "parallel_tool_calls", "stream_options", "priority", "request_id"), _any),
+    "presence_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
+    "frequency_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
+    "stream": _only(False, hint="a file has nobody to stream to"),
+    "tools": _only([], hint="calls of tools are not read out of answers"),
+    "functions": _only([], hint="calls of functions are not read out of answers"),
+    "tool_choice": _only("none", "auto", hint="calls of tools are not read out of answers"),
+    "function_call": _only("none", "auto", hint="calls of functions are not read out of answers"),
+    "response_format": _text_format,
+    "modalities": _only(["text"], hint="answers are text"),
+    "audio": _only(hint="answers are text"),
+    "prediction": _only(),
+    "reasoning_effort": _only("none"),
+    "verbosity": _only(),
+    "web_search_options": _only(),
+    "best_of": _only(1, hint="all of `n` answers come back"),
+    "echo": _only(False),
+    "suffix": _only("", hint="models here go on from the prompt's end alone"),
+    "use_beam_search": _only(False, hint="set --set num_beams=... for the whole file"),
+    "ignore_eos": _only(False),
+    "stop_token_ids": _only([]),
+    "include_stop_str_in_output": _only(False),
+    "skip_special_tokens": _only(True),
+    "spaces_between_special_tokens": _only(True),
+    "add_generation_prompt": _only(True),
+    "continue_final_message": _only(False),
+    "add_special_tokens": _only(True, False),
+    "chat_template": _only(hint="it is the tokenizer's; see --tokenizer"),
+    "chat_template_kwargs": _only({}),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _only()),
+    "structured_outputs": _only(),
+}
+_KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_NOTHING}
+
+
+def in_their_words(why: str) -> str:
+    """What is wrong with settings, by the names that requests have for them."""
+    for ours, theirs in (
+        ("`num_return_sequences`", "`n`"),
+        ("`sequence_bias`", "`logit_bias`"),
+        ("`stop_strings`", "`stop`"),
+        ("`do_sample=True`", "a `temperature` above 0"),
+    ):
+        why = why.replace(ours, theirs)
+    return why
+
+
+def read_request(record: Mapping[str, Any]) -> tuple[Any, Settings, Request]:
+    """The prompt, what the request says about the answer, and what its form depends on."""
+    _check_envelope(record)
+    endpoint, body = record["url"], record["body"]
+    source = "messages" if endpoint == CHAT else "prompt"
+    for name, value in body.items():
+        if name in (source, *_SETTINGS) or value is None:
+            continue
+        if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
+            raise BadRecord(_unknown(name, source, endpoint), name)
+        why = _NOTHING[name](value) if name in _NOTHING else None
+        if why is not None:
+            raise BadRecord(f"`{name}` {why}", name)
+    prompt = prompt_of(record)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRecord(f"`model` must be a string, not {shown(model)}", "model")
+    settings = _settings(body, endpoint)
+    return prompt, settings, Request(endpoint, model, settings.logprobs is not None)
+
+
+def prompt_of(record: Mapping[str, Any]) -> Any:
+    body = record.get("body")
+    if not isinstance(body, Mapping):
+        raise BadRecord("has no `body`, which is to hold the request", "body")
+    if record.get("url") == CHAT:
+        return _messages(body.get("messages"))
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(is_number(each) for each in prompt):
+        return prompt
+    if isinstance(prompt, list) and len(prompt) > 1:
+        raise BadRecord(f"`prompt` holds {len(prompt):,} prompts: give each a line of its own", "prompt")
+    if not isinstance(prompt, str):
+        what = "is missing" if prompt is None else f"is {a_kind(prompt)}; it is a string, or token ids"
+        raise BadRecord(f"`prompt` {what}", "prompt")
+    return prompt
+
+
+def _check_envelope(record: Mapping[str, Any]) -> None:
+    custom_id, url = record.get("custom_id"), record.get("url")
+    if not isinstance(custom_id, str):
+        what = "no `custom_id`" if custom_id is None else f"{shown(custom_id)} as its `custom_id`, which is a string"
+        raise BadRecord(f"has {what}", "custom_id")
+    if record.get("method", "POST") != "POST":
+        raise BadRecord(f"has the method {shown(record['method'])}: it is POST", "method")
+    if url not in _ENDPOINTS:
+        what = "no `url`" if url is None else f"the url {shown(url)}"
+        raise BadRecord(f"has {what}: served are {' and '.join(_ENDPOINTS)}", "url")
+    if not isinstance(record.get("body"), Mapping):
+        raise BadRecord("has no `body`, which is to hold the request", "body")
+    for name in record:
+        if name not in _ENVELOPE:
+            raise BadRecord(f"has `{name}` beside {', '.join(_ENVELOPE)}: options go into `body`", name)
+
+
+def _unknown(name: str, source: str, endpoint: str) -> str:
+    if name in ("messages", "prompt"):
+        return f"`{name}` does not go with {endpoint}, whose requests have `{source}`"
+    if name == "top_logprobs":
+        return f"`top_logprobs` does not go with {endpoint}: `logprobs` is the number there"
+    near = nearest(name)
+    return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        what = "are missing" if messages is None else "must be a list of messages"
+        raise BadRecord(f"`messages` {what}", "messages")
+    found: list[dict[str, Any]] = []
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise BadRecord(f"`messages` has {a_kind(message)} at place {place}, where a message should be", "messages")
+        made = {name: value for name, value in message.items() if value is not None or name == "content"}
+        for name in ("tool_calls", "function_call", "audio"):
+            if made.get(name):
+                raise BadRecord(f"message {place} holds `{name}`, which is not supported", "messages")
+        if isinstance(made.get("content"), list):
+            made["content"] = _joined(made["content"], place)
+        found.append(made)
+    why = chat_problem(found)
+    if why is not None:
+        raise BadRecord(f"`messages` {why}", "messages")
+    return found
+
+
+def _joined(parts: list[Any], place: int) -> str:
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part that is no text"
+            raise BadRecord(f"message {place} holds {what}; only text is supported", "messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _settings(body: Mapping[str, Any], endpoint: str) -> Settings:
+    given = {ours: body[name] for name, ours in _SETTINGS.items() if body.get(name) is not None}
+    if isinstance(given.get("seed"), int) and -(2**63) <= given["seed"] < 0:
+        given["seed"] += 2**64  # theirs may be negative
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # vLLM's word for all of them
+    if given.get("stop") == []:
+        del given["stop"]
+    _add_logprobs(given, body, endpoint)
+    bias = body.get("logit_bias")
+    if bias:
+        given["sequence_bias"] = _bias(bias)
+    try:
+        said = read_settings(given)
+    except SettingError as error:
+        raise BadRecord(str(error), error.name) from None
+    # OpenAI's temperature is 1 where none is said, so these ask for tokens to be drawn.
+    draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
+    return Settings(said.options, said.logprobs, said.seed, sampling_if_unsaid=draws)
+
+
+def _add_logprobs(given: dict[str, Any], body: Mapping[str, Any], endpoint: str) -> None:
+    asked, top = body.get("logprobs"), body.get("top_logprobs")
+    if endpoint == COMPLETIONS:
+        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
+            raise BadRecord(f"`logprobs` must be a whole number with {endpoint}, not {shown(asked)}", "logprobs")
+    else:
+        if asked is not None and not isinstance(asked, bool):
+            raise BadRecord(f"`logprobs` must be true or false with {endpoint}, not {shown(asked)}", "logprobs")
+        if top is not None:
+            given["top_logprobs"] = top
+    if asked is not None:
+        given["logprobs"] = asked
+    most = top if endpoint == CHAT else asked
+    if isinstance(most, int) and most > _MOST_TOP_LOGPROBS:
+        name = "top_logprobs" if endpoint == CHAT else "logprobs"
+        raise BadRecord(f"`{name}` is {most}: at most {_MOST_TOP_LOGPROBS} are told", name)
+
+
+def _bias(bias: Any) -> list[list[Any]]:
+    """As ``sequence_bias`` has it in JSON."""
+    if not isinstance(bias, Mapping):
+        raise BadRecord(f"`logit_bias` must map token ids to numbers, and is {a_kind(bias)}", "logit_bias")
+    found: list[list[Any]] = []
+    for token, value in bias.items():
+        if not str(token).isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadRecord(f"`logit_bias` maps {shown(token)} to {shown(value)}: token ids to numbers", "logit_bias")
+        if not -100 <= value <= 100:
+            raise BadRecord(f"`logit_bias` has {value:g} for token {token}: from -100 to 100", "logit_bias")
+        found.append([[int(token)], float(value)])
+    return found

@@ -1,0 +1,312 @@
+"""What a line, or the command line, may say about how an answer is made: names, aliases and values. No torch.
+
+Names are those of ``model.generate``; a few that people bring along from OpenAI's interface are understood as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from ...errors import BatchLLMError
+from ...inputs.option_row import Fate, Kind, Takes
+from ...inputs.option_table import TABLE, names
+from ...wording import shown
+
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "stop": "stop_strings",
+}
+_BESIDE = ("seed", "adapter", "logprobs", "top_logprobs")  # what is no field of a GenerationConfig
+NAMES = frozenset(names(kind=Kind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_BESIDE))
+_HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_BESIDE))
+# A field of a record by such a name is a setting. The others are words that people have for data of their own.
+AT_THE_TOP = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
+# Their like is not there, and an answer without them is another one than was asked for.
+_ELSEWHERE = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "is not supported: see `repetition_penalty`"),
+    **dict.fromkeys(("repeat_penalty", "rep_penalty"), "is called `repetition_penalty` here"),
+    **dict.fromkeys(("stop_sequences", "stop_words"), "is called `stop_strings` here"),
+    **dict.fromkeys(("num_samples", "num_generations", "best_of"), "is called `num_return_sequences` here"),
+    "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
+    "ignore_eos": "is not taken: set `min_new_tokens`",
+    "stop_token_ids": "is called `eos_token_id` here",
+}
+_OF_A_CALL = {
+    "max_time": "is not for files: interrupt a run whenever you like, and the same command goes on with it",
+    "prompt_logprobs": "is not for files: see BatchGenerator.generate",
+}
+_LONG_ENOUGH = 8  # letters of a name that another may come near to; shorter ones come near to too many words
+_NEAR = 0.85
+_NUMBERS = (Takes.WHOLE, Takes.NUMBER, Takes.TOKEN, Takes.TOKENS, Takes.IDS, Takes.FLAG)
+
+
+class SettingError(BatchLLMError, ValueError):
+    """A setting that cannot be used; ``name`` as it was written."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name = name
+        super().__init__(f"`{name}` {why}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was said in one place: in a line, or on the command line. What was not said is not in it."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # by the names of ``generate``
+    logprobs: int | None = None
+    seed: int | None = None
+    adapter: str | None = None
+    sampling_if_unsaid: str | None = None  # the name of what asks for nothing unless tokens are drawn
+
+    @property
+    def apart(self) -> tuple[bool, bool, bool]:
+        """Records for which this differs are run in different calls of ``generate``.
+
+        Beams go with beams alone. With log-probabilities a call is slower for all that is in it. And a call names an
+        adapter for each of its prompts, or for none.
+        """
+        return (self.options.get("num_beams") or 1) > 1, self.logprobs is not None, self.adapter is not None
+
+    def over(self, base: Settings) -> Settings:
+        """These where they say something, else those of ``base``."""
+        options = {**base.options, **self.options}
+        if "do_sample" in self.options and not self.options["do_sample"]:
+            for name in [name for name, row in TABLE.items() if row.sampling and name not in self.options]:
+                options.pop(name, None)  # of a base that samples
+        for short, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            if short in self.options and other not in self.options:
+                options.pop(other, None)  # which would win over it
+        if self.sampling_if_unsaid and "do_sample" not in options:
+            options["do_sample"] = True
+        return Settings(
+            {name: value for name, value in options.items() if value is not None},
+            self.logprobs if self.logprobs is not None else base.logprobs,
+            self.seed if self.seed is not None else base.seed,
+            self.adapter if self.adapter is not None else base.adapter,
+        )
+
+
+NOTHING_SAID = Settings()
+
+
+@lru_cache(maxsize=4096)
+def mistaken_name(name: str) -> str | None:
+    """Why a field that is no setting looks as if it was meant to be one; None for other data of the user's."""
+    if name in _ELSEWHERE or name in _OF_A_CALL:
+        return (_ELSEWHERE | _OF_A_CALL)[name]
+    near = nearest(name)
+    return None if near is None else f"is not the name of a setting; did you mean `{near}`?"
+
+
+def nearest(name: str) -> str | None:
+    """The setting whose name was misspelt, if it looks like that."""
+    bare = _bare(name)
+    for known in sorted(_HONOURED):
+        if bare == _bare(known):
+            return known
+    parts = set(name.split("_"))
+    candidates = [known for known in sorted(_HONOURED) if len(known) >= _LONG_ENOUGH and known[0] == name[:1].lower()]
+    for known in difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=_NEAR):
+        if not set(known.split("_")) <= parts:  # my_temperature, max_tokens_allowed: names of somebody's own
+            return known
+    return None
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter not in "_- ")
+
+
+def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> Settings:
+    """``fields``: settings and nothing else, by name.
+
+    ``cells``: of a table, whose numbers may be text, and where an empty one says nothing. ``settle``: a temperature
+    says whether tokens are drawn; in a GenerationConfig it does not.
+    """
+    options: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for name, value in fields.items():
+        if name not in NAMES:
+            raise SettingError(name, mistaken_name(name) or f"is not a setting{_some_names()}")
+        if cells:
+            value = _from_cell(name, value)
+        if value is None:
+            continue
+        if name in _OF_A_CALL:
+            raise SettingError(name, _OF_A_CALL[name])
+        known = ALIASES.get(name, name)
+        if known in written and options.get(known) != value:
+            raise SettingError(name, f"says something else than `{written[known]}`: keep one of them")
+        written[known] = name
+        if known in _BESIDE:
+            beside[known] = value
+        else:
+            options[known] = _checked(name, known, value)
+    if settle:
+        _settle_temperature(options)
+    return Settings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
+
+
+def settings_of(record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()) -> Settings:
+    """Those that a record says: at its top, or in its ``settings``. ``data``: fields that are none, by their place."""
+    own = set(data)
+    top = {name: value for name, value in record.items() if name in AT_THE_TOP and name not in own}
+    for name, value in record.items():
+        if name not in NAMES and name not in own and value not in (None, ""):
+            why = mistaken_name(name)
+            if why is not None:
+                raise SettingError(name, why)
+    nested = record.get("settings")
+    if cells and isinstance(nested, str) and nested.lstrip().startswith("{"):
+        nested = _parsed("settings", nested)
+    if isinstance(nested, Mapping) and "settings" not in own:
+        double = next((name for name, value in nested.items() if value is not None and _is_said(top.get(name))), None)
+        if double is not None:
+            raise SettingError(double, "is there twice: in `settings` and beside it")
+        top |= nested
+    return read_settings(top, cells=cells) if top else NOTHING_SAID
+
+
+def _is_said(value: Any) -> bool:
+    return value is not None and value != ""
+
+
+def read_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """Of ``--set NAME=VALUE``: the value is JSON, or else the text as it stands."""
+    found: dict[str, Any] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise SettingError("--set", f"takes NAME=VALUE, not {shown(text)}")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _from_cell(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        text = value.strip()
+        if not text:
+            return None
+        known = ALIASES.get(name, name)
+        if known == "stop_strings":
+            return _parsed(name, text) if text.startswith("[") else value
+        if known == "adapter":
+            return value
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return value  # said what is wrong with it where values are checked
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        row = TABLE.get(ALIASES.get(name, name))
+        whole = name in _BESIDE or (row is not None and row.takes is not Takes.NUMBER)
+        if (whole or name == "top_k") and value.is_integer():  # a column of whole numbers with a gap in it
+            return int(value)
+    return value
+
+
+def _parsed(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SettingError(name, f"is not JSON ({error}): {shown(text)}") from None
+
+
+def _checked(name: str, known: str, value: Any) -> Any:
+    """The kind of value alone; ranges are what the options of ``generate`` are checked for."""
+    takes = TABLE[known].takes
+    if isinstance(value, str) and takes in _NUMBERS:
+        raise SettingError(name, f"must be {takes.value}, not {shown(value)}")
+    if takes is Takes.WHOLE and (isinstance(value, bool) or not isinstance(value, int)):
+        raise SettingError(name, f"must be a whole number, not {shown(value)}")
+    if takes is Takes.FLAG and not isinstance(value, bool):
+        raise SettingError(name, f"must be true or false, not {shown(value)}")
+    if takes is Takes.NUMBER and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise SettingError(name, f"must be a number, not {shown(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(name, f"must be a number, not {value}")
+    if known in ("max_new_tokens", "num_return_sequences", "num_beams") and value < 1:
+        raise SettingError(name, f"must be at least 1, and is {value}")
+    if known == "stop_strings":
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+            raise SettingError(name, f"must be a string, or a list of strings, not {shown(value)}")
+        if not all(listed):
+            raise SettingError(name, "holds an empty string, and nothing ends where nothing stands: leave it out")
+        return listed or None
+    if known in ("temperature", "top_p", "repetition_penalty"):
+        return float(value)  # transformers tells 1 from 1.0
+    return value
+
+
+def _settle_temperature(options: dict[str, Any]) -> None:
+    """Above 0 it means sampling, and 0 means the likeliest token, unless ``do_sample`` says which."""
+    temperature = options.get("temperature")
+    if temperature is None:
+        return
+    if temperature < 0:
+        raise SettingError("temperature", f"must be 0 (for the likeliest token) or more, and is {temperature:g}")
+    if temperature > 0:
+        options.setdefault("do_sample", True)
+        return
+    if options.get("do_sample"):
+        raise SettingError("temperature", "is 0, and sampling needs more than that: leave out `do_sample`")
+    del options["temperature"]
+    options["do_sample"] = False
+
+
+def _logprobs(beside: Mapping[str, Any]) -> int | None:
+    """How many of the likeliest tokens, beside the chosen one: a number, or OpenAI's flag and its number."""
+    asked, top = beside.get("logprobs"), beside.get("top_logprobs")
+    if top is not None:
+        if isinstance(top, bool) or not isinstance(top, int) or top < 0:
+            raise SettingError("top_logprobs", f"must be a whole number of at least 0, not {shown(top)}")
+        if asked is False or asked is None:
+            raise SettingError("top_logprobs", "goes with `logprobs`: set it to true")
+        if asked is not True and asked != top:
+            raise SettingError("top_logprobs", "says something else than `logprobs`: keep one of them")
+        return top
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return 0
+    if not isinstance(asked, int) or asked < 0:
+        raise SettingError("logprobs", f"must be true, false or a whole number, not {shown(asked)}")
+    return asked
+
+
+def _seed(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+        raise SettingError("seed", f"must be a whole number from 0 to 2**64 - 1, not {shown(value)}")
+    return value
+
+
+def _adapter(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise SettingError("adapter", f"must be the name of an adapter, not {shown(value)}")
+    return value
+
+
+def _some_names() -> str:
+    return "; settings are " + ", ".join(("max_new_tokens", "temperature", "top_p", "stop", "n", "seed")) + ", ..."

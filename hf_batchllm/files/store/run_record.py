@@ -1,0 +1,117 @@
+"""``<output>.run.json``, the run record: how the results beside it were made.
+
+It is on the disk before the first result, and a run that goes on compares itself with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import secrets
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..._version import __version__
+from ...errors import OutputFileError
+from .paths import reason, write_atomically
+
+
+def record_path(output: str) -> str:
+    return f"{output}.run.json"
+
+
+@dataclass
+class RunRecord:
+    settings: dict[str, Any]  # all that the results depend on: to go on, a run must have the same
+    seed: int | None = None  # None: drawn when the run begins, and the same when it goes on
+    weights: str | None = None  # a fingerprint: known when the model is loaded
+    input: dict[str, Any] = field(default_factory=dict)  # path, records, bytes, digest: filled in by the output
+    version: str = ""  # of this library
+    created: str = ""
+    process: dict[str, Any] = field(default_factory=dict)  # pid, host, since: who is (or was last) writing
+    figures: dict[str, Any] = field(default_factory=dict)  # of the run that finished
+    finished: str | None = None
+    results: int | None = None  # there when it finished
+
+    def differences(self, now: RunRecord) -> list[str]:
+        """``max_new_tokens was 50 and is 20``, for each setting of ``now`` that is not as it was."""
+        was, new = _flat(self.settings), _flat(now.settings)
+        names = dict.fromkeys([*was, *new])
+        if now.seed is not None:
+            was["seed"], new["seed"] = self.seed, now.seed
+            names["seed"] = None
+        told: list[str] = []
+        for name in names:
+            before, after = _said(was, name), _said(new, name)
+            if before != after:
+                told.append(f"{name} was {before} and is {after}")
+        return told
+
+    def begin(self, old: RunRecord | None, source: dict[str, Any]) -> RunRecord:
+        """The record in force for a run that goes on from ``old``, or begins."""
+        now = _now()
+        seed = self.seed if self.seed is not None else old.seed if old is not None else None
+        return RunRecord(
+            settings=json.loads(_json(self.settings)),
+            seed=secrets.randbits(32) if seed is None else seed,
+            weights=None if old is None else old.weights,
+            input=source,
+            version=self.version or __version__,
+            created=old.created if old is not None else self.created or now,
+            process={"pid": os.getpid(), "host": platform.node(), "since": now},
+        )
+
+    def finish(self, figures: dict[str, Any] | None, results: int) -> None:
+        self.results = results
+        self.figures = json.loads(_json(figures or {}))
+        self.finished = _now()
+
+    def write(self, path: str) -> None:
+        """Whole, and on the disk, when this returns."""
+        write_atomically(path, (json.dumps(asdict(self), ensure_ascii=True, indent=2) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: str) -> RunRecord | None:
+        try:
+            with open(path, "rb") as file:
+                found = json.loads(file.read())
+            known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+            kinds = dict.fromkeys(("settings", "input", "process", "figures"), dict)
+            kinds |= {"seed": int | None, "weights": str | None, "results": int | None}
+            if any(not isinstance(known[name], kind) for name, kind in kinds.items() if name in known):
+                raise ValueError("fields of another kind")
+            return cls(**known)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise OutputFileError(f"{path} cannot be read: {reason(error)}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise OutputFileError(
+                f"{path}, which says how the results were made, is damaged: to begin afresh, `--restart`"
+            ) from error
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str, sort_keys=True)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _said(settings: dict[str, Any], name: str) -> str:
+    """None is the same as not set: options are added to the library, and old records do not have them."""
+    value = settings.get(name)
+    return "not set" if value is None else json.dumps(value, default=str, sort_keys=True)

@@ -1,0 +1,266 @@
+"""A file of prompts, as numbered records that are read from the disk when they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from ...errors import InputFileError
+from ...notices import warn_user
+from . import tables
+from .lines import Lines, ShortRead, find_lines, read_at
+from .paths import reason
+from .windows import RECORD_COST, PromptOf, cut, fingerprints, sharing_order
+
+WINDOW_BYTES = 256 << 20
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+TABLES = ("csv", "tsv", "parquet")
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_COPIED = 1 << 20  # bytes at a time, of what cannot be read twice
+_BEGINNINGS = {  # what files are that were taken for text
+    b"\x1f\x8b": ("is compressed (gzip)", "`zcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
+    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", "`zstdcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
+    b"BZh": ("is compressed (bzip2)", "`bzcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
+    b"PK\x03\x04": ("is a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
+    b"\xff\xfe": ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it"),
+    b"\xfe\xff": ("is UTF-16", "`iconv -f UTF-16 -t UTF-8 {path}` makes UTF-8 of it"),
+    b"PAR1": ("is a Parquet file", "pass format `parquet`"),
+}
+
+
+def record_key(raw: bytes) -> str:
+    """12 hex digits that name the content of a record."""
+    return hashlib.blake2b(raw, digest_size=6).hexdigest()
+
+
+def format_of(path: str, format: str | None, error: type[Exception]) -> str:
+    if format is not None:
+        if format not in FORMATS.values():
+            raise error(f"format {format!r}: it is one of {', '.join(dict.fromkeys(FORMATS.values()))}")
+        return format
+    if path == "-":
+        return "jsonl"
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _COMPRESSED and error is InputFileError:
+        raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
+    if suffix in _COMPRESSED:
+        raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} away, or use `- | gzip`")
+    if suffix not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise error(f"{path}: its name does not say what it is ({known}): pass the format (`--format jsonl`)")
+    return FORMATS[suffix]
+
+
+def open_source(
+    path: str | os.PathLike[str], format: str | None = None, *, note: Callable[[str], None] | None = None
+) -> Source:
+    """``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdin (jsonl).
+
+    What cannot be read by offsets (a pipe, a table) is copied into an unnamed temporary file as JSON lines.
+    """
+    path = os.path.expanduser(path)
+    kind = format_of(path, format, InputFileError)
+    try:
+        with contextlib.ExitStack() as opened:
+            stream = opened.enter_context(_open(path, note or warn_user))
+            origin = os.fstat(stream.fileno())
+            problems: dict[int, str] = {}
+            if kind in TABLES:
+                stream, problems = _as_lines(stream, path, kind, opened)
+            else:
+                if not _rewinds(stream):
+                    stream = opened.enter_context(_copied(stream, path))
+                _check_text(stream, path)
+            lines = find_lines(stream.fileno(), digest=True)
+            opened.pop_all()
+            return Source(path, kind, stream, lines, problems, origin)
+    except OSError as error:
+        name = "stdin" if path == "-" else path
+        raise InputFileError(f"{name} cannot be read: {reason(error)}") from error
+
+
+def _open(path: str, note: Callable[[str], None]) -> IO[bytes]:
+    if path != "-":
+        if os.path.isdir(path):
+            raise InputFileError(f"{path} is a folder, not a file")
+        return open(path, "rb")
+    if os.isatty(0):
+        note("reading JSON lines from the terminal: end them with Ctrl-D")
+    return os.fdopen(os.dup(0), "rb")
+
+
+def _rewinds(stream: IO[bytes]) -> bool:
+    """An ordinary file, at its beginning."""
+    return stat.S_ISREG(os.fstat(stream.fileno()).st_mode) and stream.tell() == 0
+
+
+@contextlib.contextmanager
+def _room_for_a_copy(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise InputFileError(
+            f"{path} cannot be copied to a temporary file in {where}: {reason(error)}. "
+            "The environment variable TMPDIR names another folder"
+        ) from error
+
+
+def _copied(stream: IO[bytes], path: str) -> IO[bytes]:
+    with _room_for_a_copy(path):
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 (the source closes it)
+        while piece := stream.read(_COPIED):
+            copy.write(piece)
+        copy.flush()
+        copy.seek(0)
+    return copy
+
+
+def _as_lines(
+    stream: IO[bytes], path: str, kind: str, opened: contextlib.ExitStack
+) -> tuple[IO[bytes], dict[int, str]]:
+    if kind == "parquet":
+        if not _rewinds(stream):
+            stream = opened.enter_context(_copied(stream, path))
+        rows = tables.parquet_rows(stream, path)
+    else:
+        rows = tables.csv_rows(stream, path, "\t" if kind == "tsv" else ",")
+    with _room_for_a_copy(path):
+        copy = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the source closes it)
+    problems: dict[int, str] = {}
+    for number, (line, problem) in enumerate(rows):
+        if problem:
+            problems[number] = problem
+        with _room_for_a_copy(path):
+            copy.write(line + b"\n")
+    with _room_for_a_copy(path):
+        copy.flush()
+    return copy, problems
+
+
+def _check_text(stream: IO[bytes], path: str) -> None:
+    head = read_at(stream.fileno(), 1 << 12, 0)
+    for beginning, (what, todo) in _BEGINNINGS.items():
+        if head.startswith(beginning):
+            raise InputFileError(f"{path} {what}: {todo.format(path=path)}")
+    first, newline, rest = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    first = first.strip()
+    if first.startswith((b"[{", b"[ {")) or (first == b"[" and newline):
+        raise InputFileError(
+            f"{path} is one JSON array, not JSON lines (one object on each line): "
+            f"`jq -c '.[]' {path} > lines.jsonl` makes lines of it"
+        )
+    if first == b"{" and rest.strip():
+        raise InputFileError(
+            f"{path} has objects over several lines, not JSON lines (one object on each line): "
+            f"`jq -c . {path} > lines.jsonl` makes lines of it"
+        )
+
+
+class Source:
+    """Records are numbered from 0. ``problems``: rows that are no records, and why (what there is of them is JSON)."""
+
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        stream: IO[bytes],  # of JSON lines
+        lines: Lines,
+        problems: dict[int, str],
+        origin: os.stat_result,  # what was opened, where the stream is a copy
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.problems = problems
+        self._stream = stream
+        self._lines = lines
+        self._seen = os.fstat(stream.fileno())
+        self._origin = origin
+
+    @property
+    def count(self) -> int:
+        return len(self._lines)
+
+    @property
+    def size(self) -> int:
+        return self._lines.end
+
+    @property
+    def digest(self) -> str:
+        """Of all that was read: equal only for an input in which nothing has changed."""
+        return self._lines.digest
+
+    @property
+    def name(self) -> str:
+        return "stdin" if self.path == "-" else self.path
+
+    def is_file(self, there: str | int) -> bool:
+        """Whether an ordinary file of this name, or behind this descriptor, is what is read here."""
+        try:
+            return stat.S_ISREG(self._origin.st_mode) and os.path.samestat(self._origin, os.stat(there))
+        except OSError:
+            return False
+
+    def summary(self) -> dict[str, Any]:
+        """What a run record says of the input."""
+        path = self.path if self.path == "-" else os.path.abspath(self.path)
+        return {"path": path, "records": self.count, "bytes": self.size, "digest": self.digest}
+
+    def where(self, number: int) -> str:
+        """How a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
+        return f"row {number + 1:,}" if self.format in TABLES else f"line {self._lines.line(number):,}"
+
+    def records(self, numbers: Sequence[int] | np.ndarray) -> list[bytes]:
+        """The raw JSON of these records, in the order asked for."""
+        try:
+            found = self._lines.read(numbers)
+            now = os.fstat(self._stream.fileno())
+        except ShortRead:
+            raise InputFileError(f"{self.name} has become shorter while it was being read") from None
+        except OSError as error:
+            raise InputFileError(f"{self.name} cannot be read any more: {reason(error)}") from error
+        if now.st_mtime_ns != self._seen.st_mtime_ns and now.st_size <= self._seen.st_size:  # longer: lines were added
+            raise InputFileError(f"{self.name} has changed while it was being read")
+        return found
+
+    def chunks(self, numbers: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """``numbers`` (all of them) in their order, as many at a time as are comfortably held."""
+        return self._lines.chunks(numbers)
+
+    def windows(
+        self,
+        numbers: np.ndarray | None = None,
+        window_bytes: int = WINDOW_BYTES,
+        prompt_of: PromptOf | None = None,
+    ) -> Iterator[np.ndarray]:
+        """All of ``numbers`` in stretches that fit into memory; records whose prompts begin alike are in the same one.
+
+        ``prompt_of`` gives the text of a record's prompt; without it, what follows its "prompt" or "messages".
+        """
+        numbers = np.arange(self.count) if numbers is None else np.asarray(numbers, dtype=np.int64)
+        cost = self._lines.sizes[numbers].astype(np.int64) + RECORD_COST
+        if int(cost.sum()) <= window_bytes:
+            if len(numbers):
+                yield numbers
+            return
+        raws = (raw for chunk in self.chunks(numbers) for raw in self.records(chunk))
+        order, shared = sharing_order(fingerprints(raws, prompt_of))
+        for window in cut(order, shared, cost[order], window_bytes):
+            yield numbers[window]
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

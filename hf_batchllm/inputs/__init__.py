@@ -1,0 +1,1 @@
+"""What people pass in, checked: models, prompts, chats, tensors, tokenizers, adapters, seeds, options."""

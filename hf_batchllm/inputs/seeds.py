@@ -1,0 +1,49 @@
+"""Where a prompt's sampling noise begins: with the seed of the call, or with one of its own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import OptionValueError
+from ..wording import is_array, shown
+
+Seeds = int | Sequence[int]  # of all prompts, or one for each
+
+_WHOLE = "a whole number from 0 to 2**64 - 1"
+
+
+def noise_of(seeds: Seeds, index: int) -> tuple[int, int]:
+    """The seed of a prompt's noise, and the prompt's number among all that have this seed.
+
+    With a seed of its own, it does not matter to a prompt where in the list it stands.
+    """
+    return (seeds, index) if isinstance(seeds, int) else (seeds[index], 0)
+
+
+def signed(seed: int) -> int:
+    """The same 64 bits, as PyTorch's integers have them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def checked_seeds(given: Any, prompts: int) -> Seeds:
+    each = given.tolist() if is_array(given) else list(given) if isinstance(given, list | tuple | range) else given
+    if not isinstance(each, list):
+        return _checked(given)
+    if len(each) != prompts:
+        why = f"is a list of {len(each):,} and there are {prompts:,} prompts: it must have one for each"
+        raise OptionValueError("seed", why)
+    return [_checked(seed, index) for index, seed in enumerate(each)]
+
+
+def _checked(seed: Any, index: int | None = None) -> int:
+    try:
+        number = operator.index(seed)  # NumPy's integers, too
+    except TypeError:
+        number = -1
+    if not isinstance(seed, bool) and 0 <= number < 2**64:
+        return number
+    if index is None:
+        raise OptionValueError("seed", f"must be {_WHOLE}, not {shown(seed)}; or a list of them, one for each prompt")
+    raise OptionValueError("seed", f"must be {_WHOLE} for each prompt, not {shown(seed)} as for prompt {index}")

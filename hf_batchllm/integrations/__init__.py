@@ -1,0 +1,1 @@
+"""Doors into transformers: accelerated(model), accelerated(pipe) and pipeline(...)."""

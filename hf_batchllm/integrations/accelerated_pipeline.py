@@ -1,0 +1,256 @@
+"""``accelerated(pipe)``: a text-generation pipeline that somebody has made gives all its inputs to a BatchGenerator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+from transformers import Pipeline, TextGenerationPipeline
+
+from ..config import BatchConfig
+from ..engine.job import Checks, Work
+from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
+from ..notices import warn_user
+from ..patches.attention_interface import ATTENTION_NAME
+from ..patches.attention_swap import AttentionSwap
+from ..results.run_report import RunReport
+from .fallbacks import Fallback, not_of_generate, refuse_a_generate_of_its_own, refuse_what_sees_the_batch
+from .pipeline import BatchTextGenerationPipeline
+from .pipeline_call import AROUND_THE_MODEL, PipelineCall, Results, TokenGenerator, read
+
+_DOORS = ("get_iterator", "run_single")  # through which a pipeline's __call__ goes
+_BEHIND = (*AROUND_THE_MODEL, *_DOORS)  # what runs, there
+_REPORT = "last_report"
+_TOO_LATE = "accelerated() ended before these results were read: read them in its block"
+_ABSENT = object()
+
+
+@contextmanager
+def accelerated_pipeline(
+    pipe: Pipeline, tokenizer: Any, config: BatchConfig, stand_in: Callable[..., Any]
+) -> Iterator[Pipeline]:
+    """``stand_in``: what takes the place of ``model.generate`` where a pipeline needs it batch by batch."""
+    if isinstance(pipe, BatchTextGenerationPipeline):
+        raise UnsupportedModelError(f"a {pipe.task} pipeline runs whole lists as it is: leave accelerated() out")
+    if not isinstance(pipe, TextGenerationPipeline):
+        raise UnsupportedModelError(
+            f"accelerated(pipe) takes a text-generation pipeline, not one for {pipe.task or type(pipe).__name__}"
+            ": pass the model in it, accelerated(pipe.model)"
+        )
+    tokenizer = pipe.tokenizer if tokenizer is None else tokenizer
+    changed = _changed(pipe)
+    if changed is not None:
+        warn_user(
+            f"{type(pipe).__name__} has {changed} of its own, so its batches are accelerated one by one, and what they "
+            "have in common is computed for each: make them large (`batch_size`)"
+        )
+    whole = changed is None
+    place: Any = _PipelineStandIn(pipe, tokenizer, config) if whole else stand_in(pipe.model, tokenizer, config)
+    try:
+        place.enter()
+        yield pipe
+    finally:
+        place.leave()
+
+
+def _changed(pipe: TextGenerationPipeline) -> str | None:
+    for name in _BEHIND:
+        own = vars(pipe).get(name)
+        if own is not None and not isinstance(own, _Door):
+            return f"a `{name}`"
+        if getattr(type(pipe), name) is not getattr(TextGenerationPipeline, name):
+            return f"a `{name}`"
+    return None
+
+
+class _ChecksAsPipeline(Checks):
+    """Refuses what a pipeline shows one prompt after the other, and might remember something of each."""
+
+    def work(self, *given: Any) -> Work:
+        work = super().work(*given)
+        if work.sequences > 1:
+            why = (
+                'a pipeline calls for one batch after the other: call pipeline("batch-text-generation"), which asks it '
+                "for the rows of all prompts in turn"
+            )
+            refuse_what_sees_the_batch(work.options[0].given, why)
+            if work.options[0].given.prefix_allowed_tokens_fn is not None:
+                raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is what {why}")
+        return work
+
+
+class _Generator(TokenGenerator):
+    checks = _ChecksAsPipeline
+
+
+class _Door:
+    """What stands in for a method of the pipeline."""
+
+    def __init__(self, stand_in: _PipelineStandIn, name: str, serve: Callable[..., Any]) -> None:
+        self.stand_in = stand_in
+        self._name = name
+        self._serve = serve
+
+    def __repr__(self) -> str:
+        return f"<accelerated {self._name} of {type(self.stand_in.pipe).__name__}>"
+
+    @property
+    def last_report(self) -> RunReport | None:
+        return self.stand_in.last_report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._serve(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the pipeline, made or pickled meanwhile, has its own method."""
+        return getattr, (self.stand_in.pipe, self._name)
+
+
+class _PipelineStandIn(Fallback):
+    instead = "the pipeline runs as it does without"
+    item = "prompt"
+
+    def __init__(self, pipe: TextGenerationPipeline, tokenizer: Any, config: BatchConfig) -> None:
+        super().__init__()
+        self.pipe = pipe
+        self._model = pipe.model
+        self._before: dict[str, Any] = {}
+        self._ended = False
+        self._open: weakref.WeakSet[Results] = weakref.WeakSet()
+        try:
+            self._generator = _Generator(pipe.model, tokenizer, config)
+            refuse_a_generate_of_its_own(pipe.model)
+        except UnsupportedModelError as refusal:
+            self._refusal = refusal
+
+    def enter(self) -> None:
+        attributes = vars(self.pipe)
+        self._before = {name: attributes.get(name, _ABSENT) for name in (*_DOORS, _REPORT)}
+        for name, serve in zip(_DOORS, (self._iterator, self._single), strict=True):
+            attributes[name] = _Door(self, name, serve)
+        attributes[_REPORT] = None
+
+    def leave(self) -> None:
+        self._ended = True
+        attributes = vars(self.pipe)
+        if self._is_at(attributes.get(_DOORS[0])):  # else one further in is, which puts back what was before this one
+            before = self._before
+            while isinstance(outer := before[_DOORS[0]], _Door) and outer.stand_in._ended:
+                before = outer.stand_in._before
+            for name, value in before.items():
+                if value is _ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
+        with AttentionSwap(self._model).others_wait():  # for lists that other threads are at
+            for results in list(self._open):
+                with suppress(ValueError):  # a thread that waits to read on finds out by itself
+                    results.break_off(GeneratorBusyError(_TOO_LATE))
+            self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        if self._generator is not None:
+            with suppress(GeneratorBusyError):  # then by the thread that ends its work
+                self._generator.close()
+
+    def _is_at(self, door: Any) -> bool:
+        return isinstance(door, _Door) and door.stand_in is self
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def _single(self, given: Any, preprocess: Any, forward: Any, postprocess: Any) -> Any:
+        def original() -> Any:
+            return type(self.pipe).run_single(self.pipe, given, preprocess, forward, postprocess)
+
+        def serve(call: PipelineCall, generator: TokenGenerator, prepared: Any) -> Any:
+            return call.results(generator, prepared)[0]
+
+        return self._served([given], (preprocess, forward, postprocess), serve, original)
+
+    def _iterator(
+        self, inputs: Any, num_workers: int, batch_size: int, preprocess: Any, forward: Any, postprocess: Any
+    ) -> Any:
+        parameters = preprocess, forward, postprocess
+
+        def original(inputs: Any = inputs) -> Any:
+            return type(self.pipe).get_iterator(self.pipe, inputs, num_workers, batch_size, *parameters)
+
+        if isinstance(inputs, list):
+            return self._served(inputs, parameters, PipelineCall.results, lambda: list(original()))
+        if self._ended:
+            return original()
+        results = Results(lambda: self._stream(inputs, parameters, original), inputs)
+        self._open.add(results)
+        return results
+
+    def _stream(self, inputs: Any, parameters: Any, original: Callable[[Any], Any]) -> Iterator[Any]:
+        if self._ended:
+            self._say(GeneratorBusyError("accelerated() had ended when the first result was asked for"))
+            yield from original(inputs)
+            return
+        given = read(inputs)
+
+        def begin(call: PipelineCall, generator: TokenGenerator, prepared: Any) -> Iterator[Any]:
+            results = call.stream(generator, prepared)
+            return chain([next(results)], results) if given else results
+
+        results = self._served(given, parameters, begin, lambda: iter(original(given)))
+        try:
+            while True:
+                with self._turn():  # for each by itself: who reads them may do something else in between
+                    if self._ended:
+                        raise GeneratorBusyError(_TOO_LATE)
+                    try:
+                        result = next(results)
+                    except StopIteration:
+                        return
+                yield result
+        finally:
+            del results  # and with it, ends the engine's part if it has not come to its end
+            self._note_report()
+            if self._ended:
+                self._close_when_idle()
+
+    def _served(
+        self, inputs: list[Any], parameters: Any, serve: Callable[..., Any], original: Callable[[], Any]
+    ) -> Any:
+        if self._ended:
+            return original()
+        with self._turn():
+            generator: Any = self._generator
+            reason = self._refusal
+            if self.pipe.model is not self._model:
+                reason = UnsupportedModelError("the pipeline was given another model since accelerated(pipe) began")
+            elif (changed := _changed(self.pipe)) is not None:
+                reason = UnsupportedModelError(f"the pipeline was given {changed} since accelerated(pipe) began")
+            if reason is not None:
+                return self._run_original(reason, original)
+            generator.last_report = None
+            call = PipelineCall(self.pipe, *parameters, lenient=False)
+            wrong = not_of_generate(call.asked)
+            if wrong is not None:
+                return self._run_original(wrong, original)
+            call.asked["progress"] = False
+            prepared = call.prepare(inputs)
+            try:
+                return self._attempt(lambda: serve(call, generator, prepared), original)
+            finally:
+                self._note_report()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time: while another thread is in a step, the model's attention is not its own."""
+        with AttentionSwap(self._model).others_wait() as attention:
+            if attention == ATTENTION_NAME:
+                raise GeneratorBusyError(
+                    "the pipeline was called from within a step of a call that is running (by a hook?), while the "
+                    "model's attention is swapped: make that call without accelerated(), or the inner one later"
+                )
+            yield
+
+    def _note_report(self) -> None:
+        if not self._ended:
+            vars(self.pipe)[_REPORT] = self.last_report

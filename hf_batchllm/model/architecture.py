@@ -1,0 +1,266 @@
+"""What a model's architecture asks of the engine, and whether the engine can give it.
+
+The architecture is asked, not believed: a copy of it without weights (on PyTorch's meta device) is run over two tokens
+with an attention function that takes notes. What bypasses that function, or hands it things that it cannot honour, is
+refused by name before anything runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..errors import UnsupportedModelError
+from ..inputs.base_model import base_model
+from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
+from ..patches.attention_swap import AttentionSwap
+from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
+from .kv_storage import AttentionShape, kv_dtype
+
+_BYPASSES = (
+    "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
+)
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+_SEEN: dict[tuple[type, str], list[AttentionCall]] = {}  # of models without data, which hold no memory
+_MOST_SEEN = 16
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the engine needs to know of a model."""
+
+    name: str
+    layers: int  # that attend
+    kv_values_per_token: int  # over all layers
+    kv_bytes_per_token: int
+    vocab_size: int
+    max_positions: int | None  # beyond which the model has no positions at all
+    rope_limit: int | None  # beyond which a length-dependent RoPE would change what is computed
+    device: torch.device
+    attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
+
+
+def inspect_model(model: nn.Module) -> Architecture:
+    """Look at ``model`` without running it. UnsupportedModelError names what is in the way, if anything is."""
+    inner = base_model(model)
+    name = type(inner).__name__
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} puts learned tokens in front of every prompt (prompt learning); "
+            "that is not supported. Adapters that change weights, such as LoRA, are"
+        )
+    device = _single_device(inner, name)
+    _refuse_by_config(inner, name)
+    _refuse_repeated_layers(inner, name)
+    calls = _attention_calls(inner, name)
+    _refuse_by_calls(inner, name, calls)
+    config = inner.config.get_text_config(decoder=True)
+    values = sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
+    return Architecture(
+        name=name,
+        layers=len(calls),
+        kv_values_per_token=values,
+        kv_bytes_per_token=values * inner.dtype.itemsize,
+        vocab_size=_vocab_size(inner),
+        max_positions=_learned_positions(inner, config),
+        rope_limit=_rope_limit(config),
+        device=device,
+        attention=tuple(AttentionShape(call.q.shape[1], *call.k.shape[1:], call.v.shape[2]) for call in calls),
+    )
+
+
+def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
+    """What an owner may change between two calls: where the weights are, their type, the size of the vocabulary."""
+    inner = base_model(model)
+    device = _single_device(inner, architecture.name)
+    _refuse_repeated_layers(inner, architecture.name)
+    return replace(
+        architecture,
+        kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
+        vocab_size=_vocab_size(inner),
+        device=device,
+    )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return rows or model.config.get_text_config(decoder=True).vocab_size
+
+
+def _single_device(model: PreTrainedModel, name: str) -> torch.device:
+    devices = {tensor.device for tensor in model.parameters()}
+    placed = set(getattr(model, "hf_device_map", {}).values())
+    if torch.device("meta") in devices or (placed & {"disk", "cpu"} and len(placed) > 1):
+        raise UnsupportedModelError(
+            f"{name} has weights that are not in memory (on the meta device, or off-loaded): load it whole first"
+        )
+    if len(devices) != 1:
+        where = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(f"{name} is spread over several devices ({where}): it must be on a single one")
+    return devices.pop()
+
+
+def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
+    config = model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{name} has no language-model head to generate with: load it as AutoModelForCausalLM"
+        )
+    text = config.get_text_config(decoder=True)
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{name} has layers of a kind that is not supported: {', '.join(unknown)} "
+            "(full and sliding-window attention are)"
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{name} lets layers share the K and V of others; that is not supported")
+
+
+def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
+    """A copy of the architecture does not show what an owner has done to the list of layers."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            layers = [each for each in module if isinstance(each, GradientCheckpointingLayer)]
+            if len(set(layers)) < len(layers):
+                raise UnsupportedModelError(
+                    f"{name} has a layer that stands in several places, and would overwrite its own K and V; that is "
+                    "not supported: put copies there (copy.deepcopy)"
+                )
+
+
+def _refuse_by_calls(model: PreTrainedModel, name: str, calls: list[AttentionCall]) -> None:
+    expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if not calls:
+        raise UnsupportedModelError(_BYPASSES.format(name))
+    if expected is not None and len(calls) != expected:
+        raise UnsupportedModelError(
+            f"{name} has {expected} layers, and attends {len(calls)} times through transformers' AttentionInterface; "
+            "hybrids and layers with an attention of their own are not supported"
+        )
+    if len({call.layer for call in calls}) != len(calls):
+        raise UnsupportedModelError(f"{name} runs an attention layer several times in a pass; that is not supported")
+
+
+class _NoteTaker:
+    """Notes each call and answers with a tensor of the right shape."""
+
+    def __init__(self, takes_masks: bool) -> None:
+        self.takes_masks = takes_masks
+        self.noted: list[AttentionCall] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self.noted)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.noted.append(call)
+        return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
+
+
+def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
+    """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
+    try:
+        # All that such a copy is made of. A look takes half a second where there are many layers.
+        key = type(model), model.config.to_json_string(use_diff=False)
+        if key in _SEEN:
+            return _SEEN[key]
+    except Exception:  # a config that holds something odd
+        key = None
+    try:
+        # The copy's weights are never filled in, yet making them may draw random numbers: the caller's stay unmoved.
+        # bfloat16, because that is what the grouped products of experts are defined for without data.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            skeleton = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16).eval()
+        calls = _noted_passes(skeleton, torch.device("meta"), name)
+        if key is not None:
+            if len(_SEEN) >= _MOST_SEEN:
+                _SEEN.pop(next(iter(_SEEN)), None)
+            _SEEN[key] = calls
+        return calls
+    except UnsupportedModelError:
+        raise
+    except Exception:
+        # Some architectures read a value on the way (which expert, how long); those run for real, over two tokens.
+        try:
+            return _noted_passes(model, next(model.parameters()).device, name)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            why = f"{{}} cannot be run with an attention function from outside: {error}"
+            bypasses = not model._can_set_attn_implementation()
+            raise UnsupportedModelError((_BYPASSES if bypasses else why).format(name)) from error
+
+
+def _noted_passes(model: PreTrainedModel, device: torch.device, name: str) -> list[AttentionCall]:
+    """The calls of a pass as the engine makes it, held against the masks that the model would ask for."""
+    calls = _noted_pass(model, device, ATTENTION_NAME)
+    with attention_masks_noted() as masks:
+        for call in _noted_pass(model, device, MASK_PROBE_NAME):
+            _refuse_by_mask(call, masks.get(id(call.mask)), name)
+    return calls
+
+
+def _noted_pass(model: PreTrainedModel, device: torch.device, attention: str) -> list[AttentionCall]:
+    notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
+    swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
+    try:
+        with torch.no_grad(), swap.applied(attention), attention_context(notes):
+            # Without a cache transformers looks into the positions for packed sequences before it describes a mask;
+            # where there is no data, there is nothing to look at.
+            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
+    finally:  # once more: an interrupt may have come while the block above put things back
+        swap.restore()
+        torch.set_grad_enabled(grad_mode)
+        use_context(context)
+    return notes.noted
+
+
+def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> None:
+    """What the mask of a layer says must be what causality and the layer's ``sliding_window`` say without it."""
+    if call.mask is None:
+        return  # the model asks for no mask: its attention is told everything by other means
+    if mask is None:
+        raise UnsupportedModelError(f"{name} changes its attention masks on the way; that is not supported")
+    at = 1_000_000  # a query, far enough from the start for any window or chunk to show
+    window = call.window or at + 1
+    for key in (0, at // 2, at - window, at - window + 1, at - 1, at, at + 1):
+        if key >= 0 and mask.sees(at, key) != (at - window < key <= at):
+            raise UnsupportedModelError(
+                f"{name} keeps in its attention mask alone which tokens see which (a window, chunks, both directions); "
+                "that is not supported"
+            )
+
+
+def _learned_positions(model: PreTrainedModel, config: PreTrainedConfig) -> int | None:
+    """Rows of a table of learned positions, if the model has one: beyond it there is nothing to look up."""
+    for name, module in model.named_modules():
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf in ("wpe", "embed_positions") and isinstance(module, nn.Embedding):
+            return module.num_embeddings - getattr(module, "offset", 0)
+    return None
+
+
+def _rope_limit(config: PreTrainedConfig) -> int | None:
+    parameters: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
+    limits = []
+    for rope in each:
+        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPE:
+            trained = rope.get("original_max_position_embeddings")
+            trained = trained or getattr(config, "original_max_position_embeddings", None)
+            limits.append(trained or config.max_position_embeddings)
+    return min(limits) if limits else None

@@ -1,0 +1,81 @@
+"""Which backend runs a call's attention: the Triton kernels where they can, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from ..config import BatchConfig
+from ..errors import ConfigError
+from ..kernels.work_lists import PAGE_SIZES
+from ..notices import Notices
+from ..patches.fused import triton_fused_kernels
+from ..patches.fused_layers import FusedKernels
+from .attention_backend import AttentionBackend
+from .kv_storage import KVStorage
+from .torch_attention import TorchBackend
+from .triton_attention import KernelBackend, triton_kernels
+
+_LEAST_CAPABILITY = (9, 0)
+_LEAST_SHARED_MEMORY = 227 << 10  # bytes that a block may have; what the widest heads take
+_YES = ("1", "true", "on", "yes", "y")  # as Triton reads its switches
+
+
+def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -> None:
+    """Refuse what was asked for and cannot be, and say so where a slow way is taken instead."""
+    if config.backend == "torch":
+        reason = 'that is what `backend="torch"` asks for'
+    else:
+        refused = _refused(config, device)
+        if refused is None:
+            return
+        if config.backend == "triton":
+            raise ConfigError(f'`backend="triton"` cannot be used: {refused}')
+        reason = refused
+    if device.type != "cpu":
+        notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}")
+
+
+def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
+    if config.backend == "torch" or _refused(config, device) is not None:
+        return TorchBackend(storage, device)
+    return KernelBackend(triton_kernels(interpreted=is_interpreted()), storage, device, notices)
+
+
+def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
+    """What fused layers run on; None where there are to be none."""
+    if not config.fuse or config.backend == "torch" or _refused(config, device) is not None:
+        return None
+    return triton_fused_kernels()
+
+
+def _refused(config: BatchConfig, device: torch.device) -> str | None:
+    """Why the kernels cannot be used, in the user's words."""
+    interpreted = is_interpreted()
+    if device.type != "cuda" and not (interpreted and config.backend == "triton"):
+        return f"the Triton kernels need a CUDA GPU, and the model is on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (`pip install triton`)"
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return "this Triton is too old (`pip install -U triton`)"
+    if device.type == "cuda":
+        if interpreted:
+            return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it and start anew"
+        if torch.version.hip is not None:
+            return "the Triton kernels have been made for NVIDIA's GPUs alone"
+        capability, properties = torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device)
+        if capability < _LEAST_CAPABILITY or properties.shared_memory_per_block_optin < _LEAST_SHARED_MEMORY:
+            return (
+                "the Triton kernels need a data-centre GPU of Hopper's generation (compute capability 9.0) or later, "
+                f"and {properties.name} is none"
+            )
+    if config.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES[:-1]))
+        return f"the Triton kernels work with a `page_size` of {sizes} or {PAGE_SIZES[-1]}, not {config.page_size}"
+    return None
+
+
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _YES

@@ -1,0 +1,148 @@
+"""ModelRunner: one step of the user's own model, in the mode that it is in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..inputs.base_model import base_model
+from ..patches.adapter_swap import AdapterSwap
+from ..patches.attention_interface import (
+    ATTENTION_NAME,
+    AttentionContext,
+    attention_context,
+    context_in_use,
+    use_context,
+)
+from ..patches.attention_swap import AttentionSwap
+from ..patches.cpu_head import HeadSwap
+from ..patches.fused import FusedLayers
+from ..planning.units import Chunk
+from .architecture import Architecture
+from .attention_backend import AttentionBackend
+from .batch import ModelBatch
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: nn.Module,
+        architecture: Architecture,
+        backend: AttentionBackend,
+        fused: FusedLayers | None = None,
+    ) -> None:
+        self.model = model
+        self.architecture = architecture
+        self.backend = backend
+        self._swap = AttentionSwap(model)
+        self._fused = fused
+        self._head = HeadSwap(base_model(model).get_output_embeddings())
+        self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
+        self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
+        self.adapters: AdapterSwap | None = None  # where prompts say which they are for
+        self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # gets the logits asked for beside
+        self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
+
+    def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
+        """Run the step's tokens; the logits of those rows that are sampled, as the model gives them."""
+        logits = self.every_row(batch)
+        if not batch.asked:
+            return logits
+        samples = len(batch.tokens.sample_seats)
+        assert self.record is not None
+        self.record(batch.asked, logits[samples:])
+        return logits[:samples]
+
+    def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
+        """Run the step's tokens; the logits of those that are sampled, then of those asked for beside."""
+        with self._as_inference():
+            return self._step(batch)
+
+    def rows(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:  # [rows, vocabulary]
+        """Run decode rows, all of which are sampled. Nothing here waits for the device, or sends it anything."""
+        with self._as_inference():
+            return self.forward(input_ids, position_ids, context)
+
+    @contextmanager
+    def _as_inference(self) -> Iterator[None]:
+        self._outside = torch.is_grad_enabled(), context_in_use()
+        with torch.no_grad():
+            yield
+        self._outside = None
+
+    def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
+        batch = batch.to(self.architecture.device)
+        tokens = batch.tokens
+        context = self.backend.prepare(batch.attention)
+        return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [tokens]
+        position_ids: torch.Tensor,  # [tokens]
+        context: AttentionContext,
+        logits_rows: torch.Tensor | None = None,  # [samples]; None: all tokens
+    ) -> torch.Tensor:  # [samples, vocabulary]
+        keep = {"logits_to_keep": logits_rows} if self._selects_rows and logits_rows is not None else {}
+        # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
+        adapted = nullcontext() if self.adapters is None else self.adapters.applied()
+        fused = nullcontext() if self._fused is None else self._fused.applied()
+        with self._swap.applied(ATTENTION_NAME), adapted, fused, self._head.applied(), attention_context(context):
+            output = self.model(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                return_dict=True,
+                **keep,
+            )
+        if context.calls != self.architecture.layers:
+            raise UnsupportedModelError(
+                f"{self.architecture.name} has {self.architecture.layers} attention layers, of which {context.calls} "
+                "were run by the attention that was put under them: has a module of it been replaced by one with an "
+                "attention of its own? That is not supported"
+            )
+        logits = output.logits[0]
+        return logits if self._selects_rows or logits_rows is None else logits[logits_rows]
+
+    def adapted(self) -> AbstractContextManager[None]:
+        """For what else may run the model between steps: processors."""
+        return nullcontext() if self.adapters is None else self.adapters.applied_alone()
+
+    @torch.no_grad()
+    def in_float32(self, logits: torch.Tensor) -> torch.Tensor:
+        """As ``generate`` hands them to its processors. Good until the next step."""
+        if logits.dtype == torch.float32 or logits.device.type != "cpu":
+            return logits.float()
+        # On a CPU, new memory for so many numbers costs more than the numbers.
+        if self._logits is None or self._logits.shape[0] < len(logits):
+            with torch.inference_mode(False):  # a later step may run outside
+                self._logits = torch.empty(logits.shape, dtype=torch.float32)
+        return self._logits[: len(logits)].copy_(logits)
+
+    def restore(self) -> None:
+        """Once more, should an interrupt have come while a step put things back. The memory of steps goes, too."""
+        self._head.restore()
+        if self._fused is not None:
+            self._fused.restore()
+        if self.adapters is not None:
+            self.adapters.restore()
+        self._swap.restore()
+        if self._outside is not None:
+            grad_mode, context = self._outside
+            torch.set_grad_enabled(grad_mode)
+            use_context(context)
+            self._outside = None
+        self._logits = None
+        self.backend.release()

@@ -1,0 +1,335 @@
+"""The backend over the attention kernels: a step's work lists, made once for all layers that attend alike.
+
+Decode rows, and prompt chunks of a few tokens, go through the cascade: a prefix that several of them read is read once.
+Longer chunks have rows enough of their own, and go through the prefill kernel. A layer of a shape that the kernels
+cannot do is run in plain PyTorch, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
+from ..kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work, sent
+from ..notices import Notices
+from ..patches.attention_interface import AttentionCall, Rotation
+from .batch import AttentionBatch
+from .kv_storage import KVStorage
+from .torch_attention import CascadePlan, Scratch, write_in_torch
+
+SHORT_CHUNK = 16  # tokens; a chunk of no more is run beside the decode rows
+_MULTIPROCESSORS = 8  # where the device has none: on a CPU
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The kernels, in Triton or as their twins in PyTorch."""
+
+    write: Callable[..., None]
+    attend_items: Callable[..., None]
+    merge_parts: Callable[..., None]
+    attend_chunks: Callable[..., None]
+    by_page: Callable[[torch.Tensor], Any]  # K or V as the kernels read it
+    launch_options: Callable[[int, int, int, int], dict[str, int]]  # of ``attend_chunks``
+    unsupported: Callable[..., str | None]
+
+
+def triton_kernels(interpreted: bool = False) -> AttentionKernels:
+    from ..kernels import cascade_triton, pages_triton, prefill_triton, small_triton
+
+    def unsupported(*shape: Any) -> str | None:
+        if interpreted and shape[-1] == torch.bfloat16:
+            return "Triton's interpreter (TRITON_INTERPRET is set) does not multiply bfloat16"
+        return pages_triton.unsupported(*shape)
+
+    return AttentionKernels(
+        write=small_triton.rope_and_write,
+        attend_items=cascade_triton.attend_items,
+        merge_parts=cascade_triton.merge_parts,
+        attend_chunks=prefill_triton.attend_chunks,
+        by_page=pages_triton.by_page,
+        launch_options=prefill_triton.launch_options,
+        unsupported=unsupported,
+    )
+
+
+@dataclass
+class Met:
+    """What kinds of work have come up in layers that attend in the same way."""
+
+    tiles: set[int] = field(default_factory=set)
+    merges: bool = False
+
+    def note(self, tiles: Iterable[int], merges: bool) -> Met:
+        self.tiles.update(tiles)
+        self.merges |= merges
+        return self
+
+
+class KernelBackend:
+    short_chunk = SHORT_CHUNK
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        storage: KVStorage,
+        device: torch.device,
+        notices: Notices,
+        gates: tuple[float, float] = (GATE, GATE_MERGED),
+    ) -> None:
+        self.kernels = kernels
+        self.gates = gates
+        self.storage = storage
+        self.device = device
+        self.notices = notices
+        self.multiprocessors = _MULTIPROCESSORS
+        if device.type == "cuda":
+            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.scratch = Scratch()
+        self.met: dict[tuple[Any, ...], Met] = {}  # in decode rows of steps, by what a layer's lists hang on
+        self._parts: torch.Tensor | None = None  # the largest that was asked for
+        self._part_shapes: set[tuple[int, int, torch.device]] = set()
+        self._refusals: dict[tuple[Any, ...], str | None] = {}
+
+    def prepare(self, batch: AttentionBatch) -> KernelAttention:
+        return KernelAttention(self.work_of(batch), self)
+
+    def release(self) -> None:
+        self.scratch.release()
+        self._parts = None
+
+    def work_of(self, batch: AttentionBatch) -> StepWork:
+        return StepWork(batch, self.device, self.multiprocessors, self.gates, self.met)
+
+    @property
+    def does_all(self) -> bool:
+        """Whether the kernels could do every layer that they have seen."""
+        return not any(self._refusals.values())
+
+    def parts(
+        self, parts: int, heads: int, dim: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [parts, heads, dim], [parts, heads]
+        """Where partial results lie until they are merged: steps, their layers and all graphs take turns with it."""
+        self._part_shapes.add((heads, dim, device))
+        numbers = parts * heads * (dim + 1)
+        if self._parts is None or len(self._parts) < numbers:
+            with torch.inference_mode(False):  # used again, maybe outside
+                self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
+        out = self._parts[: parts * heads * dim].view(parts, heads, dim)
+        return out, self._parts[parts * heads * dim : numbers].view(parts, heads)
+
+    def reserve(self, parts: int) -> None:
+        """So many of each shape that has come up will be asked for."""
+        for heads, dim, device in self._part_shapes:
+            self.parts(parts, heads, dim, device)
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        """Why the kernels cannot do this layer."""
+        heads, kv_heads, qk_dim, v_dim = call.q.shape[1], *call.k.shape[1:], call.v.shape[2]
+        shape = heads, kv_heads, qk_dim, v_dim, self.storage.page_size, call.q.dtype
+        if shape not in self._refusals:
+            self._refusals[shape] = self.kernels.unsupported(*shape)
+        return self._refusals[shape]
+
+
+class Work(Protocol):
+    """What there is to do in a step."""
+
+    rows: int  # decode rows, and tokens of short chunks; they come first
+    has_chunks: bool  # whether longer chunks follow
+
+    @property
+    def slots(self) -> torch.Tensor: ...  # [tokens]
+    @property
+    def lengths(self) -> torch.Tensor: ...  # [rows] int32
+    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists: ...
+    def chunk_lists(
+        self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int
+    ) -> PrefillWork: ...
+    def torch_plan(self, scratch: Scratch) -> CascadePlan: ...
+
+
+class StepWork:
+    """The lists of a step, for whatever windows and heads its layers have."""
+
+    def __init__(
+        self,
+        batch: AttentionBatch,
+        device: torch.device,
+        multiprocessors: int,
+        gates: tuple[float, float],
+        met: dict[tuple[Any, ...], Met],
+    ) -> None:
+        self._met = met
+        self.batch = batch
+        self.gates = gates
+        self.device = device
+        self.multiprocessors = multiprocessors
+        spans = np.array([(span.unit, span.begin, span.end, span.position) for span in batch.spans], dtype=np.int64)
+        self._unit, self._begin, self._end, self._position = spans.T
+        long = self._end - self._begin > SHORT_CHUNK
+        self._short = int(long.argmax()) if long.any() else len(spans)  # spans before the first long chunk
+        self.rows = int(self._end[self._short - 1]) if self._short else 0  # of short spans, which come first
+        self.has_chunks = self._short < len(spans)
+        self._on_host: dict[tuple[Any, ...], WorkLists] = {}
+        self._lists: dict[tuple[Any, ...], WorkLists] = {}
+        self._chunk_lists: dict[tuple[Any, ...], PrefillWork] = {}
+        self._torch_plan: CascadePlan | None = None
+
+    def lists(self, *key: Any) -> WorkLists:
+        """As ``on_host``, on the device."""
+        if key not in self._lists:
+            work = self.on_host(*key)
+            self._met.setdefault(key, Met()).note(work.items, work.merges)
+            self._lists[key] = work.to(self.device, non_blocking=True)
+        return self._lists[key]
+
+    def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+        """Of the decode rows and short chunks."""
+        key = window, heads, kv_heads, sinks
+        if key not in self._on_host:
+            page_size = self.batch.page_size
+            readers, (gate, gate_merged) = self._readers(slice(self._short)), self.gates
+            ranges = make_ranges(
+                self._units, readers, page_size=page_size, window=window, gate=gate, gate_merged=gate_merged
+            )
+            self._on_host[key] = build_work(
+                ranges,
+                self._lengths,
+                kv_heads=kv_heads,
+                group=heads // kv_heads,
+                page_size=page_size,
+                multiprocessors=self.multiprocessors,
+                window=window,
+                ahead=0 if self.batch.growth is None else int(self.batch.growth.max(initial=0)),
+                direct=not sinks,
+            )
+        return self._on_host[key]
+
+    @property
+    def slots(self) -> torch.Tensor:  # [tokens]
+        return self.batch.slots
+
+    def torch_plan(self, scratch: Scratch) -> CascadePlan:
+        """For layers that the kernels cannot do."""
+        if self._torch_plan is None:
+            self._torch_plan = CascadePlan(self.batch, self.device, scratch)
+        return self._torch_plan
+
+    def chunk_lists(self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int) -> PrefillWork:
+        """``wide``: a larger tile, where the kernels can do one, to be used if that pays."""
+        key = window, group, tile, wide, kv_heads
+        if key not in self._chunk_lists:
+            page_size = self.batch.page_size
+            chunks = make_chunks(self._units, self._readers(slice(self._short, None)), page_size=page_size)
+            work = build_prefill(
+                chunks, group=group, page_size=page_size, tile=tile, window=window, wide=wide, kv_heads=kv_heads
+            )
+            self._chunk_lists[key] = work.to(self.device, non_blocking=True)
+        return self._chunk_lists[key]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:  # [rows] int32
+        return sent(torch.from_numpy(self._lengths.astype(np.int32)), self.device)
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:  # [rows]
+        return self.batch.positions[: self.rows] + 1
+
+    def _readers(self, spans: slice) -> Readers:
+        begin, rows = self._begin[spans], (self._end - self._begin)[spans]
+        ends = self._position[spans] + rows
+        if self.batch.growth is not None:  # then all spans are decode rows
+            ends = ends + self.batch.growth
+        return Readers(self._unit[spans], begin, rows, ends)
+
+    @cached_property
+    def _units(self) -> Units:
+        table = self.batch.units
+        sizes = np.fromiter((len(pages) for pages in table.pages), np.int64, len(table.pages))
+        page_begin = np.concatenate([[0], np.cumsum(sizes)])
+        return Units(np.array(table.base), np.array(table.start), page_begin, np.concatenate(table.pages))
+
+
+class KernelAttention:
+    """Runs a step's work over the paged cache, layer by layer."""
+
+    takes_masks = False
+
+    def __init__(self, work: Work, backend: KernelBackend) -> None:
+        self.work = work
+        self.backend = backend
+        self.calls = 0
+        self._parts: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls += 1
+        kernels, storage = self.backend.kernels, self.backend.storage
+        k_cache, v_cache = storage.of(call.layer, call.k, call.v)
+        refusal = self.backend.refusal(call)
+        if refusal is not None:
+            return self._in_torch(call, refusal, k_cache, v_cache)
+        # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
+        given = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
+        q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        turn = call.rotation or Rotation(None, None)
+        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, self.work.slots, q_out=q, **turn.options())
+        k_pages, v_pages = storage.paged(call.layer, kernels.by_page)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[2])
+        same = {"window": call.window, "softcap": call.softcap}
+        if self.work.rows:
+            self._attend_rows(call, q[: self.work.rows], k_pages, v_pages, out[: self.work.rows], same)
+        if self.work.has_chunks:
+            group = q.shape[1] // k_cache.shape[1]
+            options = kernels.launch_options(group, q.shape[2], v_cache.shape[2], q.element_size())
+            tiles = options["tile"], options.get("wide")
+            work = self.work.chunk_lists(call.window, group, *tiles, k_pages.shape[2])
+            kernels.attend_chunks(q, k_pages, v_pages, out, work, call.scale, sinks=call.sinks, options=options, **same)
+        return out
+
+    def _attend_rows(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        k_pages: Any,
+        v_pages: Any,
+        out: torch.Tensor,
+        same: dict[str, Any],
+    ) -> None:
+        kernels = self.backend.kernels
+        work = self.work.lists(call.window, q.shape[1], k_pages.shape[2], call.sinks is not None)
+        shape = work.parts, *out.shape[1:]
+        if shape not in self._parts:
+            self._parts[shape] = self.backend.parts(*shape, q.device)
+        parts = self._parts[shape]
+        for tile in reversed(TILES):  # the long items first
+            if tile in work.items:
+                kernels.attend_items(
+                    tile, q, k_pages, v_pages, out, *parts, work, self.work.lengths, call.scale, **same
+                )
+        if work.merges:
+            kernels.merge_parts(out, *parts, work, sinks=call.sinks)
+
+    def _in_torch(
+        self, call: AttentionCall, refusal: str, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        self.backend.notices(
+            f"kernels: {refusal}",
+            f"attention of {type(call.layer).__name__} runs in plain PyTorch, which is correct and slow: {refusal}",
+        )
+        q = write_in_torch(call, k_cache, v_cache, self.work.slots)
+        return self.work.torch_plan(self.backend.scratch).run(
+            q,
+            k_cache,
+            v_cache,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )

@@ -1,0 +1,159 @@
+"""Prompts -> ``SharingPlan``: which tokens are computed once for several prompts, and in which order all of them run.
+
+All prompts go into one radix tree, found by sorting: prompts with a common prefix are neighbours then. A node of the
+tree that pays becomes a ``Segment``; the others dissolve into what is below them. No model and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..config import BatchConfig
+from ..errors import ConfigError
+from ..inputs.prompts import Prompt, garbage_collection_paused, prepare_prompts
+from ..results.sharing_plan import Segment, SharingPlan
+from .radix import build_tree, nearest_kept, shared_lengths
+
+MIN_SHARED_TOKENS: int = BatchConfig.min_shared_tokens
+
+
+def plan_prompts(prompts: Any, tokenizer: Any = None, *, min_shared_tokens: int = MIN_SHARED_TOKENS) -> SharingPlan:
+    """What a list of prompts would share, without a model: ``print(plan_prompts(prompts, tokenizer))``.
+
+    ``prompts`` is what ``BatchGenerator.generate`` takes; ``tokenizer`` is needed for strings and chats only.
+    """
+    loader = None if tokenizer is None else lambda: tokenizer
+    prepared = prepare_prompts(prompts, tokenizer=loader)
+    plan = plan_sharing(prepared, min_shared_tokens=min_shared_tokens)
+    if tokenizer is not None:
+        plan.add_labels(prepared, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    return plan
+
+
+def plan_sharing(
+    prompts: Sequence[Prompt],
+    *,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
+    share: bool = True,
+    new_tokens: int | Sequence[int] = 1,
+) -> SharingPlan:
+    """The cheapest plan for ``prompts``, in which a segment counts ``min_shared_tokens`` tokens more than it has.
+
+    So a segment is kept when it saves that many tokens at least. ``new_tokens`` to be generated, for all or for each
+    prompt, decide the order alone. With ``share=False`` there are no segments; the order follows the same rule.
+    To plan several samples of a prompt, list it as many times.
+    """
+    if not isinstance(min_shared_tokens, (int, np.integer)) or isinstance(min_shared_tokens, bool):
+        raise ConfigError(f"min_shared_tokens is {min_shared_tokens!r}; it is a number of tokens, 0 or more")
+    if min_shared_tokens < 0:
+        raise ConfigError(f"min_shared_tokens is {min_shared_tokens}; it must be 0 or more")
+    count = len(prompts)
+    lengths = np.fromiter((len(prompt.ids) for prompt in prompts), np.int64, count)
+    decode = np.broadcast_to(np.asarray(new_tokens, np.int64), (count,))
+    if count == 0:
+        nothing = np.zeros(0, np.int64)
+        return SharingPlan((), nothing, nothing, 0, 0, nothing)
+    if lengths.min() == 0:
+        raise ValueError(f"prompt {int(lengths.argmin())} is empty")
+
+    with garbage_collection_paused():
+        return _plan(prompts, lengths, decode, share, int(min_shared_tokens))
+
+
+def _plan(prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, share: bool, fee: int) -> SharingPlan:
+    count = len(prompts)
+    # by_prefix holds prompt indices in sorted order; a "place" is a position there.
+    by_prefix, shared = _sorted_by_prefix(prompts) if share else (np.arange(count), [0] * count)
+    tree = build_tree(shared)
+    nearest = np.asarray([*nearest_kept(tree, lengths[by_prefix], fee), -1], np.int64)
+    # The -1 just added stands for "no node": index -1 finds it, as it finds the 0 at the end of these.
+    depth = np.asarray([*tree.depth, 0], np.int64)
+    kept = np.flatnonzero(nearest[:-1] == np.arange(len(tree.depth)))
+    kept_above = nearest[np.asarray(tree.parent, np.int64)[kept]]
+    first = np.asarray(tree.first, np.int64)[kept]
+    members = np.asarray(tree.last, np.int64)[kept] - first + 1
+    row_above = nearest[np.asarray(tree.leaf_parent, np.int64)]
+
+    # The cost of each place: the row's own tokens, and those of the segments that begin there.
+    cost = lengths[by_prefix] - depth[row_above]
+    np.add.at(cost, first, depth[kept] - depth[kept_above])
+    at_top = kept_above < 0
+    run = _run_order(by_prefix, cost, decode[by_prefix], first[at_top], members[at_top])
+    run_place = np.empty(count, np.int64)
+    run_place[run] = np.arange(count)
+
+    # In run order, and above before below where both begin with the same row: depth-first.
+    listed = np.lexsort((depth[kept], run_place[first]))
+    number = np.full(len(tree.depth) + 1, -1, np.int64)
+    number[kept[listed]] = np.arange(len(kept))
+    order = by_prefix[run]
+    parents = np.empty(count, np.int64)
+    parents[by_prefix] = number[row_above]
+    columns = (
+        number[kept_above],
+        by_prefix[first],
+        depth[kept_above],
+        depth[kept],
+        members,
+    )
+    segments = tuple(map(Segment, range(len(kept)), *(column[listed].tolist() for column in columns)))
+    for result in (parents, order, lengths):
+        result.flags.writeable = False
+    return SharingPlan(segments, parents, order, int(lengths.sum()), int(cost.sum()), lengths)
+
+
+def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]:
+    """The prompts in an order in which those with a common prefix are neighbours, and what each shares with the last.
+
+    The bytes of the ids sort by memcmp; any total order on tokens will do. Equal prompts stay in their order, and
+    prompts with different keys are kept apart.
+    """
+    by_key: dict[Hashable, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_key.setdefault(prompt.key, []).append(index)
+    packed = [_bytes_of(prompt.ids) for prompt in prompts]
+    order: list[int] = []
+    shared: list[int] = []
+    for indices in by_key.values():
+        indices.sort(key=packed.__getitem__)
+        order += indices
+        shared += shared_lengths([prompts[index].ids for index in indices])
+    return np.asarray(order, np.int64), shared
+
+
+def _bytes_of(ids: np.ndarray) -> bytes:
+    if isinstance(ids.base, bytes) and len(ids.base) == ids.nbytes:
+        return ids.base  # prepare_prompts made the array over these bytes
+    return np.ascontiguousarray(ids, np.int32).tobytes()
+
+
+def _run_order(
+    by_prefix: np.ndarray, cost: np.ndarray, decode: np.ndarray, first: np.ndarray, members: np.ndarray
+) -> np.ndarray:
+    """Places in the order to run them: group by group, those with more to decode for each token to compute first.
+
+    Their long decodes then overlap the prefill of the others. A group is a run of ``members`` places from ``first``;
+    a row outside of them is a group of its own. Ties go to the group with the smallest prompt index.
+    """
+    count = len(by_prefix)
+    inside = np.zeros(count + 1, np.int64)
+    np.add.at(inside, first + 1, 1)
+    np.add.at(inside, first + members, -1)
+    begins = np.flatnonzero(np.cumsum(inside[:-1]) == 0)
+    sizes = np.diff(begins, append=count)
+    ratio = np.add.reduceat(decode, begins) / np.add.reduceat(cost, begins)
+    rank = np.lexsort((np.minimum.reduceat(by_prefix, begins), -ratio))
+    sizes, begins = sizes[rank], begins[rank]
+    return np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(count)
+
+
+def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:
+    return plan_sharing(
+        prompts,
+        min_shared_tokens=config.min_shared_tokens,
+        share=config.share_prefixes,
+        new_tokens=new_tokens,
+    )

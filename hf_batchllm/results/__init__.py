@@ -1,0 +1,1 @@
+"""What people get back: plans, generations, reports, scores, timelines. Never imports torch."""

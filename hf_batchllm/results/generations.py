@@ -1,0 +1,148 @@
+"""What a call gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+from .dataframes import table_of
+from .run_report import RunReport
+
+if TYPE_CHECKING:
+    import pandas
+
+
+_SHOWN = 3  # generations spelled out in a BatchResult's repr
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generated sequence.
+
+    index: the prompt's place in the list that was passed in.
+    sample: which of the prompt's ``num_return_sequences`` this is, from 0.
+    text: the new tokens decoded without special tokens; None without a tokenizer.
+    token_ids: the new tokens, the EOS that ended them included.
+    prompt_token_ids: the prompt as the model saw it.
+    finish_reason: "stop" (EOS, a stop string, a criterion), "length" (as long as it was allowed to become), "time"
+        (``max_time`` was over; there may be no new token at all), "error".
+    logprobs: with ``generate(..., logprobs=k)``, a dict {token id: log-probability} for each of ``token_ids``: of the k
+        likeliest tokens, the likeliest first, and of the chosen one (k + 1 of them where it is not among those), so
+        that ``g.logprobs[t][g.token_ids[t]]`` is there. k = 0: of the chosen one alone. They are the log-softmax, in
+        float32, of the model's own logits, whatever processors, temperature and the like make of them.
+    prompt_logprobs: with ``prompt_logprobs=k``, the same for each of ``prompt_token_ids``, given those before it; None
+        for the first one, and for those that the model had not come to when ``max_time`` was over. Prompts have the
+        dicts of what they share in common: to change one, copy it.
+    error: why there is no result, if ``finish_reason`` is "error".
+    score: of a beam search, by which its answers are in order: the sum of the tokens' log-probabilities divided by
+        their number to the power of ``length_penalty``. It is the ``sequences_scores`` of ``generate``.
+
+    Log-probabilities are None if they were not asked for, and for errors. They take some 300 bytes a token and 75 more
+    for each of the k. With them the host picks the tokens and waits for each step; with ``prompt_logprobs`` the LM head
+    runs over prompts, too, steps are smaller where the vocabulary is large, and kept prefixes are not made use of.
+    """
+
+    index: int
+    sample: int
+    text: str | None
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    error: str | None = None
+    score: float | None = None
+
+
+class BatchResult(Sequence[Generation]):
+    """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``."""
+
+    _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that are shown
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        report: RunReport | None,
+        decode: Callable[[list[int]], str | None] | None = None,
+    ) -> None:
+        self._generations = list(generations)
+        self.report = report
+        self._decode = decode
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, which is to store results and no tokenizer."""
+        return {name: value for name, value in self.__dict__.items() if name != "_decode"}
+
+    @overload
+    def __getitem__(self, index: int) -> Generation: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Generation]: ...
+    def __getitem__(self, index: int | slice) -> Generation | list[Generation]:
+        return self._generations[index]
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self._generations)
+
+    @property
+    def texts(self) -> list[str | None]:
+        return [generation.text for generation in self._generations]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [generation.token_ids for generation in self._generations]
+
+    @property
+    def by_prompt(self) -> list[list[Generation]]:
+        """The samples of each prompt. After an interrupt, of those prompts that have any."""
+        rows: list[list[Generation]] = []
+        for generation in self._generations:
+            if not rows or rows[-1][0].index != generation.index:
+                rows.append([])
+            rows[-1].append(generation)
+        return rows
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A DataFrame of one row for each generation: the fields of Generation, and how many tokens there were.
+
+        Row ``k`` is ``self[k]``. The columns ``logprobs`` and ``prompt_logprobs`` are there if they were asked for.
+        """
+        rows = self._generations
+        columns: dict[str, tuple[str, list[Any]]] = {
+            "index": ("int64", [row.index for row in rows]),
+            "sample": ("int64", [row.sample for row in rows]),
+            "text": ("string", [row.text for row in rows]),
+            "finish_reason": ("string", [row.finish_reason for row in rows]),
+            "prompt_tokens": ("int64", [len(row.prompt_token_ids) for row in rows]),
+            "new_tokens": ("int64", [len(row.token_ids) for row in rows]),
+            "token_ids": ("object", [row.token_ids for row in rows]),
+            "prompt_token_ids": ("object", [row.prompt_token_ids for row in rows]),
+        }
+        for name in ("logprobs", "prompt_logprobs"):
+            values = [getattr(row, name) for row in rows]
+            if any(value is not None for value in values):
+                columns[name] = ("object", values)
+        columns["error"] = ("string", [row.error for row in rows])
+        return table_of(columns)
+
+    def __repr__(self) -> str:
+        shown = [f"  [{place}] {_short(generation)}" for place, generation in enumerate(self._generations[:_SHOWN])]
+        hidden = len(self) - len(shown)
+        if hidden:
+            shown.append(f"  ... and {hidden:,} more")
+        return "\n".join([f"BatchResult of {len(self):,} generation{'' if len(self) == 1 else 's'}", *shown])
+
+    def _repr_html_(self) -> str:
+        from .views.result import result_html  # only who looks at it needs it
+
+        return result_html(self, self._decode)
+
+
+def _short(generation: Generation) -> str:
+    """One line for a terminal."""
+    what = generation.error or (repr(generation.text) if generation.text is not None else str(generation.token_ids))
+    line = f"{generation.finish_reason}: {what}"
+    return line if len(line) <= 70 else line[:67] + "..."

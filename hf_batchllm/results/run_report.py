@@ -1,0 +1,102 @@
+"""How a call went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..wording import shown_size
+from .sharing_plan import SharingPlan
+from .timeline import Timeline
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """How a call went.
+
+    sequences, finished: how many there were, and how many had ended (fewer only after an interrupt).
+    prompt_tokens: tokens of all prompts (each counted once for every sample).
+    computed_tokens: prompt tokens that the model ran over, what preemption made it run over again left out.
+    recomputed_tokens: tokens run over again after a preemption.
+    saving: the share of the prompts' tokens that sharing spares, from 0 to 1.
+    cached_tokens: prompt tokens found in prefixes kept from an earlier call.
+    new_tokens: tokens generated.
+    model_tokens: all tokens that went through the model.
+    peak_memory: bytes of KV cache that held tokens at the same time, at most.
+    kv_memory: bytes of the whole KV cache.
+    device_memory: bytes of the device that PyTorch had given out at the same time, at most: the model, the KV cache and
+        what steps take, and whatever else the process has there. 0 on a CPU, where nobody counts. To find it, a call
+        sets PyTorch's peaks back (``torch.cuda.reset_peak_memory_stats``).
+    seed: of the sampling noise, or a list with that of each prompt; None for greedy decoding.
+    fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
+    graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
+    idle_tokens: tokens run for answers that turned out to have ended before.
+    scored_tokens: of a call of ``score``, the tokens whose log-probability was wanted. Its sequences are the
+        continuations, each with its context; what counts as its prompt tokens is all of them but the last.
+    timeline: what steps ran over in the course of time, and where the time went (a Timeline).
+    """
+
+    sequences: int
+    finished: int
+    prompt_tokens: int
+    computed_tokens: int
+    saving: float
+    recomputed_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    model_tokens: int
+    steps: int
+    preemptions: int
+    seconds: float
+    planning_seconds: float
+    peak_memory: int
+    kv_memory: int
+    seed: int | Sequence[int] | None
+    plan: SharingPlan = field(repr=False)
+    fused: str = ""
+    graphs: str = ""
+    idle_tokens: int = 0
+    device_memory: int = 0
+    scored_tokens: int = 0
+    timeline: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New ones; of a call of ``score``, those scored."""
+        return (self.scored_tokens or self.new_tokens) / self.seconds if self.seconds else 0.0
+
+    def _repr_html_(self) -> str:
+        from .views.report import report_html  # only who looks at it needs it
+
+        return report_html(self)
+
+    def __str__(self) -> str:
+        seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
+        count = f"{self.sequences:,} sequence{'' if self.sequences == 1 else 's'}"
+        if self.finished < self.sequences:
+            count = f"interrupted: {self.finished:,} of {count}"
+        tokens, kind = (self.scored_tokens, "scored") if self.scored_tokens else (self.new_tokens, "new")
+        lines = [
+            f"{count}, {tokens:,} {kind} tokens in {seconds} ({self.tokens_per_second:,.0f} {kind} tokens/s)",
+            f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
+            f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
+            f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
+        ]
+        if self.timeline is not None and self.timeline.longest_phases:
+            lines.insert(3, f"time       {self.timeline.longest_phases}")
+        if self.device_memory:
+            lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
+        if self.cached_tokens:
+            lines.append(f"kept       {self.cached_tokens:,} prompt tokens came from an earlier call")
+        if self.preemptions:
+            lines.append(f"preempted  {self.preemptions:,} times, {self.recomputed_tokens:,} tokens computed again")
+        if self.fused:
+            lines.append(f"fused      {self.fused}")
+        if self.graphs:
+            lines.append(f"graphs     {self.graphs}")
+        if self.idle_tokens:
+            lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
+        if self.seed is not None:
+            said = self.seed if isinstance(self.seed, int) else "one for each prompt"
+            lines.append(f"seed       {said}")
+        return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""What ``score`` gives back: how likely each continuation is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+from ..errors import OptionValueError, either
+from ..wording import shown
+from .dataframes import table_of
+from .run_report import RunReport
+
+if TYPE_CHECKING:
+    import pandas
+
+
+_SHOWN = 5  # scores spelled out in a ScoreResult's repr
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is after its context.
+
+    index: the context's place in the list that was passed in (of whole texts: the text's).
+    choice: which of the context's continuations this is, from 0.
+    text: the continuation, as it was passed in or decoded; None without a tokenizer.
+    token_ids: the tokens that were scored. Where a token of the joint text spans the end of the context, it is the
+        first of them.
+    logprobs: the log-probability of each of them, given everything before it: the log-softmax, in float32, of the
+        model's own logits.
+    is_greedy: whether each of them is the likeliest token in its place (the one with the lowest id among equals).
+    error: why there is no score; then there are no tokens, and ``logprob`` is not a number.
+    """
+
+    index: int
+    choice: int
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[float]
+    is_greedy: bool
+    error: str | None = None
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation: the sum of ``logprobs``."""
+        return math.fsum(self.logprobs) if self.error is None else math.nan
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token, on average."""
+        return self.logprob / max(len(self.token_ids), 1)
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(-self.mean_logprob)
+        except OverflowError:
+            return math.inf
+
+
+_PER: dict[str, Callable[[Score], float]] = {
+    "total": lambda score: score.logprob,
+    "token": lambda score: score.mean_logprob,
+    "character": lambda score: score.logprob / max(len(score.text or ""), 1),
+    "byte": lambda score: score.logprob / max(len((score.text or "").encode(errors="replace")), 1),
+}
+
+
+class ScoreResult(Sequence[Score]):
+    """The scores of a call: of the first context's continuations, then of the second's, and so on."""
+
+    def __init__(self, scores: Sequence[Score], report: RunReport | None, complete: bool = True) -> None:
+        """``scores``: in any order. ``complete``: whether there are all that were asked for."""
+        self._scores = sorted(scores, key=lambda score: (score.index, score.choice))
+        self.complete = complete
+        self.report = report
+
+    @overload
+    def __getitem__(self, index: int) -> Score: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Score]: ...
+    def __getitem__(self, index: int | slice) -> Score | list[Score]:
+        return self._scores[index]
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __iter__(self) -> Iterator[Score]:
+        return iter(self._scores)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of each continuation as a whole."""
+        return [score.logprob for score in self._scores]
+
+    @cached_property
+    def by_context(self) -> list[list[Score]]:
+        """The scores of each context. After an interrupt, of those contexts that have any."""
+        rows: list[list[Score]] = []
+        for score in self._scores:
+            if not rows or rows[-1][0].index != score.index:
+                rows.append([])
+            rows[-1].append(score)
+        return rows
+
+    def best(self, per: str = "total") -> list[int | None]:
+        """Which continuation of each context is the likeliest; the first one among equals.
+
+        per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
+            "character" and "byte" (of its text in UTF-8) divide each by its length.
+
+        None for a context of which a continuation could not be scored, or has a log-probability that is not a number.
+            After an interrupt nobody can say.
+        """
+        if not self.complete:
+            raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
+        if not isinstance(per, str) or per not in _PER:
+            raise OptionValueError("per", f"must be {either(map(repr, _PER))}, not {shown(per)}")
+        if per in ("character", "byte") and any(score.text is None and not score.error for score in self._scores):
+            raise OptionValueError("per", f"is {per!r}, and there is no text to measure: pass a tokenizer")
+        value = _PER[per]
+
+        def likeliest(scores: list[Score]) -> int | None:
+            values = [value(score) for score in scores]  # of an error, not a number
+            if any(map(math.isnan, values)):
+                return None
+            return scores[values.index(max(values))].choice
+
+        return [likeliest(scores) for scores in self.by_context]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A DataFrame of one row for each score. Row ``k`` is ``self[k]``."""
+        rows = self._scores
+        return table_of(
+            {
+                "index": ("int64", [row.index for row in rows]),
+                "choice": ("int64", [row.choice for row in rows]),
+                "text": ("string", [row.text for row in rows]),
+                "tokens": ("int64", [len(row.token_ids) for row in rows]),
+                "logprob": ("float64", [row.logprob for row in rows]),
+                "mean_logprob": ("float64", [row.mean_logprob for row in rows]),
+                "is_greedy": ("bool", [row.is_greedy for row in rows]),
+                "token_ids": ("object", [row.token_ids for row in rows]),
+                "logprobs": ("object", [row.logprobs for row in rows]),
+                "error": ("string", [row.error for row in rows]),
+            }
+        )
+
+    def __repr__(self) -> str:
+        lines = [f"  [{place}] {_short(score)}" for place, score in enumerate(self._scores[:_SHOWN])]
+        hidden = len(self) - len(lines)
+        if hidden:
+            lines.append(f"  ... and {hidden:,} more")
+        return "\n".join([f"ScoreResult of {len(self):,} score{'' if len(self) == 1 else 's'}", *lines])
+
+    def _repr_html_(self) -> str:
+        from .views.scores import scores_html  # only who looks at it needs it
+
+        return scores_html(self)
+
+
+def _short(score: Score) -> str:
+    """One line for a terminal."""
+    if score.error is not None:
+        line = f"{score.index}.{score.choice} error: {score.error}"
+    else:
+        what: Any = score.token_ids if score.text is None else score.text
+        count = len(score.token_ids)
+        tokens = f"{count:,} token{'' if count == 1 else 's'}"
+        line = f"{score.index}.{score.choice} {score.logprob:9.3f} ({tokens}) {what!r}"
+    return line if len(line) <= 90 else line[:87] + "..."

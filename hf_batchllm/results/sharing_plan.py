@@ -1,0 +1,190 @@
+"""What a list of prompts shares: segments, groups, and how the text of the largest begins. No model and no torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+_LEVELS_SHOWN = 4  # in the summary's table; deeper ones are gathered in one
+_LABELLED = 12  # segments: as many as a picture has room for
+_LABEL_TOKENS = 40  # of each, decoded
+_LABEL_CHARACTERS = 160
+
+
+class WithIds(Protocol):
+    """A prompt, as far as a label needs it."""
+
+    @property
+    def ids(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens that are computed once for all prompts below: ``prompts[prompt].ids[start:end]``."""
+
+    index: int  # its place in plan.segments; a parent comes before its children
+    parent: int  # index of the segment that ends where this one starts, -1 at the top
+    prompt: int  # the first member in run order
+    start: int  # token position, counted from the start of the prompt
+    end: int
+    members: int  # prompts anywhere below
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that need not be computed again, for all of its members but one."""
+        return len(self) * (self.members - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The prompts below one top-level segment; they run one after the other."""
+
+    shared_tokens: int  # shared by all of them; deeper segments may share more among some
+    prompts: np.ndarray  # indices, in run order
+
+    @property
+    def size(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharingPlan:
+    """What a list of prompts shares. ``print(plan)`` sums it up; in a notebook it is a picture."""
+
+    HISTOGRAM: ClassVar = ("group size", "groups", "prompts", "shared tokens (each)")
+
+    segments: tuple[Segment, ...]  # depth-first, in run order
+    parents: np.ndarray  # [prompts] index of the segment that a prompt goes on from, -1 for none
+    order: np.ndarray  # [prompts] indices of the prompts in the order to run them: sharers are neighbours
+    total_tokens: int  # in all prompts
+    computed_tokens: int  # that the model must run over
+    lengths: np.ndarray  # [prompts] tokens of each
+    labels: dict[int, str] = field(default_factory=dict)  # of the segments that save most: how their text begins
+    of_sequences: bool = False  # of a run: a prompt is there once for each sample, and not if it could not be run
+
+    @property
+    def prompt_tokens(self) -> int:
+        """``total_tokens``, under the name that it has in the report of a run."""
+        return self.total_tokens
+
+    @property
+    def saved_tokens(self) -> int:
+        return self.total_tokens - self.computed_tokens
+
+    @property
+    def saving(self) -> float:
+        """The fraction of the tokens that need not be computed, from 0 to 1."""
+        return self.saved_tokens / self.total_tokens if self.total_tokens else 0.0
+
+    @cached_property
+    def _levels(self) -> list[int]:
+        """Of each segment: 1 at the top, 2 below such a one, and so on."""
+        levels: list[int] = []
+        for segment in self.segments:
+            levels.append(1 + (levels[segment.parent] if segment.parent >= 0 else 0))
+        return levels
+
+    @cached_property
+    def depth(self) -> int:
+        """How many segments lie one below the other at most."""
+        return max(self._levels, default=0)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """One group for each top-level segment, in run order; prompts that share nothing are in none."""
+        place = np.empty(len(self.order), np.int64)
+        place[self.order] = np.arange(len(self.order))
+        found = []
+        for segment in self._top_segments:
+            begin = place[segment.prompt]
+            found.append(Group(segment.end, self.order[begin : begin + segment.members]))
+        return tuple(found)
+
+    @cached_property
+    def _top_segments(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.parent < 0]
+
+    def largest_savers(self, count: int = _LABELLED) -> list[Segment]:
+        """The segments that save most, most first."""
+        return heapq.nsmallest(count, self.segments, key=lambda segment: (-segment.saved_tokens, segment.index))
+
+    def add_labels(self, prompts: Sequence[WithIds], decode: Callable[[list[int]], str | None]) -> None:
+        """Fill in ``labels``. ``prompts`` are those of the plan; ``decode`` gives None where there is no tokenizer.
+
+        Labels are there to be looked at: what a tokenizer has against one costs the label and nothing else.
+        """
+        for segment in self.largest_savers():
+            end = min(segment.end, segment.start + _LABEL_TOKENS)
+            try:
+                text = decode(prompts[segment.prompt].ids[segment.start : end].tolist())
+            except Exception:
+                continue
+            if not isinstance(text, str):
+                continue
+            text = text.strip("\ufffd")[:_LABEL_CHARACTERS]  # a character may go on in the tokens that were cut off
+            if text.strip():
+                self.labels[segment.index] = text
+
+    def _totals(self) -> list[tuple[str, str, str]]:
+        """Rows of (what, how much, as a share)."""
+        computed = f"{1 - self.saving:.1%}" if self.total_tokens else ""
+        return [
+            ("prompts", f"{len(self.order):,}", ""),
+            ("tokens asked for", f"{self.total_tokens:,}", ""),
+            ("tokens to compute", f"{self.computed_tokens:,}", computed),
+            ("tokens saved", f"{self.saved_tokens:,}", f"{self.saving:.1%}" if self.total_tokens else ""),
+            ("levels of sharing", f"{self.depth:,}", ""),
+        ]
+
+    def histogram(self) -> list[tuple[str, str, str, str]]:
+        """Rows of (group size, groups, prompts, tokens shared in each), by level and then by powers of two."""
+        buckets: dict[tuple[int, int], list[Segment]] = {}
+        for segment, level in zip(self.segments, self._levels, strict=True):
+            deep = level > _LEVELS_SHOWN
+            bucket = (_LEVELS_SHOWN + 1, 0) if deep else (level, (segment.members - 1).bit_length())
+            buckets.setdefault(bucket, []).append(segment)
+        rows = []
+        alone = len(self.order) - sum(segment.members for segment in self._top_segments)
+        if alone:
+            rows.append(("1 (alone)", f"{alone:,}", f"{alone:,}", "-"))
+        for (level, _), alike in sorted(buckets.items()):
+            size = _span(min(segment.members for segment in alike), max(segment.members for segment in alike))
+            tokens = _span(min(map(len, alike)), max(map(len, alike)))
+            members = f"{sum(segment.members for segment in alike):,}"
+            if level > 1:  # below groups that stand in the table already
+                size, tokens = f"level {level}{'+' if level > _LEVELS_SHOWN else ''}: {size}", f"+ {tokens}"
+                members = members if level <= _LEVELS_SHOWN else ""  # of several levels: prompts would count twice
+            rows.append((size, f"{len(alike):,}", members, tokens))
+        return rows
+
+    def __repr__(self) -> str:
+        return (
+            f"SharingPlan(prompts={len(self.order)}, total_tokens={self.total_tokens}, "
+            f"computed_tokens={self.computed_tokens}, saving={self.saving:.3f}, segments={len(self.segments)})"
+        )
+
+    def __str__(self) -> str:
+        lines = ["What the prompts share"]
+        lines += [f"  {what:<18}{amount:>18}{share:>9}".rstrip() for what, amount, share in self._totals()]
+        if self.segments:
+            lines.append("")
+            for size, groups, count, shared in [self.HISTOGRAM, *self.histogram()]:
+                lines.append(f"  {size:<18}{groups:>12}{count:>14}{shared:>24}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from .views.plan import plan_html  # only who looks at it needs it
+
+        return plan_html(self)
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} - {high:,}"

@@ -1,0 +1,1 @@
+"""Plans, reports and results as pictures in a notebook."""

@@ -1,0 +1,187 @@
+"""A SharingPlan as a picture: the prompts' tree, as large as its tokens and as dark as what it saves."""
+
+from __future__ import annotations
+
+from . import axes
+from .axes import WIDTH, number, rectangle, titled
+from .icicle import Icicle, icicle
+from .markup import count, folded, key, one_line, percent, several, shorter, table, text, tiles, view
+from .subjects import ShownPlan, ShownSegment
+
+_HEIGHT, _HEIGHT_OF_NOTHING_SHARED = 280, 140
+_UP_TO = (2, 7, 31, 127)  # prompts that share it: the bounds of the shades
+_SHADES = ("2", "3 – 7", "8 – 31", "32 – 127", "128 or more")
+_LISTED = 8  # segments in the table
+_GAP_NEEDS = 4  # pixels of what has a gap around it
+_SHORT_LABEL, _LABEL, _LABEL_IF_NARROW = 0.035, 0.11, 0.3  # shares of the width that a label needs
+_LABEL_HEIGHT = 20
+_TOOLTIP_CHARACTERS = 80
+
+
+def plan_html(plan: ShownPlan) -> str:
+    body = plan_body(plan, "sequence" if plan.of_sequences else "prompt")
+    return view(f'<div class="hfb-title">What the prompts share</div>{body}', str(plan))
+
+
+def plan_body(plan: ShownPlan, thing: str = "prompt") -> str:
+    """``thing``: what the plan is of; in a run with several samples of each prompt, those are its sequences."""
+    parts = [tiles(_figures(plan, thing))]
+    if len(plan.order):
+        parts.append(_picture(plan, thing))
+    if plan.segments:
+        parts += [_largest(plan, thing), folded("Groups by size", _histogram(plan))]
+    return "".join(parts)
+
+
+def _figures(plan: ShownPlan, thing: str) -> list[tuple[str, str]]:
+    prompts = len(plan.order)
+    figures = [(f"{prompts:,}", thing if prompts == 1 else f"{thing}s")]
+    figures.append((f"{plan.total_tokens:,}", "tokens asked for"))
+    figures.append((f"{plan.computed_tokens:,}", "tokens to compute"))
+    if plan.total_tokens:
+        figures.append((percent(plan.saving), "saved"))
+    return figures
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def _picture(plan: ShownPlan, thing: str) -> str:
+    tree = icicle(plan)
+    height = _HEIGHT if plan.segments else _HEIGHT_OF_NOTHING_SHARED
+    scale = height / tree.limit
+    shades: set[int] = set()
+    drawing = _blocks(plan, tree, scale, thing, shades) + _columns(plan, tree, scale, thing, shades)
+    shown = [(f"hfb-s{shade}", _SHADES[shade - 1]) for shade in range(1, max(shades, default=0) + 1)]
+    legend = key([("hfb-own", "1 (its own)"), *shown], f"Computed once for so many {thing}s:") if shown else ""
+    y_ticks = [(level * scale, count(level)) for level in axes.ticks(tree.limit, 5, whole=True)]
+    over = _names(plan, tree, scale) + (_cut(tree, thing) if tree.is_cut else "")
+    about = f"{several(len(plan.order), thing)}, {percent(plan.saving)} of their tokens shared"
+    return (
+        f'<div class="hfb-head"><span class="hfb-dim">Tokens, from the first one down</span>{legend}</div>'
+        + axes.plot(drawing, height, y_ticks, over, about)
+        + axes.x_axis(tree.prompts, lambda at: f"{at:,.0f}", f"{thing}s, in the order they run", whole=True)
+        + f'<div class="hfb-caption">{text(_caption(tree, thing))}</div>'
+    )
+
+
+def _caption(tree: Icicle, thing: str) -> str:
+    said = f"Each {thing} is a column, its first token at the top. "
+    if len(tree.blocks) or tree.shared.any():
+        said += (
+            f"A coloured block is a beginning that the {thing}s below it have in common: its tokens are computed once "
+            "for all of them. "
+        )
+    elif tree.prompts > 1:
+        said += "Nothing is computed once for several of them. "
+    if len(tree.size) < tree.prompts:
+        said += "Neighbours too narrow to be told apart are one column, with what they have on average."
+    return said.strip()
+
+
+def _shade(members: float) -> int:
+    return 1 + sum(members > bound + 0.5 for bound in _UP_TO)
+
+
+def _blocks(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set[int]) -> str:
+    parts = []
+    across = WIDTH / tree.prompts
+    for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
+        segment = plan.segments[index]
+        if segment.start >= tree.limit:  # below the cut
+            continue
+        shade = _shade(segment.members)
+        shades.add(shade)
+        width, height = segment.members * across, (min(segment.end, tree.limit) - segment.start) * scale
+        drawn = _box(f"hfb-s{shade}", left * across, segment.start * scale, width, height)
+        parts.append(titled(_said_of(segment, plan.labels.get(index), thing), drawn))
+    return "".join(parts)
+
+
+def _said_of(segment: ShownSegment, label: str | None, thing: str) -> str:
+    said = (
+        f"{segment.members:,} {thing}s share {several(len(segment), 'token')}"
+        f"{f' after {segment.start:,} others' if segment.start else ''}: {segment.saved_tokens:,} saved"
+    )
+    if thing == "prompt":  # sequences are not numbered as the user's prompts are
+        said += f"; the first is prompt {segment.prompt}"
+    return said if label is None else f"{said}\n“{shorter(label, _TOOLTIP_CHARACTERS)}”"
+
+
+def _columns(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set[int]) -> str:
+    parts = []
+    across = WIDTH / tree.prompts
+    order = plan.order
+    rows = zip(tree.first, tree.size, tree.top, tree.shared, tree.saving, tree.own, strict=True)
+    for first, size, top, shared, saving, own in (map(float, row) for row in rows):
+        left, width = first * across, size * across
+        top, middle, bottom = (min(level, tree.limit) for level in (top, top + shared, top + shared + own))
+        drawn = ""
+        if middle > top:
+            shade = _shade(1 / max(1 - saving, 1e-9))
+            shades.add(shade)
+            drawn = _box(f"hfb-s{shade}", left, top * scale, width, (middle - top) * scale)
+        drawn += _box("hfb-own", left, middle * scale, width, (bottom - middle) * scale)
+        if size == 1 and thing == "prompt":
+            said = f"prompt {order[int(first)]}: {several(int(own), 'token')} of its own"
+        else:
+            said = f"{several(int(size), thing)}: {count(own)} own tokens{' each' if size > 1 else ''}"
+        if shared:
+            said += f", {count(shared)} shared in small groups ({percent(saving)} of these saved)"
+        parts.append(titled(said, drawn))
+    return "".join(parts)
+
+
+def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
+    gap = " hfb-gap" if min(width, height) >= _GAP_NEEDS else ""
+    return rectangle(kind + gap, x, y, x + width, y + height)
+
+
+def _names(plan: ShownPlan, tree: Icicle, scale: float) -> str:
+    """What stands in the blocks that have room for it."""
+    parts = []
+    for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
+        segment = plan.segments[index]
+        width = segment.members / tree.prompts
+        height = (min(segment.end, tree.limit) - segment.start) * scale
+        if width < _SHORT_LABEL or height < _LABEL_HEIGHT:
+            continue
+        lines = f"<span>{f'{len(segment):,} tokens ' if width >= _LABEL else ''}× {segment.members:,}</span>"
+        label = plan.labels.get(index)
+        if label is not None and width >= _LABEL and height > 2 * _LABEL_HEIGHT:
+            lines += f'<span class="hfb-said">{one_line(label, _TOOLTIP_CHARACTERS)}</span>'
+        wide = "" if width >= _LABEL_IF_NARROW else " hfb-wide"
+        parts.append(
+            f'<div class="hfb-in hfb-i{_shade(segment.members)}{wide}" style="left:{100 * left / tree.prompts:.2f}%;'
+            f'width:{100 * width:.2f}%;top:{number(segment.start * scale)}px;height:{number(height)}px">{lines}</div>'
+        )
+    return "".join(parts)
+
+
+def _cut(tree: Icicle, thing: str) -> str:
+    said = f"cut off here: the longest {thing} has {tree.longest:,} tokens"
+    return f'<div class="hfb-cut"></div><div class="hfb-note">{text(said)}</div>'
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def _largest(plan: ShownPlan, thing: str) -> str:
+    segments = plan.largest_savers(_LISTED)
+    rows = []
+    for segment in segments:
+        label = plan.labels.get(segment.index)
+        if label is not None:
+            begins = f'<div class="hfb-text">{"… " if segment.start else ""}{one_line(label, 140)}</div>'
+        else:
+            of = f"of prompt {segment.prompt}" if thing == "prompt" else ""
+            begins = f'<span class="hfb-dim">tokens {segment.start:,} to {segment.end:,} {of}</span>'
+        rows.append([begins, f"{segment.members:,}", f"{len(segment):,}", f"{segment.saved_tokens:,}"])
+    head = ["Largest shared beginnings", f"{thing}s", "tokens", "saved"]
+    more = len(plan.segments) - len(segments)
+    note = f'<div class="hfb-caption">and {more:,} more</div>' if more else ""
+    return table(head, rows, 3) + note
+
+
+def _histogram(plan: ShownPlan) -> str:
+    return table(plan.HISTOGRAM, [[text(cell) for cell in row] for row in plan.histogram()], 3, narrow=True)

@@ -1,0 +1,52 @@
+"""A RunReport as HTML: the figures people ask for, how the run went over its time, and everything else in a table."""
+
+from __future__ import annotations
+
+from .markup import folded, percent, seconds, several, table, text, tiles, view
+from .plan import plan_body
+from .subjects import ShownReport
+from .timeline import course_of, phases_of
+
+_DRAWN = ("time",)  # facts that a picture shows better
+
+
+def report_html(report: ShownReport) -> str:
+    parts = ['<div class="hfb-title">How the run went</div>', interrupted(report), tiles(figures(report))]
+    if report.timeline is not None:
+        parts += [course_of(report.timeline, report.kv_memory), phases_of(report.timeline)]
+    parts.append(_facts(report))
+    title = f"What the prompts share: {percent(report.plan.saving)} of their tokens"
+    parts.append(folded(title, plan_body(report.plan, thing="sequence")))
+    return view("".join(parts), str(report))
+
+
+def figures(report: ShownReport) -> list[tuple[str, str]]:
+    finished = f"{report.finished:,}"
+    if report.finished < report.sequences:
+        finished += f" of {report.sequences:,}"
+    tokens, kind = (report.scored_tokens, "scored") if report.scored_tokens else (report.new_tokens, "new")
+    return [
+        (finished, "sequence" if report.sequences == 1 else "sequences"),
+        (f"{tokens:,}", f"{kind} tokens"),
+        (seconds(report.seconds), "in all"),
+        (f"{report.tokens_per_second:,.0f}", f"{kind} tokens / s"),
+        (percent(report.saving), "of prompt tokens saved"),
+    ]
+
+
+def interrupted(report: ShownReport) -> str:
+    """Empty for a run that went to its end."""
+    if report.finished >= report.sequences:
+        return ""
+    said = f"Interrupted: {report.finished:,} of {several(report.sequences, 'sequence')} had finished"
+    return f'<div class="hfb-title hfb-warn">{text(said)}</div>'
+
+
+def _facts(report: ShownReport) -> str:
+    """What the text says below its first line."""
+    rows = []
+    for line in str(report).splitlines()[1:]:
+        what, _, said = line.partition("  ")
+        if what not in _DRAWN:
+            rows.append([f'<span class="hfb-fact">{text(what)}</span>', text(said.strip())])
+    return table([], rows, 0, narrow=True)

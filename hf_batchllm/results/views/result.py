@@ -1,0 +1,157 @@
+"""A BatchResult as a table: what was asked, what was answered, and why it ended there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .markup import clean, percent, seconds, several, shorter, text, view
+from .report import interrupted
+from .subjects import ShownGeneration, ShownGenerations
+
+_FIRST, _LAST = 15, 5  # rows; all of them if there are no more than these together
+_PROMPT_START, _PROMPT_END = 80, 100  # characters
+_PROMPT_TOKENS = 250  # of a longer prompt, so many are decoded at each of its ends
+_ANSWER = 320  # characters
+_TOOLTIP = 1000  # characters
+_IDS = 24  # token ids, where there is no text
+
+Decode = Callable[[list[int]], str | None]
+
+
+def result_html(result: ShownGenerations, decode: Decode | None) -> str:
+    generations = list(result)
+    title = f'<div class="hfb-title">{text(several(len(generations), "generation"))}</div>'
+    report = "" if result.report is None else interrupted(result.report)
+    rows = _rows(generations, decode)
+    return view(f"{title}{report}{rows}{_headline(result)}", repr(result))
+
+
+def _headline(result: ShownGenerations) -> str:
+    report = result.report
+    if report is None:
+        return ""
+    said = (
+        f"{report.new_tokens:,} new tokens in {seconds(report.seconds)} ({report.tokens_per_second:,.0f} / s), "
+        f"{percent(report.saving)} of prompt tokens saved. More in .report"
+    )
+    return f'<div class="hfb-caption">{text(said)}</div>'
+
+
+def _rows(generations: Sequence[ShownGeneration], decode: Decode | None) -> str:
+    if not generations:
+        return ""
+    sampled = any(generation.sample for generation in generations)
+    hidden = max(0, len(generations) - _FIRST - _LAST)
+    head = generations if not hidden else generations[:_FIRST]
+    lines = _grouped(head, decode, sampled)
+    if hidden:
+        lines.append(f'<tr class="hfb-more"><td colspan="{5 + sampled}">… {hidden:,} more</td></tr>')
+        lines += _grouped(generations[-_LAST:], decode, sampled)
+    sample = '<th class="hfb-num">sample</th>' if sampled else ""
+    titles = (
+        f'<th class="hfb-num">#</th><th>prompt</th>{sample}<th>answer</th><th>ended</th><th class="hfb-num">tokens</th>'
+    )
+    return f'<table class="hfb-rows"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _grouped(generations: Sequence[ShownGeneration], decode: Decode | None, sampled: bool) -> list[str]:
+    """Rows; those of the same prompt stand behind it."""
+    lines = []
+    at = 0
+    while at < len(generations):
+        first = generations[at]
+        after = at + 1
+        while after < len(generations) and generations[after].index == first.index:
+            after += 1
+        span = f' rowspan="{after - at}"' if after - at > 1 else ""
+        prompt = (
+            f'<td class="hfb-num hfb-dim hfb-at"{span}>{text(first.index)}</td>'
+            f'<td class="hfb-prompt"{span}>{_prompt(first, decode)}</td>'
+        )
+        kind = ' class="hfb-group"'
+        for generation in generations[at:after]:
+            lines.append(f"<tr{kind}>{prompt}{_cells(generation, sampled)}</tr>")
+            prompt = kind = ""
+        at = after
+    return lines
+
+
+def _cells(generation: ShownGeneration, sampled: bool) -> str:
+    why = str(generation.finish_reason)
+    sample = f'<td class="hfb-num hfb-dim hfb-sample">{text(generation.sample)}</td>' if sampled else ""
+    if generation.error is not None:
+        answer = _block(generation.error, _ANSWER, "hfb-bad")
+    elif generation.text is not None:
+        answer = _block(generation.text, _ANSWER)
+    else:
+        answer = _ids(generation.token_ids)
+    kind = "hfb-why hfb-error" if why == "error" or generation.error is not None else "hfb-why"
+    tokens = f'<td class="hfb-num hfb-new">{len(generation.token_ids):,}</td>'
+    ended = f'<td class="hfb-ended"><span class="{kind}">{text(why)}</span></td>'
+    return f'{sample}<td class="hfb-answer">{answer}</td>{ended}{tokens}'
+
+
+def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
+    """How it begins and how it ends: prompts that share much differ at their ends."""
+    ids = list(generation.prompt_token_ids)
+    if not ids:
+        return '<span class="hfb-dim">–</span>'
+    long = len(ids) > 2 * _PROMPT_TOKENS
+    start = _decoded(decode, ids[:_PROMPT_TOKENS] if long else ids)
+    if start is None:
+        return _ids(ids)
+    end = start
+    if long:  # a character may go on in the tokens that were left out
+        start, end = start.rstrip("\ufffd"), (_decoded(decode, ids[-_PROMPT_TOKENS:]) or "").lstrip("\ufffd")
+    if not long and len(start) <= _PROMPT_START + _PROMPT_END:
+        return _block(start, len(start) + 1)
+    title = start if not long and len(start) <= _TOOLTIP else f"{start[: _TOOLTIP // 2]}\n…\n{end[-_TOOLTIP // 2 :]}"
+    return (
+        f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{_marked(start[:_PROMPT_START])}…</div>'
+        f'<div class="hfb-text hfb-clamp" dir="auto">… {_marked(_from_a_word(end, _PROMPT_END))}</div></div>'
+    )
+
+
+def _from_a_word(value: str, most: int) -> str:
+    """The end of a text; it begins with a word, where there is one nearby."""
+    end = value[-most:]
+    space = end.find(" ", 0, most // 5)
+    return end[space + 1 :].lstrip()
+
+
+def _decoded(decode: Decode | None, ids: list[int]) -> str | None:
+    """None where there is no text: a table of ids is still a table."""
+    if decode is None:
+        return None
+    try:
+        said = decode(ids)
+    except Exception:
+        return None
+    return said if isinstance(said, str) else None
+
+
+def _block(value: Any, most: int, kind: str = "") -> str:
+    """Text as it is; what does not fit is in the tooltip."""
+    whole = str(value)
+    if not whole:
+        return '<span class="hfb-dim">(empty)</span>'
+    title = f' title="{text(whole, _TOOLTIP)}"' if len(whole) > 120 else ""
+    classes = f"hfb-text hfb-clamp{f' {kind}' if kind else ''}"
+    return f'<div class="{classes}" dir="auto"{title}>{_marked(shorter(whole, most))}</div>'
+
+
+def _marked(value: str) -> str:
+    """Line breaks as marks: each text is one paragraph in the table."""
+    return (
+        text(clean(value))
+        .replace("\t", '<span class="hfb-nl">⇥ </span>')
+        .replace("\n", '<span class="hfb-nl">↵ </span>')
+    )
+
+
+def _ids(ids: Sequence[int]) -> str:
+    shown = " ".join(str(token) for token in ids[:_IDS])
+    more = " …" if len(ids) > _IDS else ""
+    title = f' title="{text(" ".join(map(str, ids[:200])), _TOOLTIP)}"' if more else ""
+    return f'<div class="hfb-ids hfb-clamp"{title}>{text(shown)}{more}</div>'

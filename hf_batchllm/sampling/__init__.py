@@ -1,0 +1,1 @@
+"""From logits to tokens, and what ends a sequence."""

@@ -1,0 +1,364 @@
+"""What the scores of a row go through before a token is picked: transformers' processors, in its order, and the user's.
+
+``generate`` makes them for its whole batch. Here each request has its own chain of them, as if it were alone; requests
+whose chains can be the same share one, and processors that can work on several rows at once are given them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers.generation import logits_process as processors
+
+from ..errors import OptionValueError
+from ..inputs.base_model import base_model
+from ..inputs.given import Given
+from ..inputs.options import Options, make_processors
+from ..inputs.user_callables import PROCESSORS, factory_of, listed, made_by
+from ..notices import Notices
+from ..planning.units import Request
+from .user_processors import UserProcessor
+
+# These look at the scores alone, never at the tokens before: they can be given all rows at once.
+BLIND_TO_HISTORY = (
+    processors.TopKLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.MinPLogitsWarper,
+    processors.TemperatureLogitsWarper,
+    processors.TopHLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
+    processors.SuppressTokensLogitsProcessor,
+    processors.InfNanRemoveLogitsProcessor,
+    processors.LogitNormalization,
+)
+
+_MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
+
+# These look for stretches of tokens, wherever they stand.
+_IN_WINDOWS = (
+    processors.NoRepeatNGramLogitsProcessor,
+    processors.SequenceBiasLogitsProcessor,
+    processors.NoBadWordsLogitsProcessor,
+)
+
+# These depend on options alone, so that one of each serves prompts of all lengths: some are large.
+_OF_ALL_LENGTHS = (*_IN_WINDOWS, processors.ForcedBOSTokenLogitsProcessor)
+
+# These look at each row's own tokens and keep nothing: they can be given rows of equal length at once.
+_KEEPING_NOTHING = (
+    *_OF_ALL_LENGTHS,
+    processors.ForcedEOSTokenLogitsProcessor,
+    processors.ExponentialDecayLengthPenalty,
+    processors.SuppressTokensAtBeginLogitsProcessor,
+)
+
+
+class Kind(Enum):
+    """Which rows a processor may be given at once."""
+
+    BLIND = auto()  # all
+    PENALTY = auto()  # all: how often tokens came, and in which order, makes no difference to it
+    MINIMUM = auto()  # all: it forbids EOS to those that are short
+    ALIKE = auto()  # those that have this very processor, and the same length
+    ALONE = auto()  # each by itself
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What chains of one kind have in common: requests whose chains have the same Layout can be processed together."""
+
+    options: Options
+    kinds: tuple[Kind, ...]
+    blind: int  # from this one on, all are blind to history, and the same for all requests
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chain:
+    """The processors of a request, in transformers' order: first those that look back, or may do so."""
+
+    looking_back: list[LogitsProcessor]
+    blind: list[LogitsProcessor]
+    layout: Layout
+
+
+class Chains:
+    """The chains of a call. ``options``: by a request's index."""
+
+    def __init__(self, model: nn.Module, options: Sequence[Options], notices: Notices | None = None) -> None:
+        inner, notices = base_model(model), notices or Notices()
+        # Of a beam search ``generate`` counts prompts, however many answers it gives.
+        counts = [1 if each.num_beams > 1 else each.num_return_sequences for each in options]
+        first_rows = list(accumulate(counts, initial=0))  # where each prompt's rows begin, in a result of all prompts
+        warn = (lambda message: notices("stateful", message)) if first_rows[-1] > 1 else None
+        watermarks: dict[tuple[type, str], _Made] = {}
+        makers = {each: _Maker(inner, each, warn, first_rows, watermarks) for each in dict.fromkeys(options)}
+        self._makers = [makers[each] for each in options]
+        self._own: dict[Request, Chain] = {}  # of requests that share theirs with nobody
+
+    def of(self, request: Request) -> Chain:
+        maker = self._makers[request.index]
+        if not maker.one_for_each:
+            return maker.shared(request)
+        if request not in self._own:
+            self._own[request] = maker.make(request)
+        return self._own[request]
+
+    def forget_done(self) -> None:
+        for request in [request for request in self._own if request.done]:
+            del self._own[request]
+
+
+class _Maker:
+    """Makes the chains of requests that have the same options."""
+
+    def __init__(
+        self,
+        model: Any,
+        options: Options,
+        warn: Callable[[str], None] | None,
+        first_rows: Sequence[int],
+        watermarks: dict[tuple[type, str], _Made],
+    ) -> None:
+        config, given = options.config, options.given
+        self._model = model
+        self._first_rows = first_rows
+        self._from_prompt = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
+        watermark = config.watermarking_config
+        self.one_for_each = bool(
+            self._from_prompt
+            or config.guidance_scale not in (None, 1)
+            or (watermark is not None and type(watermark) is not WatermarkingConfig)
+            or given.prefix_allowed_tokens_fn is not None
+            or factory_of(given.logits_processor) is not None
+        )
+        if type(watermark) in (WatermarkingConfig, SynthIDTextWatermarkingConfig):
+            config = copy.copy(config)
+            key = type(watermark), watermark.to_json_string()
+            config.watermarking_config = watermarks.setdefault(key, _Made(watermark))
+            options = replace(options, config=config)
+        self._options = options
+        self._wrapped = {id(each): UserProcessor(each, warn) for each in listed(given.logits_processor)}
+        self._of_all_lengths: dict[type[LogitsProcessor], LogitsProcessor] = {}
+        self._layouts: dict[tuple[Kind, ...], Layout] = {}
+        self._shared: dict[tuple[int, int], Chain] = {}
+
+    def shared(self, request: Request) -> Chain:
+        """The same for all requests with so many tokens in the prompt, and so many to come."""
+        key = (len(request.prompt_ids), self._longest(request))
+        if key not in self._shared:
+            self._shared[key] = self._chain(*key, self._options.given)
+        return self._shared[key]
+
+    def make(self, request: Request) -> Chain:
+        prompt = torch.tensor(request.prompt_ids[None], dtype=torch.long) if self._from_prompt else None
+        return self._chain(len(request.prompt_ids), self._longest(request), self._given_to(request), prompt)
+
+    def _longest(self, request: Request) -> int:
+        """New tokens by the options alone: a MaxLengthCriteria of the user's changes no processor of ``generate``."""
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        return self._options.max_new_tokens(len(request.prompt_ids), positions)
+
+    def _chain(
+        self, prompt_tokens: int, max_new_tokens: int, given: Given, prompt: torch.Tensor | None = None
+    ) -> Chain:
+        made = make_processors(self._model, self._options, prompt_tokens, max_new_tokens, given=given, prompt=prompt)
+        users = {id(each) for each in given.logits_processor or ()}
+        every, kinds = [], []
+        for processor in made:
+            kind = _kind(processor, id(processor) in users)
+            if id(processor) in users and kind is Kind.ALONE:
+                processor = self._wrapped.get(id(processor)) or UserProcessor(processor)
+            elif id(processor) not in users and type(processor) in _OF_ALL_LENGTHS:
+                processor = self._of_all_lengths.setdefault(type(processor), processor)
+            every.append(processor)
+            kinds.append(kind)
+        layout = self._layout(tuple(kinds))
+        return Chain(every[: layout.blind], every[layout.blind :], layout)
+
+    def _layout(self, kinds: tuple[Kind, ...]) -> Layout:
+        if kinds not in self._layouts:
+            blind = len(kinds)
+            while blind and kinds[blind - 1] is Kind.BLIND:
+                blind -= 1
+            self._layouts[kinds] = Layout(self._options, kinds, blind)
+        return self._layouts[kinds]
+
+    def _given_to(self, request: Request) -> Given:
+        """What belongs to one sequence of that which was given for all."""
+        given, index = self._options.given, request.index
+        factory = factory_of(given.logits_processor)
+        own = given.logits_processor
+        if factory is not None:
+            own = made_by(PROCESSORS, factory, index, request.prompt_ids.tolist())
+        row = self._first_rows[index] + request.sample
+        allowed = given.prefix_allowed_tokens_fn
+        return replace(
+            given,
+            logits_processor=own,
+            prefix_allowed_tokens_fn=None if allowed is None else _allowed_in(row, allowed),
+            negative_prompt_ids=self._row_of(given.negative_prompt_ids, index),
+            negative_prompt_attention_mask=self._row_of(given.negative_prompt_attention_mask, index),
+        )
+
+    def _row_of(self, given: Any, index: int) -> torch.Tensor | None:  # [1, width]
+        return None if given is None else torch.as_tensor(given)[index : index + 1].to(self._model.device)
+
+
+class _Made:
+    """Stands for a watermark's config. The tables of its processor are large, and the same for all."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._made: LogitsProcessor | None = None
+
+    def construct_processor(self, vocab_size: int, device: Any) -> LogitsProcessor:
+        if self._made is None:
+            self._made = self._config.construct_processor(vocab_size, device)
+        return copy.copy(self._made)  # what it keeps of a sequence is made by its first call, and never by this one's
+
+
+def _allowed_in(row: int, allowed: Callable[[int, torch.Tensor], Any]) -> Callable[[int, torch.Tensor], Any]:
+    def of_row(_: int, ids: torch.Tensor) -> Any:
+        tokens = allowed(row, ids)
+        if len(tokens) == 0:
+            why = f"gave no token for batch_id {row} (after {len(ids):,} tokens): nothing could follow"
+            raise OptionValueError("prefix_allowed_tokens_fn", why)
+        return tokens
+
+    return of_row
+
+
+def _kind(processor: LogitsProcessor, is_the_users: bool) -> Kind:
+    kind = type(processor)
+    if is_the_users:
+        return Kind.ALIKE if kind in (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING) else Kind.ALONE
+    if kind is processors.RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None:
+        return Kind.PENALTY
+    if kind in _MINIMA:
+        return Kind.MINIMUM
+    if kind in BLIND_TO_HISTORY:
+        return Kind.BLIND
+    return Kind.ALIKE if kind in _KEEPING_NOTHING else Kind.ALONE
+
+
+def looks_at_each_row_alone(processor: Any) -> bool:
+    """Whether it comes to the same for a row, in a batch or alone."""
+    alone = (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING, processors.RepetitionPenaltyLogitsProcessor)
+    return type(processor) in alone
+
+
+def looks_at_no_padding(processor: Any) -> bool:
+    """Whether it comes to the same with padding before the prompt: others count how many tokens there are."""
+    blind = (*BLIND_TO_HISTORY, *_IN_WINDOWS, processors.RepetitionPenaltyLogitsProcessor)
+    return type(processor) in blind and getattr(processor, "prompt_ignore_length", None) is None
+
+
+# -- rows together ---------------------------------------------------------------------------------------------
+
+
+def run(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    """Processors that do not look back."""
+    ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+    for processor in some:
+        scores = processor(ids, scores)
+    return scores
+
+
+def look_back(
+    scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[Chain], together: int = 1
+) -> torch.Tensor:
+    """The scores [rows, vocabulary] after what looks at the tokens before; the chains have the same Layout.
+
+    ``together``: so many rows that follow each other have the same chain and the same length, and are given to a
+    processor of their own at once.
+    They are left as they are: what the model gave may have been kept by a hook of its owner.
+    """
+    layout = chains[0].layout
+    histories: dict[int, torch.Tensor] = {}
+
+    def history(row: int) -> torch.Tensor:  # [1, length], without padding
+        if row not in histories:
+            ids = requests[row].tokens(0, requests[row].length).astype(np.int64)
+            histories[row] = to_device(ids[None], scores.device)
+        return histories[row]
+
+    for place, kind in enumerate(layout.kinds[: layout.blind]):
+        processor = chains[0].looking_back[place]
+        if kind is Kind.BLIND:
+            scores = run([processor], scores)
+        elif kind is Kind.PENALTY:
+            scores = processor(to_device(_padded(requests), scores.device), scores)
+        elif kind is Kind.MINIMUM:
+            own = [chain.looking_back[place] for chain in chains]
+            short = [row for row, request in enumerate(requests) if _is_short(own[row], request)]
+            scores = _without_eos(scores, short, layout.options)
+        elif kind is Kind.ALIKE:
+            scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
+        else:
+            done = []
+            for row in range(0, len(chains), together):
+                ids = torch.cat([history(each) for each in range(row, row + together)])
+                own_one = chains[row].looking_back[place]
+                done.append(own_one(ids, scores[row : row + together].clone()))  # it may work in place
+            scores = torch.cat(done)
+    return scores
+
+
+def _rows_alike(
+    scores: torch.Tensor,
+    requests: Sequence[Request],
+    own: Sequence[LogitsProcessor],
+    history: Callable[[int], torch.Tensor],
+) -> torch.Tensor:
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, request in enumerate(requests):
+        alike.setdefault((id(own[row]), request.length), []).append(row)
+    if len(alike) == 1:
+        return own[0](torch.cat([history(row) for row in range(len(requests))]), scores)
+    result = torch.empty_like(scores)
+    for rows in alike.values():
+        index = to_device(np.array(rows), scores.device)
+        result[index] = own[rows[0]](torch.cat([history(row) for row in rows]), scores[index])
+    return result
+
+
+def _is_short(processor: LogitsProcessor, request: Request) -> bool:
+    """Whether a processor of ``_MINIMA`` forbids the request to end."""
+    if isinstance(processor, processors.MinLengthLogitsProcessor):
+        return request.length < processor.min_length
+    assert isinstance(processor, processors.MinNewTokensLengthLogitsProcessor)
+    return request.length - processor.prompt_length_to_skip < processor.min_new_tokens
+
+
+def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> torch.Tensor:
+    eos = [token for token in sorted(options.eos_token_ids) if 0 <= token < scores.shape[-1]]
+    if not rows or not eos:
+        return scores
+    where = np.repeat(rows, len(eos)), np.tile(eos, len(rows))
+    nothing = torch.full((), -torch.inf, dtype=scores.dtype, device=scores.device)
+    return scores.index_put(tuple(to_device(index, scores.device) for index in where), nothing)
+
+
+def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
+    """All tokens of each request, then its first one again and again, which adds nothing to the set of them."""
+    ids = np.empty((len(requests), max(request.length for request in requests)), dtype=np.int64)
+    for row, request in zip(ids, requests, strict=True):
+        row[: request.length] = request.tokens(0, request.length)
+        row[request.length :] = row[0]
+    return ids
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

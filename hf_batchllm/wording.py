@@ -1,0 +1,67 @@
+"""What a value is, in words for a message; tensors are known without importing torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+_LONGEST = 80  # characters of a value shown in a message
+
+
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # no tensor without torch, and no need to import it to find out
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or is_tensor(value)
+
+
+def is_bool(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_)) or (is_tensor(value) and str(value.dtype) == "torch.bool")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number, np.bool_)) or (is_array(value) and value.ndim == 0)
+
+
+def kind(value: Any) -> str:
+    if is_tensor(value):
+        return "tensor"
+    if isinstance(value, np.ndarray):
+        return "NumPy array"
+    return "string" if isinstance(value, str) else type(value).__name__
+
+
+def a_kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = kind(value)
+    if name == "bytes":
+        return name
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def shown(value: Any) -> str:
+    """The value as its owner would write it, cut off if it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def shown_size(count: int) -> str:
+    """A number of bytes, in words."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    raise AssertionError

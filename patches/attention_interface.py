@@ -1,0 +1,141 @@
+"""The attention function that transformers calls, and the context that carries a step to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What torch's own attention would be given here; None outside autocast."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+# Names that contain "flash", "sdpa" or "flex_attention" mean something to transformers; this one must not. As it is
+# not known to the mask interface either, transformers builds no attention mask at all.
+ATTENTION_NAME = "hf_batchllm"
+# Tensors that reach the function beside the states and change nothing about who attends to whom.
+_HARMLESS = frozenset(["position_ids", "cache_position"])
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What is still to be done to q and k, where a fused layer leaves it to whoever writes them to the cache."""
+
+    cos: torch.Tensor | None  # [tokens, rotary_dim]
+    sin: torch.Tensor | None
+    q_weight: torch.Tensor | None = None  # [qk_dim]  an RMSNorm of each head before the rotation
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    norm: str = "llama"  # forms that the kernels know
+    turn: str = "llama"
+
+    def options(self) -> dict[str, Any]:
+        """As the kernels' keyword arguments."""
+        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "norm", "turn")}
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's call, in packed form."""
+
+    layer: nn.Module
+    q: torch.Tensor  # [tokens, heads, qk_dim]
+    k: torch.Tensor  # [tokens, kv_heads, qk_dim]
+    v: torch.Tensor  # [tokens, kv_heads, v_dim]
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [heads]
+    mask: torch.Tensor | None = None  # only where the context takes masks
+    rotation: Rotation | None = None  # None: q and k are as they are
+
+
+class AttentionContext(Protocol):
+    """What a pass through the model is about, for all of its layers."""
+
+    takes_masks: bool
+    calls: int  # of layers, so far
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
+        """Write the call's K and V, and attend."""
+
+
+_context: ContextVar[AttentionContext | None] = ContextVar("hf_batchllm_attention", default=None)
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def context_in_use() -> AttentionContext | None:
+    return _context.get()
+
+
+def use_context(context: AttentionContext | None) -> None:
+    _context.set(context)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, tokens, qk_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, qk_dim]
+    value: torch.Tensor,  # [1, kv_heads, tokens, v_dim]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' contract: packed states in, ``[1, tokens, heads, v_dim]`` out. RoPE has been applied."""
+    context = context_in_use()
+    if context is None:
+        raise RuntimeError(
+            f'attention "{ATTENTION_NAME}" only runs inside BatchGenerator.generate: was the model called from another '
+            "thread (or from a hook) meanwhile? A model serves one call at a time"
+        )
+    name = type(module).__name__
+    if attention_mask is not None and not context.takes_masks:
+        raise UnsupportedModelError(f"{name} passes an attention mask of its own making; such masks are not supported")
+    for given, tensor in kwargs.items():
+        if isinstance(tensor, torch.Tensor) and given not in _HARMLESS:
+            raise UnsupportedModelError(f"{name} hands `{given}` to its attention; that is not supported")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
+    dtype = query.dtype
+    if dtype != torch.float64:
+        dtype = autocast_dtype(query.device) or dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out = context.attend(
+        AttentionCall(
+            layer=module,
+            q=query[0].transpose(0, 1),
+            k=key[0].transpose(0, 1),
+            v=value[0].transpose(0, 1),
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            mask=attention_mask,
+        )
+    )
+    return out.unsqueeze(0), None

@@ -1,0 +1,57 @@
+"""What a model means by its attention masks, read off without building one.
+
+transformers describes a mask by a function of (batch, head, query, key) and lets each attention implementation
+build what it needs from that. The one registered here builds nothing: it keeps the function, to be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention_interface import attention_forward
+
+MASK_PROBE_NAME = "hf_batchllm_masks"
+
+
+@dataclass(frozen=True)
+class NotedMask:
+    function: Callable[..., torch.Tensor]
+    marker: torch.Tensor  # stands for the mask on its way through the model; held, so that its id stays its own
+
+    def sees(self, query: int, key: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+
+# Of the thread at hand: several may look at their models at a time.
+_noted: ContextVar[dict[int, NotedMask]] = ContextVar("hf_batchllm_masks")
+
+
+@contextmanager
+def attention_masks_noted() -> Iterator[dict[int, NotedMask]]:
+    """Masks asked for while the block runs, by the id of the tensor that a layer receives for each."""
+    masks: dict[int, NotedMask] = {}
+    token = _noted.set(masks)
+    try:
+        yield masks
+    finally:
+        _noted.reset(token)
+
+
+def _note_mask(
+    *args: Any, mask_function: Callable[..., torch.Tensor], q_length: int, kv_length: int, **kwargs: Any
+) -> torch.Tensor:
+    marker = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+    _noted.get()[id(marker)] = NotedMask(mask_function, marker)
+    return marker
+
+
+AttentionInterface.register(MASK_PROBE_NAME, attention_forward)
+AttentionMaskInterface.register(MASK_PROBE_NAME, _note_mask)

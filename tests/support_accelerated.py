@@ -1,0 +1,88 @@
+"""What the tests of ``accelerated`` share: a model, a tokenizer, inputs, and how to see what was not accelerated."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_families import build
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_batchllm import accelerated
+
+FAMILY = "gemma3"  # windows, two kinds of layers
+TEMPLATE = "{% for m in messages %}w3 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+TEXTS = ["w5 w6 w7 w8 w9 w10", "w5 w6 w7 w8 w11", "w20"]
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    model = build(FAMILY)
+    before = sorted(vars(model)), repr(vars(model.config)), repr(vars(model.generation_config))
+    yield model
+    assert (sorted(vars(model)), repr(vars(model.config)), repr(vars(model.generation_config))) == before
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer()
+
+
+@cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id of the tiny models: leave it as it is."""
+    inner = Tokenizer(models.WordLevel({f"w{index}": index for index in range(101)}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = ["input_ids", "attention_mask"]
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w100", pad_token="w0", model_input_names=names)
+    made.padding_side, made.chat_template = "left", TEMPLATE
+    return made
+
+
+@pytest.fixture
+def inputs(tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
+    return dict(tokenizer(TEXTS, return_tensors="pt", padding=True))
+
+
+def beyond_eight(ids: torch.Tensor, scores: Any) -> bool:
+    """A criterion."""
+    return ids.shape[1] > 8
+
+
+@contextmanager
+def accelerated_throughout(model: Any, **fields: Any) -> Iterator[Any]:
+    """Nothing may go to the model's own ``generate``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="not accelerated")
+        with accelerated(model, **fields):
+            yield model
+            assert model.generate.last_report is not None
+
+
+@contextmanager
+def reasons() -> Iterator[list[str]]:
+    """Why calls were not accelerated; filled when the block ends."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    for warning in caught:
+        beginning, _, reason = str(warning.message).partition(": ")
+        if beginning == "not accelerated, the model's own generate runs instead":
+            # It points at the line that called, not into the library.
+            assert Path(warning.filename).name.startswith("test_") or warning.filename == threading.__file__
+            said.append(reason)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and torch.equal(one.sequences, other.sequences)

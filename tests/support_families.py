@@ -1,0 +1,472 @@
+"""A zoo of tiny random models, one for each architecture that matters.
+
+The parity tests compare this library with ``model.generate``, token by token, in float32 on the
+CPU. That proves something only if the models behave like trained ones in three ways, none of
+which transformers' own initialisation gives at this size: attention has to matter (an early token
+changes late logits), the best logit has to be clearly the best, and the output has to depend on
+the prompt. ``_randomise`` sees to that; ``test_model_families.py`` checks it.
+
+Weights depend on the names of family and parameter alone: a family is the same model in every
+process and in every version of transformers that has it.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+WINDOW = 8  # small enough that a prompt of twenty tokens has left it behind
+
+# No special tokens: a generation runs to its full length unless the test asks for an EOS.
+_BASE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MLP = {"intermediate_size": 64}
+_GQA = {**_MLP, "num_key_value_heads": 2}
+_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+_WIDE = {**_GQA, **_HEADS}  # 4 heads of 16 do not add up to the hidden size of 48: nobody may assume so
+_SQUARE = {**_GQA, "hidden_size": 64}  # for configs without `head_dim`
+_GLOBAL_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+_MOE = {**_GLOBAL_MOE, "moe_intermediate_size": 32}
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_MLA = {
+    **_MLP,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+_FEW_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SPECIAL = {"pad_token_id": 0, "eos_token_id": 100, "bos_token_id": 1, "cls_token_id": 2, "sep_token_id": 3}
+
+
+def _layers(pattern: str) -> dict[str, Any]:
+    """``"SSFL"``: how many layers, and which are sliding, full or linear."""
+    kinds = {"S": "sliding_attention", "F": "full_attention", "L": "linear_attention"}
+    return {"num_hidden_layers": len(pattern), "layer_types": [kinds[letter] for letter in pattern]}
+
+
+def _window(pattern: str, size: int = WINDOW) -> dict[str, Any]:
+    return {"sliding_window": size, **_layers(pattern)}
+
+
+def _two_ropes(full: float = 5e4, sliding: float = 100.0) -> dict[str, Any]:
+    """Two RoPE bases so far apart that mixing them up cannot go unnoticed at 60 tokens."""
+    bases = {"full_attention": full, "sliding_attention": sliding}
+    return {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}}
+
+
+# Scores with a standard deviation of 2 or so, as queries and keys of trained models have: an attention that spreads
+# evenly over fifty tokens averages them away. What attention says is then to be heard beside the MLP.
+_LOUD = {
+    **dict.fromkeys(("q_proj", "k_proj", "q_b_proj", "qkv", "query_key_value", "c_attn", "q_norm", "k_norm"), 1.5),
+    **dict.fromkeys(("query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm"), 1.5),
+    **dict.fromkeys(("o_proj", "out_proj", "attention.dense", "self_attn.dense", "attn.c_proj"), 1.5),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model: a config, and how loud its random weights are. Calling it builds a new one."""
+
+    name: str
+    model_type: str
+    config: dict[str, Any]
+    embed: float = 0.5  # standard deviation of the embedding: the smaller, the more attention has to say
+    head: float = 3.0  # gain of the LM head: how peaked the logits are
+    implementation: str | None = None
+    auto: Any = AutoModelForCausalLM
+    why: str = ""  # for refused models: what about them cannot be run
+    scale: dict[str, float] = field(default_factory=dict)  # further gains, by a part of the parameter's name
+
+    def missing(self) -> str | None:
+        """Why the installed transformers cannot build this one, or None."""
+        return None if self.model_type in CONFIG_MAPPING_NAMES else f"this transformers has no {self.model_type}"
+
+    def __call__(self) -> PreTrainedModel:
+        config = AutoConfig.for_model(self.model_type, **{**_BASE, **self.config})
+        chosen = {"attn_implementation": self.implementation} if self.implementation else {}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # the CPU's alone
+            model = self.auto.from_config(config, dtype=torch.float32, **chosen).eval()
+        _randomise(model, self)
+        return model
+
+
+def _noise(name: str, like: torch.Tensor, std: float) -> torch.Tensor:
+    # One generator for each parameter: a parameter that only one version of transformers has does not move the rest.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(like.shape, generator=generator) * std
+
+
+@torch.no_grad()
+def _randomise(model: PreTrainedModel, family: Family) -> None:
+    """Weights under which the output depends on all of the prompt, with every parameter away from 0 and 1."""
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            if module is head and tied and name == "weight":
+                continue  # the embedding's, and done
+            gain = family.head if module is head else 1.0
+            for part, factor in (_LOUD | family.scale).items():
+                gain = gain * factor if part in full else gain
+            noise = partial(_noise, f"{family.name}:{full}", parameter)
+            if "sink" in name:
+                parameter.copy_(noise(1.0))
+            elif parameter.ndim == 1:
+                # Norm weights, biases, router biases, activation parameters: around their initial value.
+                parameter.add_(noise(0.25)).mul_(gain)
+            elif isinstance(module, torch.nn.Embedding):
+                parameter.copy_(noise(family.embed * gain))
+            else:
+                fan_in = parameter.shape[0 if type(module).__name__ == "Conv1D" else -1]
+                parameter.copy_(noise(gain * fan_in**-0.5))
+        for name, buffer in module.named_buffers(recurse=False):
+            if "bias" in name and buffer.is_floating_point():  # DeepSeek's expert choice, kept out of training
+                buffer.copy_(_noise(f"{family.name}:{path}.{name}", buffer, 0.1))
+
+
+def _family(name: str, model_type: str = "", /, *configs: dict[str, Any], **options: Any) -> tuple[str, Family]:
+    return name, Family(name, model_type or name, reduce(operator.or_, configs, {}), **options)
+
+
+_LONGCAT_LAYERS = {"num_layers": 2, "num_hidden_layers": 4}  # one setting; 5.17 derives neither from the other
+# Two different values, so that YaRN's correction of the attention scale does not cancel.
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+_YARN |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SOFTCAP = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 9}
+_GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+_GEMMA4 = {"global_head_dim": 24, "vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16}
+# transformers 5.17 runs the soft-capped ones through SDPA if one lets it, and SDPA drops the soft-cap in silence.
+_EAGER = {"implementation": "eager"}
+# Layer norms and GELUs give every position a common direction, which would decide alone if attention spoke softly.
+_BIASED = {"scale": {"o_proj": 1.5, "dense": 1.5, "c_proj": 1.5, "out_proj": 1.5, "qkv": 1.3, "bias": 0.4}}
+
+FAMILIES: dict[str, Family] = dict(
+    [
+        # Llama, and what is a Llama to an attention function. The first has three query heads a KV head.
+        _family("llama", "", _WIDE, {"num_attention_heads": 6}),
+        _family("llama3_rope", "llama", _WIDE, {"rope_parameters": _LLAMA3_ROPE}),
+        _family("arcee", "", _WIDE),
+        _family("apertus", "", _WIDE),
+        _family("bitnet", "", _SQUARE),
+        _family("ernie4_5", "", _WIDE),
+        _family("glm", "", _WIDE),
+        _family("glm4", "", _WIDE),
+        _family("helium", "", _SQUARE, {"head_dim": 16}),
+        _family("hunyuan_v1_dense", "", _WIDE),
+        _family("internlm3", "", _WIDE),
+        _family("jais2", "", _WIDE, **_BIASED),
+        _family("nanochat", "", _SQUARE),
+        _family("olmo", "", _SQUARE, {"clip_qkv": 3.0}),
+        _family("olmo2", "", _SQUARE),
+        _family("qwen2", "", _SQUARE),
+        _family("qwen3", "", _WIDE, {"num_key_value_heads": 1}),
+        _family("seed_oss", "", _WIDE),
+        _family("smollm3", "", _SQUARE, {"no_rope_layers": [1, 0, 1]}),
+        _family("gemma", "", _WIDE, {"num_key_value_heads": 1}, embed=0.1),
+        # Scales of their own.
+        _family("cohere", "", _SQUARE, {"logit_scale": 0.5}, head=6.0),
+        _family("granite", "", _SQUARE, _GRANITE, head=6.0),
+        _family("ministral3", "", _WIDE, {"sliding_window": WINDOW}),
+        _family("minicpm3", "", _MLA, {"hidden_size": 64, "scale_emb": 2, "dim_model_base": 32}, head=6.0),
+        # Windows.
+        _family("mistral", "", _WIDE, {"num_key_value_heads": 1, "sliding_window": WINDOW}),
+        _family("ministral", "", _WIDE, _window("SFS")),
+        _family("qwen2_window", "qwen2", _SQUARE, {"use_sliding_window": True}, _window("FSS", 7)),
+        _family("qwen3_window", "qwen3", _WIDE, {"use_sliding_window": True}, _window("FSS", 7)),
+        _family("phi3", "", _SQUARE, {"sliding_window": 7}),
+        _family(
+            "smollm3_window",
+            "smollm3",
+            _SQUARE,
+            {"use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
+            _window("FSF"),
+        ),
+        _family("starcoder2", "", _SQUARE, {"sliding_window": WINDOW}, **_BIASED),
+        _family("cwm", "", _WIDE, {"bos_token_id": 1}, _window("FSS")),
+        _family("gemma2", "", _WIDE, _SOFTCAP, _window("SFS"), embed=0.1, **_EAGER),
+        _family("vaultgemma", "", _WIDE, _SOFTCAP, _window("SFS", 7), embed=0.1, **_EAGER),
+        _family("gemma3", "gemma3_text", _WIDE, {"query_pre_attn_scalar": 4}, _window("SSF"), _two_ropes(), embed=0.1),
+        _family("olmo3", "", _SQUARE, _window("SSF")),
+        _family("cohere2", "", _SQUARE, {"logit_scale": 0.5}, _window("SSSF"), head=6.0),
+        _family("exaone4", "", _WIDE, _window("SSSF")),
+        _family(
+            "gemma4",
+            "gemma4_text",
+            _WIDE,
+            _GEMMA4,
+            {"num_kv_shared_layers": 0},
+            _window("SFS"),
+            embed=0.1,
+            scale={"q_norm": 0.5, "k_norm": 0.5},
+        ),
+        _family(
+            "modernbert_decoder",
+            "modernbert-decoder",
+            _MLP,
+            _SPECIAL,
+            {"hidden_size": 64, "local_attention": 16},
+            _layers("SFS"),
+        ),
+        # Mixtures of experts.
+        _family("mixtral", "", _WIDE, _LOCAL_MOE, {"sliding_window": WINDOW}),
+        _family("phimoe", "", _WIDE, _LOCAL_MOE),
+        _family("granitemoe", "", _SQUARE, _LOCAL_MOE, _GRANITE, head=6.0),
+        _family("granitemoeshared", "", _SQUARE, _LOCAL_MOE, _GRANITE, {"shared_intermediate_size": 32}, head=6.0),
+        _family("qwen2_moe", "", _SQUARE, _MOE, {"shared_expert_intermediate_size": 32}),
+        _family("qwen3_moe", "", _WIDE, _MOE),
+        _family("olmoe", "", _SQUARE, _GLOBAL_MOE),
+        _family("flex_olmo", "", _SQUARE, _GLOBAL_MOE),
+        _family("ernie4_5_moe", "", _WIDE, {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+        _family("glm4_moe", "", _WIDE, _ROUTED_MOE),
+        _family("minimax_m2", "", _WIDE, _LOCAL_MOE),
+        _family("jetmoe", "", _MLP, _LOCAL_MOE, {"kv_channels": 16, "num_key_value_heads": 2}),
+        _family("afmoe", "", _WIDE, _MOE, _window("SSSF")),
+        _family("dots1", "", _WIDE, _ROUTED_MOE, _window("FSS")),
+        _family("exaone_moe", "", _WIDE, _MOE, _window("SSSF")),
+        _family("cohere2_moe", "", _WIDE, _GLOBAL_MOE, _window("SSSF"), {"logit_scale": 0.5}, head=6.0),
+        _family("laguna", "", _WIDE, _MOE, _window("FSS"), {"num_attention_heads_per_layer": [4, 6, 2]}),
+        _family("kolibri1", "", _HEADS, _MOE, _window("SSF")),
+        # Keys and values of different widths.
+        _family("deepseek_v2", "", _MLA, _ROUTED_MOE, {"topk_method": "greedy", "n_group": 1}),
+        _family("deepseek_v3", "", _MLA, _ROUTED_MOE, {"rope_parameters": _YARN}),
+        _family("glm4_moe_lite", "", _MLA, _FEW_MOE, {"v_head_dim": 32}),
+        _family("youtu", "", _MLA),
+        _family(
+            "longcat_flash",
+            "",
+            _MLA,
+            {
+                "head_dim": 8,
+                **_LONGCAT_LAYERS,
+                "ffn_hidden_size": 64,
+                "moe_topk": 2,
+                "n_routed_experts": 4,
+                "expert_ffn_hidden_size": 32,
+                "zero_expert_num": 2,
+            },
+        ),
+        # Sinks.
+        _family("gpt_oss", "", _WIDE, _LOCAL_MOE, _window("SFS", 7)),
+        _family("granite_swa", "", _SQUARE, _GRANITE, _window("SFS"), head=6.0),
+        _family("granitemoe_swa", "", _SQUARE, _LOCAL_MOE, _GRANITE, _window("SFS"), head=6.0),
+        _family("mimo_v2_flash", "", _WIDE, _FEW_MOE, {"v_head_dim": 12}, _window("FSS"), _two_ropes()),
+        _family("flint", "", _WIDE, _MOE, _window("SFS")),
+        # Layer norms, parallel blocks, learned positions, a part of the head rotated, one KV head.
+        _family("phi", "", _SQUARE, **_BIASED),
+        _family("stablelm", "", _SQUARE, {"use_qkv_bias": True, "qk_layernorm": True}, **_BIASED),
+        _family("nemotron", "", _WIDE, scale={"norm": 0.2}),  # its norms add one to a weight of one
+        _family("gpt_neox", "", _MLP, **_BIASED),
+        _family("persimmon", "", _MLP, {"hidden_size": 64}, **_BIASED),
+        _family("gpt2", "", {"tie_word_embeddings": True}, **_BIASED),
+        _family("gpt_bigcode", "", {"multi_query": True}, **_BIASED),
+        _family("biogpt", "", _MLP, **_BIASED),
+        _family("opt", "", {"ffn_dim": 64, "word_embed_proj_dim": 48}, **_BIASED),
+        _family("ctrl", "", {"dff": 64}, **_BIASED),
+    ]
+)
+
+_N = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+_GATED_DELTA |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 32}
+_JAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "pad_token_id": 0}
+_JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+_SHARED_KV = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16}
+_GEMMA3N = {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2}
+_GEMMA3N |= {"intermediate_size": [64] * 4}
+
+# What must be refused by name, each with the reason why:
+#   unrouted   never calls the registered function
+#   mask       keeps a part of its meaning in the mask alone
+#   two-way    looks ahead
+#   recurrent  has state besides keys and values
+#   shared-kv  has layers that read another layer's keys and values
+#   repeated   runs one attention module several times in one forward
+#   encoder    is an encoder-decoder
+REFUSED: dict[str, Family] = dict(
+    [
+        _family("falcon", "", {"hidden_size": 64, "num_kv_heads": 2, "new_decoder_architecture": True}, why="unrouted"),
+        _family("gptj", "", _N, {"rotary_dim": 8}, why="unrouted"),
+        _family(
+            "gpt_neo",
+            "",
+            {
+                "hidden_size": 64,
+                "num_layers": 2,
+                "num_hidden_layers": 2,
+                "window_size": WINDOW,
+                "attention_types": [[["global", "local"], 1]],
+            },
+            why="unrouted",
+        ),
+        _family("codegen", "", _N, {"rotary_dim": 8}, why="unrouted"),
+        _family("bloom", "", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, why="unrouted"),
+        _family("mpt", "", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}, why="unrouted"),
+        _family("xglm", "", {"d_model": 64, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}, why="unrouted"),
+        _family("openai_gpt", "openai-gpt", _N, why="unrouted"),
+        _family("gpt_neox_japanese", "", {"hidden_size": 64}, why="unrouted"),
+        _family(
+            "llama4",
+            "llama4_text",
+            _WIDE,
+            {
+                "attention_chunk_size": WINDOW,
+                "intermediate_size_mlp": 64,
+                "num_local_experts": 4,
+                "interleave_moe_layer_step": 2,
+                "num_hidden_layers": 4,
+            },
+            why="mask",
+        ),
+        _family("doge", "", _SQUARE, {"keep_window_size": WINDOW}, why="mask"),
+        _family("phimoe_window", "phimoe", _WIDE, _LOCAL_MOE, {"sliding_window": WINDOW}, why="mask"),
+        _family(
+            "qwen2_moe_window",
+            "qwen2_moe",
+            _SQUARE,
+            _MOE,
+            {"shared_expert_intermediate_size": 32, "use_sliding_window": True},
+            _window("SFS"),
+            why="mask",
+        ),
+        _family(
+            "gemma3_two_way", "gemma3_text", _WIDE, {"use_bidirectional_attention": True}, _window("SSF"), why="two-way"
+        ),
+        _family("bert", "", _MLP, {"hidden_size": 64, "pad_token_id": 0}, why="two-way"),
+        _family("jamba", "", _GQA, _JAMBA, why="recurrent"),
+        _family("bamba", "", _GQA, _MAMBA2, {"attn_layer_indices": [1], "pad_token_id": 0}, why="recurrent"),
+        _family("falcon_h1", "", _WIDE, _MAMBA2, {"mamba_d_ssm": 96}, why="recurrent"),
+        _family("lfm2", "", _GQA, {"layer_types": ["conv", "full_attention", "conv"]}, why="recurrent"),
+        _family("qwen3_next", "", _WIDE, _MOE, _GATED_DELTA, _layers("LLLF"), why="recurrent"),
+        _family("mamba", "", {"state_size": 4}, why="recurrent"),
+        _family("recurrent_gemma", "", _WIDE, {"lru_width": 48, "attention_window_size": WINDOW}, why="recurrent"),
+        _family("minimax", "", _WIDE, _LOCAL_MOE, _layers("LFL"), why="recurrent"),
+        _family("gemma3n", "gemma3n_text", _WIDE, _GEMMA3N, _SHARED_KV, _window("SFSF"), why="shared-kv"),
+        _family("gemma4_shared", "gemma4_text", _WIDE, _SHARED_KV, _GEMMA4, _window("SFSF"), why="shared-kv"),
+        _family("diffllama", "", _SQUARE, why="repeated"),
+        _family("hrm_text", "", _MLP, {"head_dim": 16, "prefix_lm": False}, why="repeated"),
+        _family(
+            "t5",
+            "",
+            {
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_hidden_layers": 2,
+                "decoder_start_token_id": 0,
+                "pad_token_id": 0,
+            },
+            why="encoder",
+            auto=AutoModelForSeq2SeqLM,
+        ),
+    ]
+)
+
+
+@cache
+def build(name: str) -> PreTrainedModel:
+    """The family's model, the same object at every call in this process: leave it as you found it."""
+    return FAMILIES[name]()
+
+
+def family_params(names: Iterable[str] | None = None, table: dict[str, Family] = FAMILIES) -> list[Any]:
+    """``pytest.mark.parametrize`` values: what this transformers lacks is skipped, with the reason."""
+    lacking = {name: table[name].missing() for name in (table if names is None else names)}
+    return [pytest.param(name, marks=[pytest.mark.skip(why)] if why else []) for name, why in lacking.items()]
+
+
+def reference_generate(model: PreTrainedModel, ids: Sequence[int], **kwargs: Any) -> list[int]:
+    """The new tokens that ``model.generate`` gives for one prompt: the meaning of "correct"."""
+    return reference_steps(model, ids, **kwargs)[0]
+
+
+def reference_steps(model: PreTrainedModel, ids: Sequence[int], **kwargs: Any) -> tuple[list[int], torch.Tensor]:
+    """The new tokens, and the raw logits [steps, vocabulary] from which each of them was chosen."""
+    prompt = torch.tensor([list(ids)], device=model.device)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **kwargs}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    generate: Any = model.generate
+    out = generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits)
+
+
+def gaps(logits: torch.Tensor) -> torch.Tensor:
+    """How far the best logit is ahead of the second best, at each step."""
+    best = logits.topk(2, dim=-1).values
+    return best[:, 0] - best[:, 1]
+
+
+PROMPT_KINDS = ("distinct", "prefix", "nested", "equal", "prefix_of_another", "one_token", "window", "mixed")
+
+
+def random_prompts(
+    rng: random.Random, vocab: int, kind: str = "mixed", count: int = 6, window: int = WINDOW
+) -> list[list[int]]:
+    """``count`` prompts of at most 70 tokens that share what ``kind`` says; "mixed": two or more of each, shuffled."""
+
+    def draw(length: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(length)]
+
+    each = range(count)
+    if kind == "distinct":
+        return [draw(5 + 7 * index % 60) for index in each]
+    if kind == "prefix":
+        prefix = draw(3 * window)
+        return [prefix + draw(1 + 3 * index % 40) for index in each]
+    if kind == "nested":  # one root, two middles, two leaves below each, and the prompts below those
+        root = draw(2 * window + 1)
+        middles = [root + draw(window + index) for index in range(2)]
+        leaves = [middle + draw(5) for middle in middles for _ in range(2)]
+        return [leaves[index % 4] + draw(1 + index % 20) for index in each]
+    if kind == "equal":
+        return [draw(2 * window + 3)] * count
+    if kind == "prefix_of_another":
+        longest = draw(min(2 * count + 2 * window, 70))
+        return [longest[: max(1, len(longest) - 2 * index)] for index in each]
+    if kind == "one_token":
+        return [draw(1) for _ in each]
+    if kind == "window":  # what is added to a shared start that ends one token before the window does
+        start, added = draw(window - 1), (0, 1, 2, window, window + 1, 3 * window, 5 * window, 6 * window)
+        return [start + draw(added[index % len(added)]) for index in each]
+    assert kind == "mixed", f"{kind!r} is not one of {PROMPT_KINDS}"
+    some = max(2, count // 7)
+    prompts = [prompt for other in PROMPT_KINDS[:-1] for prompt in random_prompts(rng, vocab, other, some, window)]
+    rng.shuffle(prompts)
+    return prompts

@@ -1,0 +1,128 @@
+"""What the tests of fused layers share: a CPU that fuses, and what a call's steps gave."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES, random_prompts
+from torch import nn
+
+from hf_batchllm import BatchConfig, BatchGenerator, BatchResult
+from hf_batchllm.kernels import small_torch
+from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.patches.fused import FusedLayers, Fusion
+from hf_batchllm.patches.fused_layers import FusedKernels
+
+# Each row of the table, by models of it; those with experts keep their own MLPs.
+WITH_EXPERTS = ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss"]
+FUSED_FAMILIES = [
+    *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
+    *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
+    *WITH_EXPERTS,
+]
+FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
+
+
+def layers_of(family: str) -> int:
+    return FAMILIES[family].config.get("num_hidden_layers", 3)
+
+
+def forwards_of(family: str) -> int:
+    return layers_of(family) * (2 if family in WITH_EXPERTS else 3) + 1
+
+
+def said_of(family: str) -> str:
+    """What a report says where all is fused that can be."""
+    layers = layers_of(family)
+    return f"{layers} of {layers} layers" + (", but for their experts" if family in WITH_EXPERTS else "")
+
+
+TWINS = FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+
+
+@pytest.fixture
+def fusing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls fuse on a CPU, with the kernels' twins. Gives how many forwards each step had put in place."""
+    steps: list[int] = []
+    put = FusedLayers._put_in_place
+
+    def noted_put(self: FusedLayers) -> None:
+        put(self)
+        steps.append(len(self._applied))
+
+    def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
+        return TWINS if config.fuse else None
+
+    monkeypatch.setattr("hf_batchllm.engine.call.fused_kernels", fused_kernels)
+    monkeypatch.setattr(FusedLayers, "_put_in_place", noted_put)
+    return steps
+
+
+class Adapter(nn.Module):
+    """As PEFT wraps a projection."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.base_layer = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features, generator=generator) * 0.1)
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=generator) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + x @ self.down.t() @ self.up.t()
+
+
+def new_model(family: str = "llama") -> Any:
+    """One that a test may change."""
+    return FAMILIES[family]()
+
+
+def some_prompts(count: int = 8, kind: str = "nested", seed: int = 4) -> list[list[int]]:
+    return random_prompts(random.Random(seed), 97, kind, count)
+
+
+def run(model: Any, prompts: list[list[int]] | None = None, new_tokens: int = 4, **config: Any) -> BatchResult:
+    with BatchGenerator(model, page_size=16, min_shared_tokens=1, **config) as generator:
+        return generator.generate(prompts or some_prompts(), max_new_tokens=new_tokens, progress=False)
+
+
+def logits_of_steps(
+    monkeypatch: pytest.MonkeyPatch, model: Any, prompts: list[list[int]] | None = None, **config: Any
+) -> list[torch.Tensor]:
+    """Of each step, [samples, vocabulary]."""
+    seen: list[torch.Tensor] = []
+    step = ModelRunner.step
+
+    def noted_step(self: ModelRunner, batch: Any) -> torch.Tensor:
+        logits = step(self, batch)
+        seen.append(logits.clone())
+        return logits
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "step", noted_step)
+        run(model, prompts, **config)
+    return seen
+
+
+def assert_same_logits(ours: list[torch.Tensor], theirs: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Bit for bit where this CPU multiplies a merged matrix as it does its parts, or else as near as that allows."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 48, generator=generator).to(dtype) for rows in (160, 37))
+    apart = torch.cat([x @ part.t() for part in weight.split([96, 32, 32])], dim=1)
+    exact = torch.equal(x @ weight.t(), apart)
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        if exact:
+            assert torch.equal(our, their)
+        else:
+            size = 1e-4 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(our, their, rtol=0, atol=size * float(their.abs().max()))
+
+
+def reasons(model: Any) -> str:
+    fusion = Fusion(model)
+    fusion.look()
+    return "\n".join(fusion.reasons)

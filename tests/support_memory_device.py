@@ -1,0 +1,141 @@
+"""A stand-in for a GPU's memory: it counts the cache's own tensors, and gives as much as a test says."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support_families import build
+from support_parity import watched as watched  # a fixture
+from test_model_triton_attention import TWINS
+
+from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.engine import rehearsal
+from hf_batchllm.engine.rehearsal import LargestStep
+from hf_batchllm.model.device_memory import Used
+from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.model.triton_attention import AttentionKernels, KernelBackend
+from hf_batchllm.planning.lineup import pages_at_once
+
+FAMILY = "llama"
+NEW_TOKENS = 6
+PAGE = 4
+
+
+class Device:
+    """Memory of ``size`` bytes, in which the cache's tensors live; steps take ``step`` bytes more."""
+
+    share = 0.9
+    taken_at_once = True
+
+    def __init__(self, size: int, step: int = 0) -> None:
+        self.size, self.step = size, step
+        self.others = 0  # bytes that somebody else has taken
+        self.failures = 0  # allocations still to fail, whatever there is
+        self.tensors: dict[int, int] = {}
+        self.trims = 0
+        self.on_allocation: Callable[[], None] | None = None
+        self._highest = 0
+
+    @property
+    def taken(self) -> int:
+        return sum(self.tensors.values())
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        if self.on_allocation is not None:
+            self.on_allocation()
+        with torch.inference_mode(False):
+            tensor = torch.empty(shape, dtype=dtype)
+        if self.failures or tensor.nbytes > self.free():
+            self.failures = max(self.failures - 1, 0)
+            raise torch.OutOfMemoryError("injected")
+        self.tensors[id(tensor)] = tensor.nbytes
+        weakref.finalize(tensor, self.tensors.pop, id(tensor))
+        self._highest = max(self._highest, self.taken)
+        return tensor
+
+    def free(self) -> int:
+        return self.size - self.others - self.taken
+
+    def trim(self) -> None:
+        self.trims += 1
+
+    def used(self) -> Used:
+        return Used(self.taken, self.taken)
+
+    def start(self) -> None:
+        self._highest = self.taken
+
+    def mark(self) -> None:
+        pass
+
+    def peak(self) -> Used:
+        return Used(self.taken + self.step, self.taken + self.step // 2)
+
+    def highest(self) -> int:
+        return self._highest
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """In the place of a GPU, with the kernels' twins. What is left free in any case is more than there is: left out."""
+    made = Device(1 << 20)
+    monkeypatch.setattr("hf_batchllm.engine.kv_memory.device_memory", lambda device: made)
+    monkeypatch.setattr("hf_batchllm.model.kv_storage._new", made.empty)
+    monkeypatch.setattr("hf_batchllm.engine.rehearsal._UNSEEN", 0)
+    monkeypatch.setattr("hf_batchllm.engine.rehearsal._PARTS", 0)
+    monkeypatch.setattr("hf_batchllm.engine.rehearsal._ROUNDING", 0)
+    monkeypatch.setattr("hf_batchllm.engine.call.make_backend", over_twins(TWINS))
+    yield made
+    gc.collect()
+    assert not made.tensors, "tensors of the cache are left"
+
+
+def over_twins(kernels: AttentionKernels) -> Callable[..., KernelBackend]:
+    return lambda config, device, storage, notices: KernelBackend(kernels, storage, device, notices, (4, 2))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each step of the model had, rehearsals among them."""
+    seen: list[int] = []
+    step = ModelRunner.step
+
+    def noted(self: ModelRunner, batch: Any) -> Any:
+        seen.append(len(batch.tokens.input_ids))
+        return step(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "step", noted)
+    return seen
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each step that was run beforehand."""
+    seen: list[int] = []
+    run = rehearsal._rehearsed
+
+    def noted(runner: Any, storage: Any, step: LargestStep, memory: Any) -> int | None:
+        seen.append(step.tokens)
+        return run(runner, storage, step, memory)
+
+    monkeypatch.setattr("hf_batchllm.engine.rehearsal._rehearsed", noted)
+    return seen
+
+
+def generate(generator: BatchGenerator, prompts: list[list[int]], **options: Any) -> BatchResult:
+    return generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False, **options)
+
+
+def tight(device: Device, prompts: list[list[int]], part: float, model: Any = None) -> None:
+    """So much memory that all of the prompts would take ``1 / part`` of it."""
+    with BatchGenerator(model or build(FAMILY), page_size=PAGE) as generator:
+        listed: list[Any] = [SimpleNamespace(ids=prompt) for prompt in prompts]
+        pages = pages_at_once(listed, generator.plan(prompts), [NEW_TOKENS] * len(prompts), PAGE)
+        device.size = int(pages * generator._home.page_bytes * part)
+    device.trims = 0

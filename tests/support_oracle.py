@@ -1,0 +1,79 @@
+"""What ``model.generate`` says of a row that this library has made, whichever options made it.
+
+A greedy row must be what ``generate`` gives for its prompt alone. For a sampled one ``generate`` is run along the row's
+own tokens, and each of them must be the token at which the distribution that ``generate`` would draw from passes the
+noise of that row and position.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support_families import gaps
+from transformers import PreTrainedModel
+
+from hf_batchllm import Generation
+from hf_batchllm.sampling.host_sampler import uniforms
+
+NEAR_TIE = 1e-3  # of scores
+NEAR_EDGE = 1e-5  # of the distribution function: which side a rounded sum is on says nothing
+
+
+class Stray(AssertionError):
+    """The row left what ``generate`` would do."""
+
+
+def check_row(model: PreTrainedModel, row: Generation, options: dict[str, Any], seed: int | None = None) -> bool:
+    """False if rounding decides somewhere in the row, so that it was looked at up to there only."""
+    options = {name: value for name, value in options.items() if name != "num_return_sequences"}
+    if options.get("do_sample", model.generation_config.do_sample):
+        assert seed is not None
+        return _check_sampled(model, row, options, seed)
+    return _check_greedy(model, row, options)
+
+
+def reference(model: PreTrainedModel, prompt_ids: list[int], options: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
+    """The new tokens of ``generate`` for one prompt, and the scores [steps, vocabulary] that they were chosen by."""
+    prompt = torch.tensor([prompt_ids], device=model.device)
+    wanted = {"pad_token_id": 0, **options, "return_dict_in_generate": True, "output_scores": True}
+    out: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt), **wanted)
+    return out.sequences[0, len(prompt_ids) :].tolist(), torch.cat(out.scores)
+
+
+def _check_greedy(model: PreTrainedModel, row: Generation, options: dict[str, Any]) -> bool:
+    expected, scores = reference(model, row.prompt_token_ids, options)
+    close = (gaps(scores) < NEAR_TIE).nonzero()
+    sure = int(close[0]) if len(close) else len(expected)
+    assert row.token_ids[:sure] == expected[:sure], f"prompt {row.index}: {row.token_ids} is not {expected}"
+    if sure == len(expected):
+        assert row.token_ids == expected
+    return sure == len(expected)
+
+
+def _check_sampled(model: PreTrainedModel, row: Generation, options: dict[str, Any], seed: int) -> bool:
+    whole, step = True, 0
+
+    def along_the_row(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+        nonlocal whole, step
+        if step == len(row.token_ids):
+            raise Stray(f"prompt {row.index} ended after {step} tokens, and generate goes on: {row.token_ids}")
+        asked = SimpleNamespace(generated=row.token_ids[:step], sample=row.sample, index=row.index)
+        noise = float(uniforms(seed, [asked])[0])  # type: ignore[list-item]
+        token = row.token_ids[step]
+        reached = probabilities[0].double().cpu().cumsum(0)
+        reached = reached / reached[-1]
+        low = float(reached[token - 1]) if token else 0.0
+        assert probabilities[0, token] > 0, f"prompt {row.index}, token {step}: {token} could not come"
+        assert low - NEAR_EDGE <= noise <= float(reached[token]) + NEAR_EDGE, f"prompt {row.index}, token {step}"
+        whole &= low + NEAR_EDGE < noise < float(reached[token]) - NEAR_EDGE
+        step += 1
+        return torch.tensor([[token]], device=probabilities.device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "multinomial", along_the_row)
+        tokens, _ = reference(model, row.prompt_token_ids, options)
+    assert tokens == row.token_ids
+    return whole

@@ -1,0 +1,347 @@
+"""Prompts for several adapters in one call: each is what it is with its adapter alone, and the model is as it was."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support_adapters import (
+    MODELS,
+    NEW_TOKENS,
+    PAGES,
+    assert_adapters_matter,
+    assert_each,
+    build,
+    generate,
+    having,
+    lora,
+    prompts,
+    thrice,
+    wrapped,
+)
+from support_families import reference_generate
+from support_parity import watched as watched  # a fixture
+from support_untouched import fingerprint
+from support_untouched import never_runs as never_runs  # a fixture
+
+from hf_batchllm import BatchConfig, BatchGenerator
+from hf_batchllm.errors import OptionValueError, UnsupportedModelError
+
+GIVEN = prompts()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_adapters_and_the_base_model_in_one_call(kind: str, watched: list[Any]) -> None:
+    before = fingerprint(build(kind))
+    given, names = thrice(GIVEN)
+    assert_each(kind, given, names, generate(kind, given, names))
+    assert fingerprint(build(kind)) == before
+    if kind in ("lora", "saved", "transformers"):
+        assert_adapters_matter(kind, GIVEN)
+
+
+@pytest.mark.parametrize("name", ["a", "b", None])
+def test_one_for_all(name: str | None) -> None:
+    assert_each("lora", GIVEN, [name] * len(GIVEN), generate("lora", GIVEN, name))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_assignment(seed: int, watched: list[Any]) -> None:
+    rng = random.Random(seed)
+    given = prompts(10, kind=rng.choice(["mixed", "equal", "nested", "prefix_of_another"]))
+    names = [rng.choice(["a", "b", None]) for _ in given]
+    config = BatchConfig(
+        page_size=rng.choice([4, 16]),
+        min_shared_tokens=rng.choice([1, 30]),
+        max_batch_tokens=rng.choice([24, 4000]),
+        share_prefixes=rng.random() < 0.8,
+        scheduler=rng.choice(["groups", "fifo"]),
+        keep_prefixes=rng.choice([0, 3]),
+    )
+    generator = BatchGenerator(build("lora"), config=config)
+    for _ in range(2):
+        result = generator.generate(given, adapter=names, max_new_tokens=NEW_TOKENS, progress=False)
+        assert_each("lora", given, names, result)
+        rng.shuffle(names)
+    generator.close()
+
+
+def test_sampled_as_in_calls_of_their_own() -> None:
+    given, names = thrice(GIVEN)
+    options = {"do_sample": True, "temperature": 1.3, "num_return_sequences": 2, "seed": 5}
+    result = generate("lora", given, names, **options)
+    alone = {name: generate("lora", given, name, **options) for name in ("a", "b", None)}
+    assert [row.token_ids for row in result] == [alone[names[row.index]][at].token_ids for at, row in enumerate(result)]
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    for name in ("a", "b", None):
+        with having(model, name):
+            by_owner = BatchGenerator(model, **PAGES).generate(
+                given, max_new_tokens=NEW_TOKENS, progress=False, **options
+            )
+        assert by_owner.token_ids == alone[name].token_ids
+
+
+def test_equal_prompts_of_different_adapters_share_nothing() -> None:
+    prompt = list(range(5, 85))
+    shared = generate("lora", [prompt] * 4, ["a", "b", "a", "b"], max_new_tokens=2)
+    assert shared.report.computed_tokens == 2 * 81
+    assert len(shared.report.plan.groups) == 2
+    assert generate("lora", [prompt] * 4, "a", max_new_tokens=2).report.computed_tokens == 83
+
+
+# -- the model is its owner's ----------------------------------------------------------------------------------
+
+
+def test_between_the_results_of_a_stream_the_model_is_its_owners() -> None:
+    model = wrapped(lora(modules_to_save=["lm_head"]), lora(["o_proj"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(len(name) % 2 == 0)
+    model.train()
+    given, names = thrice(GIVEN)
+    before = fingerprint(model)
+    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
+    for count, _ in enumerate(generator.stream(given, adapter=names, max_new_tokens=3)):
+        assert fingerprint(model) == before, count
+    stream = generator.stream(given, adapter=names, max_new_tokens=3)
+    next(stream)
+    stream.close()
+    assert fingerprint(model) == before
+
+
+def test_what_the_owner_does_meanwhile_changes_nothing() -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    given, names = thrice(GIVEN)
+    generator, rows = BatchGenerator(model, max_batch_tokens=40, **PAGES), {}
+    for row in generator.stream(given, adapter=names, max_new_tokens=NEW_TOKENS):
+        rows[row.index] = row
+        if len(rows) % 3 == 0:
+            model.set_adapter("ab"[len(rows) % 2])
+        elif len(rows) % 3 == 1:
+            model.base_model.disable_adapter_layers()
+        else:
+            model.base_model.enable_adapter_layers()
+    assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
+
+
+def test_an_adapter_that_goes_while_it_is_needed() -> None:
+    model = wrapped(lora(), lora(["o_proj"]))
+    generator = BatchGenerator(model, max_batch_tokens=40, **PAGES)
+    stream = generator.stream(GIVEN, adapter="b", max_new_tokens=3)
+    next(stream)
+    model.delete_adapter("b")
+    before = fingerprint(model)
+    with pytest.raises(RuntimeError, match="the adapter 'b' is not there any more"):
+        list(stream)
+    assert fingerprint(model) == before
+    assert len(generator.generate(GIVEN, adapter="a", max_new_tokens=2)) == 6
+
+
+@pytest.mark.parametrize("activate", [True, False])
+def test_an_adapter_that_comes_meanwhile_changes_nothing(activate: bool) -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    given, names = thrice(GIVEN)
+    generator, rows = BatchGenerator(model, max_batch_tokens=40, **PAGES), {}
+    for row in generator.stream(given, adapter=names, max_new_tokens=NEW_TOKENS):
+        rows[row.index] = row
+        if len(rows) == 1:
+            model.add_adapter("c", lora(["k_proj", "q_proj"]))  # where there was no layer of PEFT's, too
+            if activate:
+                model.set_adapter("c")
+            before = fingerprint(model)
+        assert fingerprint(model) == before
+    assert_each("lora", given, names, [rows[index] for index in range(len(given))])  # type: ignore[arg-type]
+
+
+def _unload(model: Any) -> None:
+    model.unload()
+
+
+def _merge(model: Any) -> None:
+    model.merge_adapter(["b"])
+
+
+def _exchange(model: Any) -> None:
+    model.delete_adapter("b")
+    model.add_adapter("b", lora(["o_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("b", _unload, "they were unloaded while a call needs them"),
+        (None, _unload, "they were unloaded while a call needs them"),
+        ("a", _merge, "adapters were merged into the weights while a call"),
+        (None, _merge, "adapters were merged into the weights while a call"),
+        ("b", _exchange, "the adapter 'b' is not there any more"),
+    ],
+)
+def test_adapters_that_become_something_else_while_they_are_needed(name: str | None, change: Any, why: str) -> None:
+    model = wrapped(lora(), lora(["o_proj"]))
+    stream = BatchGenerator(model, max_batch_tokens=40, **PAGES).stream(GIVEN, adapter=name, max_new_tokens=3)
+    next(stream)
+    change(model)
+    with pytest.raises(RuntimeError, match=why):
+        list(stream)
+
+
+def test_prompts_that_cannot_be_run_have_an_adapter_too() -> None:
+    given: list[list[int]] = [GIVEN[0], [], GIVEN[1], [7, -1]]
+    generator = BatchGenerator(build("lora"), **PAGES)
+    result = generator.generate(given, adapter=["a", "a", "b", None], on_error="record", max_new_tokens=NEW_TOKENS)
+    assert [row.finish_reason for row in result] == ["length", "error", "length", "error"]
+    alone = generate("lora", [GIVEN[0], GIVEN[1]], ["a", "b"])
+    assert [result[0].token_ids, result[2].token_ids] == alone.token_ids
+    assert len(generator.generate([[], [-1]], adapter="a", on_error="record", max_new_tokens=2)) == 2
+
+
+def test_after_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(build("lora"))
+    generator = BatchGenerator(build("lora"), **PAGES)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("this is somebody's hook")
+
+    handle = build("lora").get_base_model().model.layers[1].register_forward_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="somebody's hook"):
+            generator.generate(GIVEN, adapter="b", max_new_tokens=2)
+    finally:
+        handle.remove()
+    assert fingerprint(build("lora")) == before
+    assert_each("lora", GIVEN, ["b"] * 6, generator.generate(GIVEN, adapter="b", max_new_tokens=NEW_TOKENS))
+
+
+def test_an_adapter_that_is_named_runs_where_all_are_switched_off() -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    generator = BatchGenerator(model, **PAGES)
+    with model.disable_adapter():
+        result = generator.generate(GIVEN, adapter="b", max_new_tokens=NEW_TOKENS)
+        as_it_is = generator.generate(GIVEN, max_new_tokens=NEW_TOKENS)
+    assert_each("lora", GIVEN, ["b"] * 6, result)
+    assert_each("lora", GIVEN, [None] * 6, as_it_is)
+
+
+# -- prefixes that are kept ------------------------------------------------------------------------------------
+
+
+def test_a_kept_prefix_is_its_adapters_alone() -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    document = [7 + 5 * place % 80 for place in range(40)]
+    given = [[*document, last] for last in (3, 4)]
+    generator = BatchGenerator(model, keep_prefixes=4, **PAGES)
+
+    def cached(**options: Any) -> int:
+        result = generator.generate(given, max_new_tokens=NEW_TOKENS, progress=False, **options)
+        name = options.get("adapter", active)
+        assert_each("lora", given, [name] * 2, result)
+        return result.report.cached_tokens
+
+    active: Any = "a"
+    assert cached() == 0
+    assert cached(adapter="a") == 40  # the same, said otherwise
+    assert cached(adapter="b") == 0
+    assert cached(adapter=None) == 0
+    assert [cached(), cached(adapter="b"), cached(adapter=None)] == [40, 40, 40]
+    active = "b"
+    model.set_adapter("b")
+    assert cached() == 40
+    active = None
+    with model.disable_adapter():
+        assert cached() == 40
+    with torch.no_grad():
+        next(each for name, each in model.named_parameters() if ".a." in name).mul_(1.0)
+    assert cached(adapter="b") == 0  # whose weights it was is not looked into
+
+
+def test_nothing_is_kept_of_a_stream_in_which_the_owner_switched() -> None:
+    model = wrapped(lora(), lora(["gate_proj", "o_proj"]))
+    document = [7 + 5 * place % 80 for place in range(40)]
+    given = [[*document, last] for last in (3, 4)]
+    generator = BatchGenerator(model, keep_prefixes=4, **PAGES)
+    for _ in generator.stream(given, max_new_tokens=1):
+        model.set_adapter("b")
+    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 0
+    assert_each("lora", given, ["b"] * 2, result)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("never_runs")
+@pytest.mark.parametrize(
+    ("adapter", "why"),
+    [
+        ("c", r"`adapter` is 'c'; the model has 'a', 'b'"),
+        (["a", "b", "c", None, None, "a"], r"`adapter` is 'c'; the model has 'a', 'b'"),
+        (["a"] * 5, r"is a list of 5 and there are 6 prompts: it must have one for each"),
+        ([["a", "b"]] * 6, r"has \['a', 'b'\] at place 0: an adapter is given by its name, or None"),
+        (3, r"`adapter` is an int: an adapter is given by its name"),
+        ({"a": 1}, r"`adapter` is a dict: .* or a list with one for each prompt"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(adapter: Any, why: str) -> None:
+    before = fingerprint(build("lora"))
+    for call in (BatchGenerator(build("lora")).generate, BatchGenerator(build("lora")).stream):
+        with pytest.raises(OptionValueError, match=why):
+            call(GIVEN, adapter=adapter, max_new_tokens=2)
+    assert fingerprint(build("lora")) == before
+
+
+@pytest.mark.usefixtures("never_runs")
+def test_a_model_without_adapters() -> None:
+    from support_families import build as build_plain
+
+    with pytest.raises(OptionValueError, match="is 'a', and the model has no adapters: load them first"):
+        BatchGenerator(build_plain("llama")).generate(GIVEN, adapter="a", max_new_tokens=2)
+
+
+def test_none_asks_nothing_of_a_model_without_adapters() -> None:
+    from support_families import build as build_plain
+    from support_parity import assert_parity
+
+    generator = BatchGenerator(build_plain("llama"))
+    for none in (None, [None] * 6):
+        assert_parity("llama", GIVEN, generator.generate(GIVEN, adapter=none, max_new_tokens=4), 4)
+
+
+def test_merged_adapters_cannot_be_chosen() -> None:
+    model = wrapped(lora())
+    model.merge_adapter()
+    with pytest.raises(OptionValueError, match=r"while 'a' is merged into the weights: unmerge_adapter\(\) first"):
+        BatchGenerator(model).generate(GIVEN, adapter="b", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("leave", ["unload", "merge_and_unload"])
+def test_unloaded_adapters_cannot_be_chosen(leave: str) -> None:
+    model = wrapped(lora(), lora(["o_proj"]))  # whose list of adapters PEFT leaves as it is
+    generator = BatchGenerator(model, **PAGES)
+    getattr(model, leave)()
+    with pytest.raises(OptionValueError, match=r"`adapter` is 'b', and the model's layers have no adapters any more"):
+        generator.generate(GIVEN, adapter="b", max_new_tokens=1)
+    assert len(generator.generate(GIVEN, adapter=None, max_new_tokens=1)) == len(GIVEN)
+
+
+def test_biases_that_were_trained_stay_and_that_is_said() -> None:
+    model = wrapped(lora(bias="lora_only"), lora(["k_proj"]), family="qwen2")
+    generator = BatchGenerator(model, **PAGES)
+    with pytest.warns(UserWarning, match="'a' has trained biases of the model itself, which stay"):
+        result = generator.generate(GIVEN, adapter=None, max_new_tokens=3)
+    with warnings.catch_warnings(), having(model, None):
+        warnings.simplefilter("ignore")
+        assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=3) for prompt in GIVEN]
+    with pytest.warns(UserWarning, match="'a' has trained biases of the model itself, which stay"):
+        BatchGenerator(model, **PAGES).score(GIVEN, choices=[[5]], adapter=None)
+
+
+def test_an_activated_lora_is_refused_by_name() -> None:
+    model = wrapped(lora(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), lora(["k_proj"]))
+    generator = BatchGenerator(model)
+    with pytest.raises(UnsupportedModelError, match="the adapter 'a' begins where its invocation tokens stand"):
+        generator.generate(GIVEN, adapter="a", max_new_tokens=2)
+    with pytest.raises(UnsupportedModelError, match="the adapter 'a' begins where"):
+        generator.generate(GIVEN, max_new_tokens=2)
+    assert len(generator.generate(GIVEN, adapter="b", max_new_tokens=2)) == 6

@@ -1,0 +1,180 @@
+"""Graphs that are captured beforehand: of which sizes, with which room, and what becomes of a capture that fails."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support_device_loop import model_on, run_over_twins
+from support_kernels import plain
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.engine.device_loop import decode_rows
+from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
+from hf_batchllm.engine.device_loop.run_ahead import Ahead
+from hf_batchllm.engine.device_loop.still_running import Unended
+from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.planning.units import FinishReason, Request
+
+pytestmark = plain
+CONFIG: dict[str, Any] = {"steps_per_sync": 4, "page_size": 16, "share_prefixes": False}
+OPTIONS: dict[str, Any] = {"eos_token_id": None, "progress": False}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of graphs, in the order in which they were made."""
+    run_over_twins(monkeypatch)
+    monkeypatch.setattr(Ahead, "_is_behind", lambda self: True)
+    seen, make = [], DecodeGraphs._made
+
+    def noted(self: DecodeGraphs, size: int) -> DecodeRows:
+        seen.append(size)
+        return make(self, size)
+
+    monkeypatch.setattr(DecodeGraphs, "_made", noted)
+    return seen
+
+
+def short_prompts(count: int) -> list[list[int]]:
+    """Of a part each, so that nothing needs a merge but idle rows."""
+    return [[3 + place % 7, 5, 8 + place % 11] for place in range(count)]
+
+
+def test_one_of_fewer_rows_serves_while_some_are_idle(made: list[int]) -> None:
+    """No size is made twice, for want of the merge that writes what idle rows give."""
+    prompts, limits = short_prompts(96), [6 + place // 6 for place in range(96)]
+    settings = [GenerationConfig(max_new_tokens=limit) for limit in limits]
+    generator = BatchGenerator(model_on("cpu", "llama"), **CONFIG, max_batch_tokens=150)
+    result = generator.generate(prompts, generation_config=settings, **OPTIONS)
+    assert [len(tokens) for tokens in result.token_ids] == limits
+    assert len(made) > 1 and len(made) == len(set(made)), made
+
+
+def test_none_is_larger_than_a_step_may_be(made: list[int]) -> None:
+    BatchGenerator(model_on("cpu", "llama"), **CONFIG, max_batch_tokens=16).generate(
+        short_prompts(60), max_new_tokens=12, **OPTIONS
+    )
+    assert made and max(made) == 16, made
+
+
+def test_each_adapter_has_graphs_for_its_own_prompts(made: list[int]) -> None:
+    adapters = pytest.importorskip("adapters")
+    names = ["a", "b", None] * 16
+    BatchGenerator(adapters.build("lora"), **CONFIG).generate(
+        short_prompts(48), adapter=names, max_new_tokens=12, **OPTIONS
+    )
+    assert made == [16, 16, 16]
+
+
+def test_a_failure_beforehand_ends_nothing(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("there is no memory for what need not be")
+
+    prompts, model = short_prompts(20), model_on("cpu", "llama")
+    config = {**CONFIG, "max_batch_tokens": 24}
+    want = BatchGenerator(model, **config).generate(prompts, max_new_tokens=12, **OPTIONS)
+    monkeypatch.setattr(DecodeRows, "run_idle", fail)
+    result = BatchGenerator(model, **config).generate(prompts, max_new_tokens=12, **OPTIONS)
+    assert result.token_ids == want.token_ids
+    assert "replayed" in result.report.graphs
+    assert "(OutOfMemoryError: there is no memory for what need not be)" in result.report.graphs
+    assert "no more while" not in want.report.graphs
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_capture_that_breaks_off_says_what_broke_it(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Graph:
+        ended = False
+
+        def capture_begin(self, *_: Any, **__: Any) -> None:
+            assert not gc.isenabled()
+
+        def capture_end(self) -> None:
+            self.ended = True
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(decode_rows, "_capture_stream", lambda _: None)
+    graph: Any = Graph()
+    with pytest.raises(error), decode_rows._capturing(graph, None, torch.device("cpu")):
+        raise error
+    assert graph.ended and gc.isenabled()
+
+
+def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that autocast keeps are gone when its block ends, and those made in a capture are filled by a replay."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    copies: list[torch.Tensor] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if "copy" in func.__name__:
+                copies.append(result)
+            return result
+
+    def run() -> None:
+        with torch.no_grad(), Seen():
+            weight @ weight
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(decode_rows, "_capturing", lambda *_: nullcontext())
+    token = torch.zeros(1)
+    rows: Any = SimpleNamespace(work=SimpleNamespace(rooms=[]), _state=SimpleNamespace(token=token), _run=run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        DecodeRows.capture(rows, None)
+        captured = len(copies)
+        run()
+        assert captured and len(copies) > captured, "the capture has left copies behind"
+        kept = len(copies)
+        run()
+        assert len(copies) == kept, "autocast keeps its own again"
+        DecodeRows.capture(rows, None)
+        assert len(copies) > kept, "the capture reads those that are kept"
+
+
+def test_who_runs_at_a_time() -> None:
+    requests = [Request(place, np.zeros(20, dtype=np.int32), 13) for place in range(6)]  # of two pages each
+    everybody = Unended(requests, KVStorage(12, 16), most_rows=6)
+    assert everybody.left() == ([13] * 6, True)
+    for unended in (Unended(requests, KVStorage(11, 16), most_rows=6), Unended(requests, KVStorage(12, 16), 5)):
+        assert unended.left() == ([], False)
+        unended.begin(requests[:4])
+        requests[0].pending = 3
+        assert unended.left() == ([13, 13, 13, 10], True)
+        requests[0].pending = 0
+    requests[0].end(FinishReason.TIME)
+    assert unended.left() == ([13] * 5, True), "the others fit, all of them"
+
+
+def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps that of a pool whose graphs have gone, for nobody, until its cache is emptied."""
+    seen: list[Any] = []
+    graphs = object.__new__(DecodeGraphs)
+    graphs._graphs = {16: SimpleNamespace(captured=True)}  # type: ignore[dict-item]
+    stream: Any = SimpleNamespace(synchronize=lambda: seen.append("waits"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(graphs._graphs)))
+    graphs.close(stream)
+    graphs.close(stream)  # after an interrupt, say
+    assert seen == ["waits", 0]
+
+
+def test_none_are_prepared_where_memory_is_short(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture would find what PyTorch keeps for later taken, and not have it given back."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(DecodeRows, "run_idle", lambda *_: prepared.append(1))
+    monkeypatch.setattr(DecodeGraphs, "_is_tight", lambda self: True)
+    model, config = model_on("cpu", "llama"), {**CONFIG, "max_batch_tokens": 24}
+    result = BatchGenerator(model, **config).generate(short_prompts(20), max_new_tokens=12, **OPTIONS)
+    assert not prepared and made and "replayed" in result.report.graphs

@@ -1,0 +1,228 @@
+"""``score``: the log-probabilities of a plain forward, whatever was shared, cut or run twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_families import build, family_params, random_prompts
+from support_parity import counted_tokens, pages_of_memory, watched  # noqa: F401
+from test_generator_parity import tries
+
+from hf_batchllm import BatchConfig, BatchGenerator
+from hf_batchllm.engine.scoring import score_call as scoring_module
+from hf_batchllm.engine.scoring import token_lookups as lookups_module
+from hf_batchllm.results.scores import Score, ScoreResult
+
+FAMILY = "llama"
+KINDS_OF_ATTENTION = ["llama", "gemma3", "gpt_oss", "opt"]  # windows, sinks, learned positions
+
+Ids = list[int]
+
+
+def questions(seed: int = 1, count: int = 7) -> tuple[list[Ids], list[list[Ids]]]:
+    """Contexts that share, and continuations of one to some tokens: those of a context may share as well."""
+    dice = random.Random(seed)
+    contexts = random_prompts(dice, 97, "mixed", count)
+
+    def tokens(count: int) -> Ids:
+        return [dice.randrange(97) for _ in range(count)]
+
+    several = []
+    for place in range(len(contexts)):
+        stem = tokens(place % 4)
+        several.append([stem + tokens(dice.choice((1, 1, 2, 5))) for _ in range(1 + place % 5)])
+    return contexts, several
+
+
+def generator(family: str = FAMILY, **config: Any) -> BatchGenerator:
+    return BatchGenerator(build(family), **{"min_shared_tokens": 1, **config})
+
+
+def score(contexts: Any, continuations: Any = None, family: str = FAMILY, **options: Any) -> ScoreResult:
+    config = {field.name: options.pop(field.name) for field in fields(BatchConfig) if field.name in options}
+    return generator(family, **config).score(contexts, continuations, **{"progress": False, **options})
+
+
+def assert_right(family: str, contexts: Sequence[Ids], several: Sequence[Sequence[Ids]], result: ScoreResult) -> None:
+    """Against one plain forward over each context with each of its continuations."""
+    expected = [
+        (index, choice, context, continuation)
+        for index, (context, continuations) in enumerate(zip(contexts, several, strict=True))
+        for choice, continuation in enumerate(continuations)
+    ]
+    assert len(result) == len(expected)
+    for one, (index, choice, context, continuation) in zip(result, expected, strict=True):
+        assert (one.index, one.choice, one.error) == (index, choice, None)
+        assert_score(family, one, list(context), list(continuation))
+
+
+@cache
+def plain_logits(family: str, ids: tuple[int, ...]) -> torch.Tensor:
+    with torch.no_grad():
+        return build(family)(torch.tensor([ids])).logits[0].float()
+
+
+def assert_score(family: str, one: Score, context: Ids, continuation: Ids) -> None:
+    assert one.token_ids == continuation
+    targets = torch.tensor(continuation)
+    logits = plain_logits(family, tuple(context + continuation))[len(context) - 1 : -1]
+    logprobs = logits.log_softmax(dim=-1)[torch.arange(len(targets)), targets]
+    assert one.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+    assert one.logprob == pytest.approx(sum(one.logprobs)) and type(one.logprob) is float
+    two = logits.topk(2, dim=-1).values
+    if (two[:, 0] - two[:, 1]).min() > 1e-3:
+        assert one.is_greedy is bool((logits.argmax(dim=-1) == targets).all())
+
+
+# -- as a plain forward gives them -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"share_prefixes": False},
+        {"page_size": 3, "max_batch_tokens": 1},
+        {"max_batch_tokens": 7},
+        {"scheduler": "fifo", "max_batch_tokens": 16},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("watched")
+def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
+    contexts, several = questions()
+    assert_right(family, contexts, several, score(contexts, several, family, **config))
+
+
+@given(tries(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 3, 5, 16, 512]), st.integers(0, 3), st.data())
+@settings(max_examples=25)
+def test_texts_grown_on_one_another(
+    texts: list[Ids], page_size: int, budget: int, fee: int, data: st.DataObject
+) -> None:
+    texts = [text for text in texts if len(text) > 1]
+    cuts = [data.draw(st.integers(1, len(text) - 1)) for text in texts]
+    contexts = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    several = [[text[cut:]] for text, cut in zip(texts, cuts, strict=True)]
+    result = score(contexts, several, page_size=page_size, max_batch_tokens=budget, min_shared_tokens=fee)
+    assert_right(FAMILY, contexts, several, result)
+
+
+@pytest.mark.parametrize(("family", "page_size"), [("llama", 8), ("gemma3", 1)])
+@pytest.mark.parametrize("scheduler", ["groups", "fifo"])
+@pytest.mark.usefixtures("watched")
+def test_little_memory(family: str, page_size: int, scheduler: str) -> None:
+    contexts, several = questions(2)
+    longest = max(len(context) + max(map(len, each)) - 1 for context, each in zip(contexts, several, strict=True))
+    memory = pages_of_memory(build(family), -(-longest // page_size) + 3, page_size)
+    result = score(
+        contexts, several, family, kv_memory=memory, page_size=page_size, max_batch_tokens=11, scheduler=scheduler
+    )
+    assert_right(family, contexts, several, result)
+
+
+def test_whole_texts() -> None:
+    texts = random_prompts(random.Random(4), 97, "nested", 6)
+    texts = [text for text in texts if len(text) > 1]
+    result = score(None, texts)
+    assert_right(FAMILY, [text[:1] for text in texts], [[text[1:]] for text in texts], result)
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def head_rows(family: str = FAMILY) -> Iterator[list[int]]:
+    """The rows of each run of the LM head."""
+    rows: list[int] = []
+    head = build(family).get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2]))
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+def distinct_beginnings(texts: Sequence[Ids], firsts: Sequence[int]) -> int:
+    """Of the texts, each as long as one of its tokens from ``firsts`` on is known: a node of their tree for each."""
+    return len(
+        {tuple(text[:end]) for text, first in zip(texts, firsts, strict=True) for end in range(first, len(text))}
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"max_batch_tokens": 5}, {"scheduler": "fifo"}], ids=str)
+def test_each_token_is_run_once_and_the_head_only_where_something_is_looked_up(config: dict[str, Any]) -> None:
+    contexts, several = questions()
+    joined = [
+        (context + continuation, len(context))
+        for context, each in zip(contexts, several, strict=True)
+        for continuation in each
+    ]
+    texts, firsts = [text for text, _ in joined], [first for _, first in joined]
+    with counted_tokens(build(FAMILY)) as sizes, head_rows() as rows:
+        result = score(contexts, several, min_shared_tokens=0, **config)
+    report = result.report
+    assert report is not None
+    assert sum(sizes) == distinct_beginnings(texts, [1] * len(texts)) == report.computed_tokens
+    assert sum(sizes) == report.plan.computed_tokens
+    assert sum(rows) == distinct_beginnings(texts, firsts)
+    assert report.sequences == report.finished == len(texts)
+    assert report.prompt_tokens == sum(len(text) - 1 for text in texts)
+    assert report.saving == pytest.approx(1 - sum(sizes) / report.prompt_tokens)
+    assert report.scored_tokens == sum(len(text) - first for text, first in joined) and report.new_tokens == 0
+
+
+def test_answers_of_one_token_cost_nothing_but_their_context() -> None:
+    contexts = random_prompts(random.Random(5), 97, "distinct", 4)
+    with counted_tokens(build(FAMILY)) as sizes, head_rows() as rows:
+        result = score(contexts, choices=[[5], [6], [7], [8]])
+    assert sum(sizes) == sum(map(len, contexts)) and sum(rows) == len(contexts)
+    assert_right(FAMILY, contexts, [[[5], [6], [7], [8]]] * len(contexts), result)
+
+
+def test_a_context_kept_from_an_earlier_call() -> None:
+    contexts = [[*range(5, 40), last] for last in (50, 51)]
+    gen = generator(keep_prefixes=4)
+    several = [[[60, 61], [62]], [[60], [63, 64, 65]]]
+    first = gen.score(contexts, several)
+    with counted_tokens(build(FAMILY)) as sizes:
+        again = gen.score(contexts, several)
+    assert_right(FAMILY, contexts, several, again)
+    assert first.report is not None and first.report.cached_tokens == 0
+    assert again.report is not None and again.report.cached_tokens == 35
+    assert sum(sizes) == again.report.computed_tokens == first.report.computed_tokens - 35
+    # Where something is looked up inside of it, no more of it can be made use of than lies before.
+    shorter = [contexts[0][:20]]
+    several = [[[*contexts[0][20:], 70]]]
+    with counted_tokens(build(FAMILY)) as sizes:
+        inside = gen.score(shorter, several)
+    assert sum(sizes) == 36 - 19
+    assert_right(FAMILY, shorter, several, inside)
+    out = gen.generate(contexts, max_new_tokens=2)
+    assert out.report is not None and out.report.cached_tokens > 0
+
+
+def test_steps_have_as_many_logits_as_there_may_be_and_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring_module, "_MOST_LOGITS", 9 * 101 + 100)
+    monkeypatch.setattr(lookups_module, "_ON_A_CPU", 2 * 101)
+    dice = random.Random(6)
+    contexts = [[dice.randrange(97) for _ in range(20)] for _ in range(14)]
+    several = [[[5], [6, 7]]] * len(contexts)
+    with counted_tokens(build(FAMILY)) as sizes, head_rows() as rows:
+        result = score(contexts, several, max_batch_tokens=300)
+    assert max(rows) <= 9 and max(sizes) > 80
+    assert_right(FAMILY, contexts, several, result)
+    for config in ({"scheduler": "fifo"}, {"keep_prefixes": 2}):  # then nobody knows what comes together
+        with counted_tokens(build(FAMILY)) as sizes:
+            result = score(contexts, several, **config)
+        assert max(sizes) == 9
+        assert_right(FAMILY, contexts, several, result)

@@ -1,0 +1,44 @@
+"""The example of constrained decoding: each answer of a real model is JSON of its own prompt's schema."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from typing import Any
+
+import pytest
+from test_generator_real_model import _examples_module, load_once, small_model
+
+pytest.importorskip("llguidance", reason="needs the extra `json`")
+
+pytestmark = [
+    pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),
+    pytest.mark.xdist_group("real_model"),
+    pytest.mark.timeout(900),  # the first run unpacks the model
+]
+
+
+def is_of(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is of a schema, as far as the example's schemas go."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    if schema["type"] == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    assert schema["type"] == "string"
+    return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
+
+
+def test_every_answer_follows_the_schema_of_its_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_once()
+    monkeypatch.setattr(small_model, "load", lambda: loaded)
+    monkeypatch.setitem(sys.modules, "small_model", small_model)
+    example = _examples_module("json_schemas")
+    example.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == [text for text, _ in example.TASKS]
+    for line, (_, schema) in zip(lines[1::2], example.TASKS, strict=True):
+        answer = ast.literal_eval(line.strip())
+        assert list(answer) == list(schema)
+        assert all(is_of(answer[name], schema[name]) for name in schema)

@@ -1,0 +1,369 @@
+"""Files in, files out: the whole way, over a tiny model."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import fcntl
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from support_families import build
+from support_word_tokenizer import word_tokenizer
+from transformers import GenerationConfig
+
+from hf_batchllm import BatchGenerator, FileReport, run_file
+from hf_batchllm.errors import FilesError, InputFileError, OutputBusyError, OutputWriteError, RunChangedError
+
+FAMILY = "llama"
+KILLS = int(os.environ.get("KILLS", "20"))  # a hundred take half a minute
+SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "seed": 5, "progress": False}
+
+
+@pytest.fixture
+def generator() -> Iterator[BatchGenerator]:
+    with BatchGenerator(build(FAMILY), word_tokenizer(97, template=True)) as made:
+        yield made
+
+
+def records(count: int, seed: int = 1, bad: bool = True) -> list[dict[str, Any]]:
+    """Prompts that share documents; some sampled, some several times, some with settings of their own, some bad."""
+    rng = random.Random(seed)
+
+    def words(size: int) -> str:
+        return " ".join(f"w{rng.randrange(3, 97)}" for _ in range(size))
+
+    documents = [words(30) for _ in range(max(count // 25, 1))]
+    made: list[dict[str, Any]] = []
+    for number in range(count):
+        record: dict[str, Any] = {"prompt": f"{rng.choice(documents)} {words(rng.randrange(1, 9))}"}
+        if number % 3 == 0:
+            record["id"] = f"record-{number}"
+        if number % 4 == 0:
+            record["temperature"] = 0.7
+        if number % 12 == 0:
+            record["n"] = 3
+        if number % 7 == 0:
+            record["max_new_tokens"] = 1 + number % 9
+        if bad and number % 40 == 13:
+            record = {"prompt": None, "id": number}
+        made.append(record)
+    return made
+
+
+def written(path: Path, lines: list[dict[str, Any]], broken: tuple[int, ...] = ()) -> Path:
+    text = [json.dumps(line) if number not in broken else '{"prompt": "w5' for number, line in enumerate(lines)]
+    path.write_text("\n".join(text) + "\n")
+    return path
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_results_are_those_of_generate(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines = records(90)
+    report = run_file(
+        generator, written(tmp_path / "in.jsonl", lines, broken=(50,)), tmp_path / "out.jsonl", **SETTINGS
+    )
+    found = results(tmp_path / "out.jsonl")
+    assert [each["index"] for each in found] == list(range(90))
+    assert report.written == report.records == 90 and report.left == 0
+    assert report.errors == 3 == sum("error" in each for each in found)
+    assert "line 51" in found[50]["error"] and "line 14" in found[13]["error"]
+    assert 0.3 < report.saving < 1
+    model, tokenizer = build(FAMILY), word_tokenizer(97)
+    for line, each in zip(lines, found, strict=True):
+        assert each.get("id") == line.get("id") or "error" in each
+        if "error" in each or "temperature" in line:
+            continue
+        ids = torch.tensor([tokenizer(line["prompt"]).input_ids])
+        new = model.generate(ids, max_new_tokens=line.get("max_new_tokens", 6), do_sample=False)[0, ids.shape[1] :]
+        assert each["text"] == tokenizer.decode(new, skip_special_tokens=True)
+        assert each["new_tokens"] == len(new) and each["prompt_tokens"] == ids.shape[1]
+    assert [len(each["samples"]) for each in found if "samples" in each] == [3] * 8
+    again = run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
+    assert again.written == 0 and "Nothing to do" in str(again)
+
+
+def test_a_line_with_a_seed_of_its_own_gives_the_same_anywhere(tmp_path: Path, generator: BatchGenerator) -> None:
+    line = {"prompt": "w5 w6 w7", "temperature": 2.0, "seed": 11, "n": 2, "top_k": 0}
+    other = {**line, "seed": 12}
+    for name, lines in {"one": [line], "two": [other, other, line]}.items():
+        run_file(generator, written(tmp_path / name, lines), tmp_path / f"{name}.jsonl", format="jsonl", progress=False)
+    one, two = results(tmp_path / "one.jsonl"), results(tmp_path / "two.jsonl")
+    assert one[0]["samples"] == two[2]["samples"] != two[0]["samples"] == two[1]["samples"]
+    config = GenerationConfig(do_sample=True, temperature=2.0, top_k=0, num_return_sequences=2)
+    direct = generator.generate([line["prompt"]], config, seed=[11])
+    assert [each["text"] for each in one[0]["samples"]] == [each.text for each in direct]
+
+
+def test_windows_give_what_one_window_gives(tmp_path: Path, generator: BatchGenerator) -> None:
+    source = written(tmp_path / "in.jsonl", records(80))
+    whole = run_file(generator, source, tmp_path / "whole.jsonl", **SETTINGS)
+    parts = run_file(generator, source, tmp_path / "parts.jsonl", window_bytes=20_000, **SETTINGS)
+    assert results(tmp_path / "whole.jsonl") == results(tmp_path / "parts.jsonl")
+    assert whole.new_tokens == parts.new_tokens
+    assert parts.saving > whole.saving - 0.1  # whoever shares a document is in the same window
+
+
+def test_beams_log_probabilities_and_samples_in_one_file(tmp_path: Path, generator: BatchGenerator) -> None:
+    prompt = "w5 w6 w7 w8"
+    lines = [
+        {"prompt": prompt},
+        {"prompt": prompt, "num_beams": 3},
+        {"prompt": prompt, "logprobs": 2},
+        {"prompt": prompt, "n": 2, "temperature": 1},
+        {"prompt": prompt, "num_beams": 3, "logprobs": 2},
+        {"prompt": [5, 6, 7, 8]},
+        {"messages": [{"role": "user", "content": "w7"}]},
+        {"prompt": prompt, "num_beams": 3, "n": 5},
+    ]
+    run_file(generator, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", token_ids=True, **SETTINGS)
+    plain, beams, told, sampled, both, ids, chat, wrong = results(tmp_path / "out.jsonl")
+    assert plain["token_ids"] == ids["token_ids"] == told["token_ids"]
+    assert beams["token_ids"] == generator.generate([prompt], num_beams=3, max_new_tokens=6)[0].token_ids
+    assert [len(each["top"]) for each in told["logprobs"]] == [2] * told["new_tokens"] and "logprobs" not in plain
+    assert len(sampled["samples"]) == 2 and chat["prompt_tokens"] > 1
+    assert "logprobs" in both["error"] and "num_beams" in wrong["error"] and "line 8" in wrong["error"]
+
+
+def test_openai_batches(tmp_path: Path, generator: BatchGenerator) -> None:
+    bodies = [
+        {"messages": [{"role": "user", "content": "w7 w8"}], "max_tokens": 4, "temperature": 0},
+        {"messages": [{"role": "user", "content": "w7 w9"}], "n": 2, "temperature": 1.5, "seed": 3},
+        {"messages": "hello"},
+    ]
+    lines = [
+        {"custom_id": f"a{number}", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **body}}
+        for number, body in enumerate(bodies)
+    ]
+    with pytest.warns(UserWarning, match="name the model 'm'"):
+        report = run_file(generator, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", **SETTINGS)
+    assert report.errors == 1
+    good, two, bad = results(tmp_path / "out.jsonl")
+    assert [each["custom_id"] for each in (good, two, bad)] == ["a0", "a1", "a2"]
+    assert good["response"]["status_code"] == 200 and good["error"] is None
+    body = good["response"]["body"]
+    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] <= 4
+    assert [choice["index"] for choice in two["response"]["body"]["choices"]] == [0, 1]
+    assert bad["response"]["status_code"] == 400
+    again = run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
+    assert again.written == 0 and again.errors == 1
+
+
+# -- what may happen on the way ----------------------------------------------------------------------------------------
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """The process id of a copy of this one that does ``work`` and nothing else."""
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            signal.alarm(60)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path) -> None:
+    """Nothing is lost, nothing is there twice, and no line is half: what comes out is what one run gives."""
+    source = written(tmp_path / "in.jsonl", records(500), broken=(77,))
+    target, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    model, tokenizer = build(FAMILY), word_tokenizer(97)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a copy of a process has no other threads
+
+    def run(to: Path = target) -> FileReport:
+        with BatchGenerator(model, tokenizer) as fresh:
+            return run_file(fresh, source, to, window_bytes=200_000, **{**SETTINGS, "max_new_tokens": 3})
+
+    began = time.monotonic()
+    run(whole)
+    took = time.monotonic() - began
+    expected = {each["index"]: each for each in results(whole)}
+    assert len(expected) == 500
+
+    rng, kills, partly = random.Random(7), 0, 0
+    while kills < KILLS:
+        for path in tmp_path.glob("out.jsonl*"):
+            path.unlink()
+        before = 0
+        for _ in range(6):  # each of them goes on where the one before it was killed
+            child = in_a_child(run)
+            time.sleep(rng.uniform(0.0, 0.5) * took)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            kills += 1
+            there = target.read_bytes() if target.exists() else b""
+            lines = [json.loads(line) for line in there[: there.rfind(b"\n") + 1].splitlines()]
+            assert len({line["index"] for line in lines}) == len(lines) >= before
+            assert all(line == expected[line["index"]] for line in lines)
+            before = len(lines)
+            partly += 0 < before < 500
+        run()
+        assert target.read_bytes() == whole.read_bytes()
+    assert partly > kills // 4
+    torch.set_num_threads(threads)
+
+
+def test_a_full_disk_keeps_what_was_written(
+    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = written(tmp_path / "in.jsonl", records(60)), tmp_path / "out.jsonl"
+    run_file(generator, source, tmp_path / "whole.jsonl", **SETTINGS)
+    write, left = os.write, [4000]
+
+    def full(descriptor: int, data: Any) -> int:
+        if os.fstat(descriptor).st_ino != (target.stat().st_ino if target.exists() else -1):
+            return write(descriptor, data)
+        room = left[0]
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= min(len(data), room)
+        return write(descriptor, data[:room])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OutputWriteError, match="the disk is full") as caught:
+        run_file(generator, source, target, **SETTINGS)
+    monkeypatch.undo()
+    assert len(results(target)) == caught.value.kept > 5
+    report = run_file(generator, source, target, **SETTINGS)
+    assert report.before == caught.value.kept
+    assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_an_interrupt_says_that_the_same_call_goes_on(tmp_path: Path, generator: BatchGenerator) -> None:
+    source, target = written(tmp_path / "in.jsonl", records(200)), tmp_path / "out.jsonl"
+    run_file(generator, source, tmp_path / "whole.jsonl", **SETTINGS)
+
+    def again_and_again() -> None:
+        for _ in range(100):  # until it comes
+            run_file(generator, source, target, restart=True, **SETTINGS)
+            target.unlink()
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"out\.jsonl, and the same call goes on"):
+            again_and_again()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    run_file(generator, source, target, **SETTINGS)
+    assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_one_run_at_a_time(tmp_path: Path, generator: BatchGenerator) -> None:
+    source, target = written(tmp_path / "in.jsonl", records(30)), tmp_path / "out.jsonl"
+    with target.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OutputBusyError, match="another run"):
+            run_file(generator, source, target, **SETTINGS)
+    assert run_file(generator, source, target, **SETTINGS).written == 30
+
+
+def test_what_differs_from_the_earlier_part_is_named(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines = records(40, bad=False)
+    source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    run_file(generator, source, target, limit=10, **SETTINGS)
+    assert len(results(target)) == 10
+    kept = target.read_bytes()
+    with pytest.raises(RunChangedError, match="max_new_tokens was 6 and is 7"):
+        run_file(generator, source, target, **{**SETTINGS, "max_new_tokens": 7})
+    with pytest.raises(RunChangedError, match="seed was 5 and is 6"):
+        run_file(generator, source, target, **{**SETTINGS, "seed": 6})
+    changed = copy.deepcopy(build(FAMILY))
+    with torch.no_grad():
+        next(changed.parameters())[0] += 1
+    with (
+        BatchGenerator(changed, word_tokenizer(97)) as other,
+        pytest.raises(RunChangedError, match="weights were others"),
+    ):
+        run_file(other, source, target, **SETTINGS)
+    with pytest.raises(RunChangedError, match="line 3"):
+        run_file(generator, written(source, [*lines[:2], lines[3], *lines[3:]]), target, **SETTINGS)
+    assert target.read_bytes() == kept
+    more = written(source, [*lines, *records(5, seed=9)])  # lines may be added
+    report = run_file(generator, more, target, **SETTINGS)
+    assert (report.before, report.written) == (10, 35) and len(results(target)) == 45
+    assert run_file(generator, more, target, restart=True, **SETTINGS).written == 45
+    assert len(results(tmp_path / "out.jsonl.bak-1")) == 45
+
+
+def test_errors_can_be_tried_again(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines: list[dict[str, Any]] = [{"prompt": "w5 w6"}, {"messages": [{"role": "alien", "content": "w7"}]}]
+    source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert run_file(generator, source, target, **SETTINGS).errors == 1
+    assert "no aliens" in results(target)[1]["error"]
+    patient = word_tokenizer(97, template=True)
+    patient.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with BatchGenerator(build(FAMILY), patient) as other:
+        report = run_file(other, source, target, retry_errors=True, **SETTINGS)
+    assert (report.before, report.written, report.errors) == (1, 1, 0)
+    assert "text" in results(target)[1]
+
+
+def test_bad_records_can_stop_a_run(tmp_path: Path, generator: BatchGenerator) -> None:
+    source, target = written(tmp_path / "in.jsonl", records(60)), tmp_path / "out.jsonl"
+    with pytest.raises(InputFileError, match="line 14") as caught:
+        run_file(generator, source, target, on_error="raise", **SETTINGS)
+    assert "line 54" in str(caught.value)
+    written(source, [{"prompt": "w5"}, {"prompt": "w5 w6", "num_beams": 2, "n": 3}])
+    with pytest.raises(InputFileError, match=r"line 2: .*num_beams"):
+        run_file(generator, source, tmp_path / "other.jsonl", on_error="raise", **SETTINGS)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_tables_in_and_out(tmp_path: Path, generator: BatchGenerator, suffix: str) -> None:
+    lines = records(20, bad=False)
+    run_file(generator, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", keep="id", **SETTINGS)
+    frame = pandas.DataFrame(lines)
+    source, target = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
+    frame.to_csv(source, index=False) if suffix == "csv" else frame.to_parquet(source)
+    report = run_file(generator, source, target, **SETTINGS)
+    assert report.written == 20 and report.errors == 0
+    table = pandas.read_csv(target) if suffix == "csv" else pandas.read_parquet(target)
+    rows = []
+    for each in results(tmp_path / "out.jsonl"):
+        rows += [sample["text"] for sample in each.get("samples", [each])]
+    assert table["text"].tolist() == rows
+    assert not list(tmp_path.glob("*.part.jsonl"))
+    assert "Nothing to do" in str(run_file(generator, source, target, **SETTINGS))
+
+
+def test_a_template_and_fields_that_are_kept(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines = [{"context": "w5 w6", "question": "w7", "label": "yes"}, {"context": "w5 w6", "label": "no"}]
+    source = written(tmp_path / "in.jsonl", lines)
+    run_file(
+        generator, source, tmp_path / "out.jsonl", template="{context} {question}", keep=["label"], **SETTINGS
+    )  # fmt: skip
+    good, bad = results(tmp_path / "out.jsonl")
+    assert good["label"] == "yes" and good["text"] == generator.generate(["w5 w6 w7"], max_new_tokens=6)[0].text
+    assert bad["label"] == "no" and "question" in bad["error"]
+
+
+def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, generator: BatchGenerator) -> None:
+    source = written(tmp_path / "in.jsonl", records(3))
+    with pytest.raises(FilesError, match="BatchGenerator"):
+        run_file(build(FAMILY), source, tmp_path / "out.jsonl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="did you mean `max_new_tokens`"):
+        run_file(generator, source, tmp_path / "out.jsonl", max_new_token=5)
+    with pytest.raises(ValueError, match="is the input"):
+        run_file(generator, source, source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]

@@ -1,0 +1,409 @@
+"""However a call ends, the model is its owner's again, every page is free, and the next call is right."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES, build
+from support_parity import assert_parity, counted_tokens
+from support_parity import watched as watched  # a fixture
+from support_untouched import FAMILY, NEW_TOKENS, assert_untouched, fingerprint, prompts
+from torch import nn
+
+from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
+from hf_batchllm.engine.kv_memory import weights_fingerprint
+from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.patches.attention_swap import AttentionSwap
+from hf_batchllm.planning.scheduler import GroupScheduler
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def break_off(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, inside: bool = True) -> None:
+    """Let the model fail in its ``after``-th step: in the middle of its layers, or as the step begins."""
+    step, count = ModelRunner.step, 0
+
+    def failing(self: ModelRunner, batch: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count != after:
+            return step(self, batch)
+        if not inside:
+            raise error
+
+        def raise_it(*args: Any) -> None:
+            raise error
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(raise_it)
+        try:
+            return step(self, batch)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(ModelRunner, "step", failing)
+
+
+def test_after_a_call_the_model_is_as_it_was(watched: list[Any]) -> None:
+    before = fingerprint(build(FAMILY))
+    generator = BatchGenerator(build(FAMILY))
+    assert fingerprint(build(FAMILY)) == before
+    generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    assert_untouched(generator, before, watched)
+    generator.close()
+    assert fingerprint(build(FAMILY)) == before
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("keep", [0, 4])
+def test_after_an_exception(after: int, keep: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(build(FAMILY))
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=keep, min_shared_tokens=4)
+    if keep:
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    break_off(monkeypatch, after, Boom())
+    with pytest.raises(Boom):
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    assert_untouched(generator, before, watched if not keep else [])
+
+
+@pytest.mark.parametrize("after", random.Random(5).sample(range(1, 19), 12))
+def test_after_an_interrupt_what_had_finished_is_kept(
+    after: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(build(FAMILY))
+    # A small budget spreads the prompts over many steps, so that some have finished when others begin.
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8, scheduler=GroupScheduler())
+    break_off(monkeypatch, after, KeyboardInterrupt(), inside=bool(after % 2))
+    with pytest.raises(GenerationInterrupted) as caught:
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    assert isinstance(caught.value, KeyboardInterrupt)
+    for generation in caught.value.result:
+        assert generation.prompt_token_ids == prompts()[generation.index]
+        assert len(generation.token_ids) == NEW_TOKENS
+    report = caught.value.result.report
+    assert report.finished == len(caught.value.result) < report.sequences == len(prompts())
+    assert str(report).startswith(f"interrupted: {report.finished} of {report.sequences} sequences")
+    assert report.saving == pytest.approx(generator.plan(prompts()).saving)  # not of the part that was run
+    if after > 14:
+        assert 0 < len(caught.value.result) < len(prompts())
+    assert_untouched(generator, before, watched)
+
+
+def test_an_abandoned_stream_gives_everything_back(watched: list[Any]) -> None:
+    before = fingerprint(build(FAMILY))
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    stream = generator.stream(prompts(), max_new_tokens=NEW_TOKENS)
+    next(stream)
+    assert fingerprint(build(FAMILY)) == before  # between two steps the model is its owner's, too
+    with pytest.raises(GeneratorBusyError, match="running"):
+        generator.generate(prompts(), max_new_tokens=1)
+    del stream
+    assert_untouched(generator, before, watched)
+
+
+def test_a_stream_gives_what_generate_gives() -> None:
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    streamed = list(generator.stream(prompts(), max_new_tokens=NEW_TOKENS))
+    assert sorted(streamed, key=lambda generation: generation.index) == list(
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    )
+    recorded = list(generator.stream([[], [5, 6]], max_new_tokens=2, on_error="record"))
+    assert [generation.finish_reason for generation in recorded] == ["error", "length"]
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        generator.stream(prompts(), max_new_tokens=0)  # at once, not when the first result is asked for
+
+
+def test_a_closed_generator_says_so() -> None:
+    with BatchGenerator(build(FAMILY)) as generator:
+        pass
+    with pytest.raises(GeneratorBusyError, match="closed"):
+        generator.generate(prompts(), max_new_tokens=2)
+
+
+# -- prefixes kept from one call to the next -------------------------------------------------------------------
+
+
+def document(seed: int, length: int = 60) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 97) for _ in range(length)]
+
+
+def questions(text: list[int], count: int = 3, seed: int = 9) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[*text, *(rng.randrange(3, 97) for _ in range(3 + index))] for index in range(count)]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any]) -> None:
+    text = document(1)
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2, page_size=page_size)
+    first = generator.generate(questions(text), max_new_tokens=NEW_TOKENS)
+    assert first.report.cached_tokens == 0
+    for again in (questions(text, seed=10), questions(text, 1, seed=11), questions(text[:37], seed=12)):
+        shared = 37 if len(again[0]) < 50 else 60
+        with counted_tokens(build(FAMILY)) as sizes:
+            result = generator.generate(again, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, again, result, NEW_TOKENS)
+        own = sum(len(prompt) - shared for prompt in again)
+        assert sizes[0] == own  # the first step holds all prompts, and no token of the document
+        assert result.report.cached_tokens == shared
+        assert result.report.computed_tokens == own
+    # Between calls there is memory for the kept prefix and for nothing else.
+    home = generator._home
+    assert home.cache is not None and home.storage is not None
+    assert home.cache.num_pages == -(-60 // page_size) and home.cache.free_pages == 0
+    assert home.storage.bytes == home.cache.num_pages * home.page_bytes
+    generator.forget_prefixes()
+    assert home.storage is None
+    assert generator.generate(questions(text), max_new_tokens=2).report.cached_tokens == 0
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    texts = [document(seed) for seed in range(3)]
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
+
+    def cached(text: list[int]) -> int:
+        result = generator.generate(questions(text, 2), max_new_tokens=2)
+        assert_parity(FAMILY, questions(text, 2), result, 2)
+        return result.report.cached_tokens
+
+    assert [cached(text) for text in texts] == [0, 0, 0]
+    assert cached(texts[1]) == 60
+    assert cached(texts[0]) == 0  # and so texts[2] goes
+    assert cached(texts[1]) == 60
+    assert cached(texts[2]) == 0
+
+
+def test_nested_prefixes_are_kept_and_the_inner_one_is_found() -> None:
+    text = document(1)
+    branches = [text + document(seed, 40) for seed in (5, 6)]
+    given = [prompt for branch in branches for prompt in questions(branch)]
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=8)
+    generator.generate(given, max_new_tokens=2)
+    result = generator.generate(questions(branches[1], 1, seed=3), max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 100
+    assert_parity(FAMILY, questions(branches[1], 1, seed=3), result, NEW_TOKENS)
+    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 60 + 2 * 40
+    assert_parity(FAMILY, given, result, NEW_TOKENS)
+
+
+def test_prefixes_of_other_weights_are_dropped() -> None:
+    model = FAMILIES[FAMILY]()  # one of its own: its weights are written to
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(0.5)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 0
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)  # as weights are synchronised in RL loops: no version counter moves
+    result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+    assert result.report.cached_tokens == 0
+    assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_changes_behind_the_back_of_pytorch_that_sums_may_miss(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(64, 64, dtype=dtype, generator=torch.Generator().manual_seed(0)))
+    model.one = nn.Parameter(torch.ones(8, dtype=dtype))
+    model.odd = nn.Parameter(torch.ones(3, dtype=dtype))
+    model.register_buffer("none", torch.empty(4, 0))
+    changes = [lambda weight=weight: weight.mul_(2) for weight in (model.weight.data, model.one.data, model.odd.data)]
+    changes += [model.weight.data.neg_, model.one.data.neg_, lambda: model.weight.data[3].mul_(1.01)]
+    if dtype != torch.float64:
+        changes += [lambda: model.weight.data.copy_(model.weight.data.flip(0))]
+    for place, change in enumerate(changes):
+        before = weights_fingerprint(model)
+        assert weights_fingerprint(model) == before
+        change()
+        assert weights_fingerprint(model) != before, place
+
+
+def test_weights_made_in_inference_mode_have_no_versions_and_are_kept_track_of_all_the_same() -> None:
+    with torch.inference_mode():
+        model = FAMILIES[FAMILY]()
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+    assert [generator.generate(given, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 60]
+
+
+def test_kept_prefixes_give_way_when_memory_is_short(watched: list[Any]) -> None:
+    model = build(FAMILY)
+    page_bytes = BatchGenerator(model).architecture.kv_bytes_per_token * 4
+    generator = BatchGenerator(model, keep_prefixes=8, page_size=4, kv_memory=30 * page_bytes)
+    for seed in range(4):
+        given = questions(document(seed, 80), 2)
+        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, given, result, NEW_TOKENS)
+    short = questions(document(3, 80)[:20], 2)  # stands on a kept prefix that is far longer than what is read of it
+    result = generator.generate([*short, *questions(document(7, 90), 1)], max_new_tokens=NEW_TOKENS)
+    assert_parity(FAMILY, [*short, *questions(document(7, 90), 1)], result, NEW_TOKENS)
+
+
+def test_prefixes_of_another_adapter_are_dropped() -> None:
+    model = FAMILIES[FAMILY]()
+    layer: Any = model.model.layers[0].self_attn.q_proj
+    layer.disable_adapters, layer.active_adapters = False, ["one"]  # what PEFT puts on the layers that it adapts
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+
+    def cached() -> int:
+        return generator.generate(given, max_new_tokens=2).report.cached_tokens
+
+    assert [cached(), cached()] == [0, 60]
+    layer.active_adapters = ["two"]
+    assert [cached(), cached()] == [0, 60]
+    layer.disable_adapters = True
+    assert [cached(), cached()] == [0, 60]
+
+
+def test_a_stream_abandoned_among_its_errors_gives_everything_back(watched: list[Any]) -> None:
+    model = FAMILIES[FAMILY]()
+    generator = BatchGenerator(model, keep_prefixes=2)
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+    stream = generator.stream([given[0], [], given[1]], max_new_tokens=2, on_error="record")
+    assert next(stream).finish_reason == "error"
+    del stream
+    watched[0].check_integrity(alive=[])
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60  # nothing ran, nothing is in doubt
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(0.5)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 0
+
+
+def test_a_refused_call_leaves_kept_prefixes_alone() -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2, kv_memory="4MiB")
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+    for refused in ({"max_new_token": 2}, {"max_new_tokens": 1 << 20}):
+        with pytest.raises(ValueError, match="max_new_token"):
+            generator.generate(given, **refused)
+    assert generator.generate(given, max_new_tokens=2).report.cached_tokens == 60
+
+
+def test_each_report_counts_its_own_call() -> None:
+    model = build(FAMILY)
+    page_bytes = BatchGenerator(model).architecture.kv_bytes_per_token * 4
+    generator = BatchGenerator(model, keep_prefixes=2, page_size=4, kv_memory=34 * page_bytes)
+    given = questions(document(1), 4)
+    first = generator.generate(given, max_new_tokens=40, eos_token_id=1000).report
+    second = generator.generate(given, max_new_tokens=2).report
+    assert first.preemptions > 0 < first.recomputed_tokens
+    assert (second.preemptions, second.recomputed_tokens) == (0, 0)
+    assert second.computed_tokens == sum(map(len, given)) - 4 * 60
+    assert 0 < second.peak_memory < first.peak_memory
+
+
+# -- others at the same model ----------------------------------------------------------------------------------
+
+
+def test_two_generators_on_one_model_take_turns() -> None:
+    before = fingerprint(build(FAMILY))
+    expected = BatchGenerator(build(FAMILY)).generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids
+    outcomes: list[Any] = []
+
+    def work() -> None:
+        generator = BatchGenerator(build(FAMILY), page_size=4)
+        for _ in range(6):
+            outcomes.append(generator.generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids == expected)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 18
+    assert fingerprint(build(FAMILY)) == before
+
+
+def test_an_interrupt_while_a_step_puts_the_model_back_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(build(FAMILY))
+    restore, interrupts = AttentionSwap.restore, 0
+
+    def interrupted(self: AttentionSwap) -> None:
+        nonlocal interrupts
+        if self._before is not None and (interrupts := interrupts + 1) == 3:
+            raise KeyboardInterrupt
+        restore(self)
+
+    generator = BatchGenerator(build(FAMILY))
+    monkeypatch.setattr(AttentionSwap, "restore", interrupted)
+    with pytest.raises(GenerationInterrupted):
+        generator.generate(prompts(), max_new_tokens=NEW_TOKENS)
+    monkeypatch.undo()
+    assert fingerprint(build(FAMILY)) == before
+    assert_parity(FAMILY, prompts(), generator.generate(prompts(), max_new_tokens=NEW_TOKENS), NEW_TOKENS)
+
+
+class OwnAttention(nn.Module):
+    """What somebody may put in the place of a layer's attention: it asks nobody."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+def test_a_layer_that_was_replaced_is_noticed() -> None:
+    model = FAMILIES[FAMILY]()
+    model.model.layers[1].self_attn = OwnAttention(model.model.layers[1].self_attn)
+    with pytest.raises(UnsupportedModelError, match="been replaced"):
+        BatchGenerator(model).generate(prompts(), max_new_tokens=2)
+
+
+def test_what_an_owner_changes_between_calls_is_seen() -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    generator.generate([[5, 6]], max_new_tokens=2)
+    model.resize_token_embeddings(120)
+    assert len(generator.generate([[110, 6]], max_new_tokens=2)) == 1
+    model.double()
+    prompt = prompts()[3]
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0)
+    assert generator.generate([prompt] * 3, max_new_tokens=4).token_ids == [expected[0, len(prompt) :].tolist()] * 3
+
+
+def test_a_set_up_that_fails_leaves_a_generator_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
+    given = questions(document(1))
+    generator.generate(given, max_new_tokens=2)
+
+    def no_memory(self: KVStorage, num_pages: int) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVStorage, "grow", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            generator.generate(given, max_new_tokens=NEW_TOKENS)
+    for cached in (0, 60):
+        result = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, given, result, NEW_TOKENS)
+        assert result.report.cached_tokens == cached
+
+
+def test_prefixes_kept_outside_autocast_are_not_used_inside() -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=2)
+    given = questions(document(1))
+    for _ in range(2):
+        outside = generator.generate(given, max_new_tokens=NEW_TOKENS)
+        assert_parity(FAMILY, given, outside, NEW_TOKENS)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for cached in (0, 60):
+                inside = generator.generate(given, max_new_tokens=NEW_TOKENS)
+                assert inside.report.cached_tokens == cached
+        assert outside.report.cached_tokens == 0

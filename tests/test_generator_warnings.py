@@ -1,0 +1,154 @@
+"""Warnings: each kind once for a generator, at the line of whoever called, and none without a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES, build
+from support_word_tokenizer import word_tokenizer
+from transformers import GenerationConfig
+
+from hf_batchllm import BatchConfig, BatchGenerator, UnsupportedOptionError, accelerated, generator, plan_prompts
+
+FAMILY = "llama"
+IDS = [[5, 6, 7], [5, 6, 8]]
+GREEDY = {"max_new_tokens": 2}
+
+
+def make(**fields: Any) -> BatchGenerator:
+    return BatchGenerator(build(FAMILY), **fields)
+
+
+def caught(call: Callable[[], Any], times: int = 1) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            call()
+    return [warning for warning in said if not issubclass(warning.category, DeprecationWarning)]
+
+
+def with_dropout() -> Any:
+    model = FAMILIES["gpt2"]()
+    model.transformer.drop.p = 0.1
+    return model.train()
+
+
+KINDS: list[tuple[Callable[[], BatchGenerator], Any, dict[str, Any], str]] = [
+    (make, IDS, {"eos_token_id": [*range(101)]}, "no length was given, so 20 new tokens are generated"),
+    (make, IDS, {**GREEDY, "temperature": 0.5}, "`temperature` has no effect on greedy decoding: set `do_sample=True`"),
+    (make, IDS, {**GREEDY, "top_k": 5, "top_p": 0.5}, "`top_k` and `top_p` have no effect on greedy decoding"),
+    (make, IDS, {"generation_config": GenerationConfig(max_new_tokens=2, min_p=0.5)}, "`min_p` has no effect"),
+    (make, IDS, {**GREEDY, "do_sample": True, "top_p": 2}, "`top_p` is 2, and has no effect: it is a probability"),
+    (make, IDS, {**GREEDY, "max_length": 40}, "`max_length` has no effect beside `max_new_tokens`"),
+    (make, IDS, {**GREEDY, "min_new_tokens": 9}, "`min_new_tokens` (9) is more than `max_new_tokens` (2)"),
+    (lambda: BatchGenerator(with_dropout()), IDS, GREEDY, "in training mode and has dropout"),
+    (lambda: make(tokenizer=word_tokenizer(bos=True)), ["w5", "", ""], GREEDY, "prompt 1 is an empty string:"),
+]
+
+
+@pytest.mark.parametrize("door", ["generate", "stream"])
+@pytest.mark.parametrize(("making", "prompts", "options", "says"), KINDS, ids=[row[-1][:30] for row in KINDS])
+def test_each_kind_is_said_once_and_points_at_the_caller(
+    making: Callable[[], BatchGenerator], prompts: Any, options: dict[str, Any], says: str, door: str
+) -> None:
+    made = making()
+    (warning,) = caught(lambda: list(getattr(made, door)(prompts, **options)), times=3)
+    assert says in str(warning.message)
+    assert warning.category is UserWarning
+    assert warning.filename == __file__
+    assert "getattr(made, door)" in linecache.getline(__file__, warning.lineno)
+    assert len(caught(lambda: list(getattr(making(), door)(prompts, **options)))) == 1  # another generator, another ear
+
+
+def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = word_tokenizer(bos=True)
+    planned = make(tokenizer=words)
+    (warning,) = caught(lambda: planned.plan([""]), times=2)
+    assert warning.filename == __file__
+    (warning,) = caught(lambda: plan_prompts(["", ""], words))
+    assert warning.filename == __file__
+
+    def tight() -> None:  # what is found out when the first result is asked for
+        page = make(page_size=16)._home.page_bytes
+        small = make(page_size=16, min_shared_tokens=1, kv_memory=2 * page)
+        for _ in range(2):
+            assert len(list(small.stream([[5] * 17 + [7], [5] * 17 + [8]], max_new_tokens=14))) == 2
+
+    (warning,) = caught(tight)
+    assert "fit into the KV cache only alone" in str(warning.message)
+    assert warning.filename == __file__
+
+    def inside() -> None:
+        ids = torch.tensor(IDS)
+        with accelerated(build(FAMILY)) as model:
+            for _ in range(2):
+                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, max_length=40)
+
+    (warning,) = caught(inside)
+    assert warning.filename == __file__
+
+    look = generator.inspect_model
+    monkeypatch.setattr(
+        generator, "inspect_model", lambda model: dataclasses.replace(look(model), device=torch.device("mps"))
+    )
+    (warning,) = caught(make)
+    assert "attention on mps runs in plain PyTorch" in str(warning.message)
+    assert warning.filename == __file__
+
+    class Own(BatchGenerator):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+
+    (warning,) = caught(lambda: Own(build(FAMILY)))
+    assert warning.filename == __file__
+
+
+def test_cells_of_a_notebook_do_not_repeat_it() -> None:
+    room: dict[str, Any] = {"__name__": "__main__", "made": make(), "prompts": IDS}
+
+    def run_cells() -> None:
+        for number in range(3):
+            cell = "\n" * number + "made.generate(prompts, max_new_tokens=1, temperature=0.5)"
+            exec(compile(cell, f"/tmp/ipykernel_1/{number}.py", "exec"), room)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        run_cells()
+    assert [warning.filename for warning in said] == ["/tmp/ipykernel_1/0.py"]
+
+
+def test_as_an_error_it_comes_every_time_and_leaves_a_generator_that_works() -> None:
+    made = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="no length was given"):
+                made.generate(IDS)
+        assert len(made.generate(IDS, max_new_tokens=1)) == 2
+
+
+def test_nothing_is_said_without_a_reason(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = build(FAMILY).generation_config
+    for name, value in {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 100, "do_sample": True}.items():
+        monkeypatch.setattr(defaults, name, value)  # a checkpoint's own: nobody asked for them in the call
+    made = make(tokenizer=word_tokenizer(), config=BatchConfig())
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+    def calls() -> None:
+        made.generate(["w5 w6", "w5"], max_new_tokens=2, do_sample=False)
+        made.generate(["w5 w6", "w5"], max_new_tokens=2)
+        made.generate(IDS, GenerationConfig(max_new_tokens=2, do_sample=False))
+        made.generate(IDS, max_new_tokens=2, do_sample=False, top_k=50, temperature=1.0, max_length=None)
+        list(made.stream(IDS, max_new_tokens=2, do_sample=True, top_p=0.5))
+
+    assert caught(calls, times=2) == []
+    assert not [record for record in caplog.records if "pad_token_id" in record.getMessage()]
+    with pytest.raises(UnsupportedOptionError):
+        made.generate(IDS, max_tokens=2)

@@ -1,0 +1,36 @@
+"""Without a GPU every kernel is held against its twin under Triton's interpreter, in processes of their own.
+
+Few processes, as each takes longer to import what it needs than most files take.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support_kernels import GPU, INTERPRETED
+
+HERE = Path(__file__).parent
+HAS_SUCH_TESTS = re.compile(r"^from interpreted import .*\bkernel\b|skipif\(not INTERPRETED", re.MULTILINE)
+FILES = sorted(path.name for path in HERE.glob("test_*.py") if HAS_SUCH_TESTS.search(path.read_text("utf-8")))
+PROCESSES = 2
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PROCESSES))
+def test_under_the_interpreter(part: int) -> None:
+    assert len(FILES) > 8
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-r", "f", *FILES[part::PROCESSES]],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

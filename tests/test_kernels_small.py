@@ -1,0 +1,302 @@
+"""The kernels of ``small_triton`` against their plain twins, and the twins against transformers' modules."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support_kernels import DEVICE, copies, draw, kernel, plain
+
+from hf_batchllm.kernels import small_torch, small_triton
+
+NAN = float("nan")
+# The whole range of what rounding may do: parts of a row's largest value, and the share of elements that differ at all.
+# Natively exp, rsqrt and the order of sums differ in their last bit; that changes few elements in half precision.
+TOLERANCE = {torch.float32: (2e-6, 1.0), torch.float16: (2**-9, 0.01), torch.bfloat16: (2**-6, 0.01)}
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, exact: bool = False) -> None:
+    got, want = got.cpu(), want.cpu()
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert (got.isnan() == want.isnan()).all(), "written where it should not be, or not written"
+    got, want = got.nan_to_num(0.0), want.nan_to_num(0.0)
+    if exact or not got.is_floating_point():
+        assert torch.equal(got, want)
+        return
+    part, share = TOLERANCE[got.dtype]
+    error = (got.double() - want.double()).abs()
+    assert (error <= part * want.double().abs().amax(dim=-1, keepdim=True)).all(), f"{error.max()}"
+    assert (error > 0).sum() <= 3 + share * error.numel(), f"{int((error > 0).sum())} of {error.numel()} differ"
+
+
+def compare(function: Callable[..., Any], twin: Callable[..., Any], given: dict[str, Any], exact: bool = False) -> None:
+    """All that both return or write to must agree; where neither writes, what was there stays."""
+    ours, theirs = copies(given, DEVICE), copies(given, "cpu")
+    made, wanted = function(**ours), twin(**theirs)
+    if wanted is not None:
+        assert_near(made, wanted, exact)
+    for name, want in theirs.items():
+        if isinstance(want, torch.Tensor):
+            assert_near(ours[name], want, exact)
+
+
+# -- rope_and_write --------------------------------------------------------------------------------------------
+
+# heads, kv_heads, dim, v_dim, rotary, the form of norms if there are any, that of the rotation, float32 tables
+ROPE = [
+    (32, 8, 128, 128, 128, "", "llama", False),
+    (16, 8, 128, 128, 128, "llama", "llama", False),
+    (4, 1, 256, 256, 256, "gemma", "llama", False),
+    (14, 2, 64, 64, 64, "", "llama", True),
+    (32, 32, 80, 80, 32, "", "llama", False),
+    (6, 2, 96, 96, 96, "llama", "llama", False),
+    (9, 3, 64, 64, 0, "", "llama", False),
+    (5, 5, 192, 128, 64, "", "llama", True),
+    (8, 4, 256, 256, 64, "gemma", "llama", False),
+    (3, 1, 40, 24, 20, "llama", "llama", True),
+    (8, 1, 64, 64, 64, "", "gpt_oss", False),
+    (6, 3, 128, 128, 128, "", "cohere", False),
+    (4, 2, 48, 48, 24, "olmo", "cohere", True),
+    (4, 2, 96, 96, 24, "llama", "gpt_oss", False),
+]
+
+
+def parts(merged: torch.Tensor, shape: tuple[Any, ...]) -> list[torch.Tensor]:
+    """q, k and v as views of one tensor, as a merged projection leaves them."""
+    heads, kv_heads, dim, v_dim = shape[:4]
+    sizes = [(heads, dim), (kv_heads, dim), (kv_heads, v_dim)]
+    pieces = merged.split([count * each for count, each in sizes], dim=1)
+    return [piece.unflatten(1, size) for piece, size in zip(pieces, sizes, strict=True)]
+
+
+def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> dict[str, Any]:
+    heads, kv_heads, dim, v_dim, rotary, norm, turn, wide = shape
+    rng = np.random.default_rng(seed)
+    tokens = int(rng.integers(1, most))
+    slots = rng.permutation(2 * tokens)[:tokens]
+    slots[rng.random(tokens) < 0.2] = -1
+    merged = draw(rng, tokens, heads * dim + kv_heads * (dim + v_dim), dtype=dtype)
+    if rng.random() < 0.5:  # padding may hold anything
+        merged[torch.from_numpy(slots < 0)] = NAN
+    table = dtype if not wide else torch.float32
+    width = rotary // 2 if turn == "gpt_oss" else rotary
+    angle = torch.from_numpy(rng.uniform(-9, 9, (tokens, width)).astype(np.float32))
+    if rng.random() < 0.5:  # as GPT-OSS has it
+        angle = angle.T.contiguous().T
+    given: dict[str, Any] = {
+        "merged": merged,
+        "cos": angle.cos().to(table) if rotary else None,
+        "sin": angle.sin().to(table) if rotary else None,
+        "k_cache": torch.full((2 * tokens, kv_heads, dim), NAN, dtype=dtype),
+        "v_cache": torch.full((2 * tokens, kv_heads, v_dim), NAN, dtype=dtype),
+        "slots": torch.from_numpy(slots),
+        "q_out": torch.full((tokens, heads, dim), NAN, dtype=dtype) if rng.random() < 0.5 else None,
+        "eps": 1e-5,
+        "norm": norm or "llama",
+        "turn": turn,
+    }
+    if norm:
+        given |= {"q_weight": draw(rng, dim, dtype=dtype), "k_weight": draw(rng, dim, dtype=dtype)}
+    return given
+
+
+def check_rope(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
+    given = rope_case(seed, shape, dtype, most)
+
+    def ours(merged: torch.Tensor, **rest: Any) -> None:
+        small_triton.rope_and_write(*parts(merged, shape), **rest)
+
+    def twin(merged: torch.Tensor, **rest: Any) -> None:
+        small_torch.rope_and_write(*parts(merged, shape), **rest)
+
+    # Products and sums alone are rounded one by one in every dtype; a norm's sum has an order of its own.
+    compare(ours, twin, given, exact="q_weight" not in given)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", ROPE)
+def test_rope_and_write(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    small = (min(shape[0], 8), min(shape[1], 8), *shape[2:])
+    check_rope(len(shape) + shape[0], small, dtype, most=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(300))
+def test_rope_and_write_native(case: int) -> None:
+    check_rope(
+        case, ROPE[case % len(ROPE)], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3]
+    )
+
+
+# -- add_rms_norm ----------------------------------------------------------------------------------------------
+
+# hidden, residual, form, inner_weight, and what else is asked for
+NORM = [
+    (4096, True, "llama", False, ()), (4096, False, "llama", False, ()), (1024, True, "gemma", True, ()),
+    (2560, True, "gemma", False, ()), (640, False, "gemma", False, ()), (576, True, "llama", False, ("multiplier",)),
+    (8192, True, "llama", False, ()), (16384, True, "llama", False, ()), (2880, True, "llama", True, ("eps",)),
+    (75, True, "gemma", True, ("lose",)), (2048, True, "olmo", True, ("no norm",)), (75, True, "olmo", True, ("lose",)),
+    (640, True, "olmo", False, ()), (1024, True, "cohere", False, ("first",)), (75, False, "cohere", False, ()),
+    (80, True, "cohere", True, ("first", "lose")), (96, True, "llama", False, ("no norm", "multiplier", "first")),
+    (512, True, "llama", False, ("lose", "multiplier")),
+]  # fmt: skip
+
+
+def norm_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> dict[str, Any]:
+    hidden, residual, form, inner, more = shape
+    rng = np.random.default_rng(seed)
+    tokens = int(rng.integers(1, most))
+    return {
+        "x": 3.0 * draw(rng, tokens, hidden, dtype=dtype),
+        "residual": draw(rng, tokens, hidden, dtype=dtype) if residual else None,
+        "weight": None if "no norm" in more else draw(rng, hidden, dtype=dtype),
+        "eps": 1e-5,
+        "form": form,
+        "inner_eps": 0.3 if "eps" in more else None,
+        "multiplier": 0.22 if "multiplier" in more else 1.0,
+        "first": draw(rng, tokens, hidden, dtype=dtype) if "first" in more else None,
+        "keep": "lose" not in more,
+        "inner_weight": draw(rng, hidden, dtype=dtype) if inner else None,
+        "out": torch.full((tokens, hidden), NAN, dtype=dtype) if rng.random() < 0.5 else None,
+    }
+
+
+def check_norm(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
+    compare(small_triton.add_rms_norm, small_torch.add_rms_norm, norm_case(seed, shape, dtype, most))
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", NORM)
+def test_add_rms_norm(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    check_norm(shape[0], shape, dtype, most=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(300))
+def test_add_rms_norm_native(case: int) -> None:
+    check_norm(
+        case, NORM[case % len(NORM)], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3]
+    )
+
+
+# family: its class of norms, their form
+MODULES = {
+    "llama": ("LlamaRMSNorm", "llama"), "qwen3": ("Qwen3RMSNorm", "llama"), "gemma": ("GemmaRMSNorm", "gemma"),
+    "gemma2": ("Gemma2RMSNorm", "gemma"), "gemma3": ("Gemma3RMSNorm", "gemma"), "olmo2": ("Olmo2RMSNorm", "olmo"),
+    "gpt_oss": ("GptOssRMSNorm", "olmo"), "cohere2": ("Cohere2LayerNorm", "cohere"),
+}  # fmt: skip
+
+
+def norm_of(family: str, size: int, rng: np.random.Generator, dtype: torch.dtype) -> Any:
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    module = getattr(home, MODULES[family][0])(size, eps=1e-5).to(dtype)
+    module.weight.data.copy_(draw(rng, size, dtype=dtype))
+    return module
+
+
+@plain
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MODULES)
+def test_the_norms_twin_is_the_module_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+    rng, form = np.random.default_rng(1), MODULES[family][1]
+    module, inner = norm_of(family, 96, rng, dtype), norm_of(family, 96, rng, dtype)
+    x, residual, first = (draw(rng, 7, 96, dtype=dtype) for _ in range(3))
+    with torch.no_grad():
+        assert torch.equal(small_torch.add_rms_norm(x, None, module.weight, 1e-5, form=form), module(x))
+        given = {"form": form, "inner_weight": inner.weight, "multiplier": 0.22, "first": first}
+        summed = residual + first + inner(x) * 0.22
+        assert torch.equal(small_torch.add_rms_norm(x, residual, None, 1e-5, **given), summed)
+        got = small_torch.add_rms_norm(x, residual, module.weight, 1e-5, **given)
+        assert torch.equal(residual, summed)
+        assert torch.equal(got, module(summed))
+
+
+@plain
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "olmo2", "cohere2", "gpt_oss"])
+def test_the_rotations_twin_is_the_attention_modules_bit_for_bit(family: str) -> None:
+    turn = {"cohere2": "cohere", "gpt_oss": "gpt_oss"}.get(family, "llama")
+    shape = (4, 2, 32, 32, 20 if family == "phi3" else 32, "", turn, family == "olmo2")
+    rng, given = np.random.default_rng(0), rope_case(3, shape, torch.bfloat16, most=20)
+    q, k, v = parts(given.pop("merged").nan_to_num(0.5), shape)
+    plain_q, plain_k = q.clone(), k.clone()
+    given["slots"] = torch.arange(len(q))
+    if family in ("qwen3", "gemma3"):
+        norm = norm_of(family, 32, rng, torch.bfloat16)
+        weight = norm.weight.detach()
+        given |= {"q_weight": weight, "k_weight": weight, "norm": MODULES[family][1]}
+        plain_q, plain_k = norm(q).detach(), norm(k).detach()
+    apply = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    want_q, want_k = apply(plain_q, plain_k, given["cos"], given["sin"], unsqueeze_dim=1)
+    given["q_out"] = torch.empty_like(q)
+    small_torch.rope_and_write(q, k, v, **given)
+    assert torch.equal(given["q_out"], want_q)
+    assert torch.equal(given["k_cache"][: len(q)], want_k)
+    assert torch.equal(given["v_cache"][: len(q)], v)
+
+
+@plain
+def test_forms_that_there_are_none_of() -> None:
+    x = torch.zeros(1, 1, 4)
+    for module in (small_torch, small_triton):
+        with pytest.raises(ValueError, match="'mistral'"):
+            module.add_rms_norm(x[0], None, x[0, 0], 1e-6, form="mistral")
+        with pytest.raises(ValueError, match="'mistral'"):
+            module.rope_and_write(x, x, x, None, None, x, x, torch.zeros(1).long(), turn="mistral")
+
+
+# -- act_and_mul -----------------------------------------------------------------------------------------------
+
+# inter, activation, merged
+ACT = [
+    (14336, "silu", False), (14336, "silu", True), (2048, "gelu_tanh", True), (1536, "gelu_tanh", False),
+    (3072, "silu", True), (1000, "silu", True), (777, "gelu_tanh", True), (9216, "gelu_tanh", False),
+    (128, "silu", False), (5000, "gelu_tanh", True),
+]  # fmt: skip
+
+
+def check_act(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
+    inter, activation, merged = shape
+    rng = np.random.default_rng(seed)
+    tokens = int(rng.integers(1, most))
+    gate = 3.0 * draw(rng, tokens, inter * (1 + merged), dtype=dtype)
+    given = {
+        "gate": gate,
+        "up": None if merged else draw(rng, tokens, inter, dtype=dtype),
+        "activation": activation,
+        "out": torch.full((tokens, inter), NAN, dtype=dtype) if rng.random() < 0.5 else None,
+    }
+    compare(small_triton.act_and_mul, small_torch.act_and_mul, given)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", ACT)
+def test_act_and_mul(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    check_act(shape[0], shape, dtype, most=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(300))
+def test_act_and_mul_native(case: int) -> None:
+    check_act(case, ACT[case % 10], torch.float32 if case % 7 == 0 else torch.bfloat16, most=[3, 40, 300][case % 3])
+
+
+@plain
+@pytest.mark.parametrize(("name", "activation"), [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+def test_the_activations_twin_is_the_module_bit_for_bit(name: str, activation: str) -> None:
+    from transformers.activations import ACT2FN
+
+    rng = np.random.default_rng(2)
+    gate, up = draw(rng, 9, 50, dtype=torch.bfloat16), draw(rng, 9, 50, dtype=torch.bfloat16)
+    want = ACT2FN[name](gate) * up
+    assert torch.equal(small_torch.act_and_mul(gate, up, activation=activation), want)
+    assert torch.equal(small_torch.act_and_mul(torch.cat((gate, up), 1), activation=activation), want)
+    for module in (small_torch, small_triton):
+        with pytest.raises(ValueError, match="'relu' is neither"):
+            module.act_and_mul(gate, up, activation="relu")

@@ -1,0 +1,273 @@
+"""Fused layers give what the model's own code gives, and leave alone what is not theirs to replace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_families import build, family_params
+from support_fused import (
+    FORWARDS,
+    FUSED_FAMILIES,
+    TWINS,
+    assert_same_logits,
+    forwards_of,
+    logits_of_steps,
+    new_model,
+    reasons,
+    run,
+    said_of,
+    some_prompts,
+)
+from support_fused import fusing as fusing  # a fixture
+from support_kernels import INTERPRETED
+from support_parity import assert_parity
+from support_parity import watched as watched
+from support_untouched import fingerprint
+from test_generator_interrupts import Stop, interrupted_or_whole
+from test_model_triton_attention import twins as twins
+from test_patches_fused_obstacles import OwnLayer, a_layer, as_class, own_forward, wrap
+from torch import nn
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.patches.fused import Fusion
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
+NEW_TOKENS = 6
+PROMPTS = some_prompts(14, "mixed")
+
+
+@pytest.mark.parametrize("family", family_params(FUSED_FAMILIES))
+class TestEveryFamily:
+    def test_tokens_over_plain_attention(self, family: str, fusing: list[int], watched: list[Any]) -> None:
+        result = run(build(family), PROMPTS, NEW_TOKENS, max_batch_tokens=40)
+        assert_parity(family, PROMPTS, result, NEW_TOKENS)
+        assert set(fusing) == {forwards_of(family)}
+        assert f"fused      {said_of(family)}" in str(result.report).splitlines()
+        assert f"<td>{said_of(family)}</td>" in result.report._repr_html_()
+
+    def test_tokens_over_the_kernels(
+        self, family: str, fusing: list[int], watched: list[Any], twins: dict[str, Any]
+    ) -> None:
+        result = run(build(family), PROMPTS, NEW_TOKENS)
+        assert_parity(family, PROMPTS, result, NEW_TOKENS)
+        assert set(fusing) == {forwards_of(family)} and twins["lists"]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_bits(self, family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        model = new_model(family).to(dtype)
+        own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+        assert not fusing
+        assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, dtype)
+        assert set(fusing) == {forwards_of(family)}
+
+
+@pytest.mark.parametrize("family", family_params(["llama", "gemma3", "cohere2"]))
+def test_bits_of_half_precision(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model(family).half()
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float16)
+    assert set(fusing) == {forwards_of(family)}
+
+
+@pytest.mark.parametrize("family", family_params(["starcoder2", "gpt2"]))
+def test_other_families_run_as_ever_and_that_is_said(family: str, fusing: list[int]) -> None:
+    result = run(build(family), PROMPTS[:6], NEW_TOKENS)
+    assert_parity(family, PROMPTS[:6], result, NEW_TOKENS)
+    name = type(build(family)).__name__
+    assert result.report.fused == f"nothing: there are no fused layers for {name}"
+
+
+def test_on_a_cpu_nothing_is_fused_and_nothing_is_said_of_it() -> None:
+    model = new_model()
+    where = {name: each.data_ptr() for name, each in model.named_parameters()}
+    assert "fused" not in str(run(model).report)
+    assert where == {name: each.data_ptr() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "cohere2", "gpt_oss"])
+def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> None:
+    """Of modules that are called: the same tensors in, the same out, the same keywords."""
+    seen: dict[bool, list[Any]] = {}
+    for fuse in (False, True):
+        model, notes = new_model(family), []
+
+        def note(module: Any, args: Any, kwargs: Any, output: Any, notes: list[Any] = notes) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            notes.append((type(module).__name__, len(args), sorted(kwargs), output.clone()))
+
+        for module in (
+            a_layer(model).self_attn,
+            a_layer(model).mlp,
+            a_layer(model).self_attn.o_proj,
+            a_layer(model),
+        ):
+            module.register_forward_hook(note, with_kwargs=True)
+        run(model, fuse=fuse)
+        seen[fuse] = notes
+    assert [note[:3] for note in seen[True]] == [note[:3] for note in seen[False]]
+    assert_same_logits([note[3] for note in seen[True]], [note[3] for note in seen[False]], torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "cohere2"])
+def test_what_others_may_have_kept_is_never_written_to(family: str, fusing: list[int]) -> None:
+    """What modules that are called gave, and what they got."""
+    model, kept = new_model(family), []
+
+    def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for each in (*args, *kwargs.values(), output):
+            if isinstance(each, torch.Tensor):
+                kept.append((each, each.clone()))
+
+    layer = a_layer(model)
+    for module in (model.model.embed_tokens, layer.self_attn, layer.self_attn.o_proj, layer.mlp, layer.mlp.down_proj):
+        module.register_forward_hook(keep, with_kwargs=True)
+    run(model)
+    assert kept and all(torch.equal(output, copy) for output, copy in kept)
+
+
+def test_hooks_by_which_transformers_collects_hidden_states_are_none(fusing: list[int]) -> None:
+    model = new_model()
+    states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True, output_attentions=True).hidden_states
+    assert len(states) == 4 and any(layer._forward_hooks for layer in model.model.layers)
+    states = [state.detach() for state in states]
+    run(model)
+    assert set(fusing) == {FORWARDS}
+    again = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
+    assert all(torch.equal(state, other) for state, other in zip(states, again, strict=True))
+    model.config.output_hidden_states = True
+    assert "norms of 3 of 3 layers: the model's config asks for hidden states or attentions" in reasons(model)
+
+
+def test_under_autocast_nothing_is_fused(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = logits_of_steps(monkeypatch, model, fuse=False)
+        fused = logits_of_steps(monkeypatch, model)
+        assert run(model).report.fused == "nothing: autocast is on"
+    assert not fusing and all(torch.equal(one, other) for one, other in zip(own, fused, strict=True))
+
+
+def test_hooks_on_all_modules_see_all_of_them(fusing: list[int]) -> None:
+    calls = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: calls.append(type(module).__name__))
+    try:
+        assert run(new_model()).report.fused == "nothing: there are hooks on all modules"
+    finally:
+        handle.remove()
+    assert not fusing and "LlamaRMSNorm" in calls
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "granite"])
+def test_adapters_may_give_another_type(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm then goes the long way."""
+    model = new_model(family)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, output: output.double())
+        layer.self_attn.register_forward_pre_hook(_states_in_float32, with_kwargs=True)
+        layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    assert set(fusing) == {FORWARDS}
+
+
+def _states_in_float32(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"].float()}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_training_with_checkpoints_goes_on(reentrant: bool, fusing: list[int]) -> None:
+    model = new_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    expected = run(new_model()).token_ids
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with BatchGenerator(model, page_size=16) as generator:
+        for _ in range(2):
+            assert generator.generate(some_prompts(), max_new_tokens=4, progress=False).token_ids == expected
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+    plain = new_model().train()
+    plain(ids, labels=ids).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, 2 * theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+# -- lifecycle -------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_step_leaves_nothing_behind(fusing: list[int]) -> None:
+    model = new_model()
+    with BatchGenerator(model, page_size=16) as generator:
+        generator.generate(some_prompts(), max_new_tokens=4, progress=False)
+        before = fingerprint(model)
+        handle = a_layer(model).mlp.down_proj.register_forward_hook(lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generator.generate(some_prompts(), max_new_tokens=4, progress=False)
+        handle.remove()
+        assert fingerprint(model) == before
+        assert_parity("llama", some_prompts(), generator.generate(some_prompts(), max_new_tokens=4), 4)
+
+
+def test_interrupts_at_any_line(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_interrupts.GIVEN", some_prompts())
+    model = new_model()
+    files = ("contextlib.py", "runner.py", "fused.py", "fused_layers.py", "merged_weights.py", "structure.py")
+    with BatchGenerator(model, page_size=8, max_batch_tokens=40) as generator:
+        expected = generator.generate(some_prompts(), max_new_tokens=8, progress=False).token_ids
+        before = fingerprint(model)
+        every = Stop(0, files)
+        every.during(lambda: interrupted_or_whole(generator))
+        for at in random.Random(5).sample(range(1, every.count), 25):
+            stop = Stop(at, files)
+            stop.during(lambda: interrupted_or_whole(generator))
+            assert stop.place
+            assert fingerprint(model) == before, stop.place
+        assert generator.generate(some_prompts(), max_new_tokens=8, progress=False).token_ids == expected
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda model: a_layer(model).register_forward_hook(lambda module, args, output: output + 0.0),
+    "adapter": lambda model: wrap(model, "self_attn.q_proj"),
+    "weights moved": lambda model: [setattr(each, "data", each.data.clone()) for each in model.parameters()],
+    "new parameters": lambda model: model.load_state_dict(
+        {name: each * 1.01 for name, each in model.state_dict().items()}, assign=True
+    ),
+    "a bias": lambda model: setattr(a_layer(model).mlp.gate_proj, "bias", nn.Parameter(torch.full([64], 3.0))),
+    "own forward": lambda model: own_forward(a_layer(model).mlp),
+    "another MLP": lambda model: setattr(a_layer(model), "mlp", new_model().model.layers[2].mlp),
+    "layer left out": lambda model: as_class(a_layer(model), OwnLayer),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_while_a_stream_is_open(change: str, fusing: list[int]) -> None:
+    """What comes after is computed as it would be without fusing."""
+    tokens = {}
+    for fuse in (False, True):
+        model, prompts = new_model(), some_prompts(6, "distinct")
+        with BatchGenerator(model, page_size=16, max_batch_tokens=64, fuse=fuse) as generator:
+            stream = generator.stream(prompts, max_new_tokens=12, stop_strings=None)
+            first = next(stream)
+            CHANGES[change](model)
+            tokens[fuse] = {each.index: each.token_ids for each in [first, *stream]}
+    assert tokens[True] == tokens[False]
+
+
+def test_something_between_two_layers_is_no_silent_error() -> None:
+    model = new_model()
+    fused = Fusion(model).merge(TWINS)
+    with fused.applied(), pytest.raises(RuntimeError, match=r"came between two layers.*fuse=False"):
+        model.model.layers[1](torch.zeros(1, 3, 48))
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_used_outside_a_step_it_refuses_as_ever(fusing: list[int]) -> None:
+    model = new_model()
+    with Fusion(model).merge(TWINS).applied():
+        model.config._attn_implementation = "hf_batchllm"
+        with pytest.raises(RuntimeError, match=r"only runs inside BatchGenerator\.generate"):
+            model(torch.tensor([[1, 2]]))

@@ -1,0 +1,278 @@
+"""What is particular to a family's layers: its own obstacles, and what is read off its modules in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES
+from support_fused import (
+    TWINS,
+    Adapter,
+    assert_same_logits,
+    forwards_of,
+    logits_of_steps,
+    new_model,
+    reasons,
+    run,
+    some_prompts,
+)
+from support_fused import fusing as fusing  # a fixture
+from support_kernels import INTERPRETED
+from test_patches_fused_obstacles import HalfParameter, a_layer
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.activations import GELUTanh
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.patches.fused import Fusion
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
+
+
+def _hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def _adapt(owner: nn.Module, name: str) -> None:
+    setattr(owner, name, Adapter(getattr(owner, name)))
+
+
+def _special(owner: nn.Module) -> None:
+    """As a part of a weight that several devices share, or a quantised one."""
+    owner.weight = nn.Parameter(owner.weight.data.as_subclass(HalfParameter))
+
+
+def _python_gelu(model: Any) -> None:
+    a_layer(model).mlp.act_fn = GELUTanh(use_gelu_tanh_python=True)
+
+
+# A family, what is done to layer 1, how many forwards are not put in place, and what is said.
+OBSTACLES: dict[str, tuple[str, Callable[[Any], Any], int, str]] = {
+    "hook before the MLP": (
+        "gemma3",
+        lambda model: _hook(a_layer(model).pre_feedforward_layernorm),
+        1,
+        "norms of 1 of 3 layers: `pre_feedforward_layernorm` has hooks",
+    ),
+    "hook behind the MLP": (
+        "gemma2",
+        lambda model: _hook(a_layer(model).post_feedforward_layernorm),
+        1,
+        "norms of 1 of 3 layers: `post_feedforward_layernorm` has hooks",
+    ),
+    "hook on the norm of queries": (
+        "gemma3",
+        lambda model: _hook(a_layer(model).self_attn.q_norm),
+        1,
+        "attention of 1 of 3 layers: `q_norm` has hooks",
+    ),
+    "hook on the norm of all keys": (
+        "olmo2",
+        lambda model: _hook(a_layer(model).self_attn.k_norm),
+        1,
+        "attention of 1 of 3 layers: `k_norm` has hooks",
+    ),
+    "hook on a layer of parallel parts": (
+        "cohere2",
+        lambda model: _hook(a_layer(model)),
+        1,
+        "norms of 1 of 4 layers: the layer has hooks",
+    ),
+    "hook on a layer with a multiplier": (
+        "granite",
+        lambda model: _hook(a_layer(model)),
+        1,
+        "norms of 1 of 3 layers: the layer has hooks",
+    ),
+    "hook on a layer with norms behind": ("olmo2", lambda model: _hook(a_layer(model)), 1, "the layer has hooks"),
+    "hook on experts": ("gpt_oss", lambda model: _hook(a_layer(model).mlp.experts), 0, ""),
+    "hook on a dropout": (
+        "phi3",
+        lambda model: _hook(a_layer(model).resid_attn_dropout),
+        1,
+        "norms of 1 of 3 layers: `resid_attn_dropout` has hooks",
+    ),
+    "adapter on a projection of three": (
+        "phi3",
+        lambda model: _adapt(a_layer(model).self_attn, "qkv_proj"),
+        1,
+        "attention of 1 of 3 layers: `qkv_proj` is a Adapter of fused, not a plain Linear",
+    ),
+    "adapter on a projection of two": (
+        "phi3",
+        lambda model: _adapt(a_layer(model).mlp, "gate_up_proj"),
+        1,
+        "MLP of 1 of 3 layers: `gate_up_proj` is a Adapter",
+    ),
+    "special weight of a projection of three": (
+        "phi3",
+        lambda model: _special(a_layer(model).self_attn.qkv_proj),
+        1,
+        "attention of 1 of 3 layers: the weight of `qkv_proj` is sharded or quantised",
+    ),
+    "special weight of a norm": (
+        "gemma3",
+        lambda model: _special(a_layer(model).post_attention_layernorm),
+        1,
+        "norms of 1 of 3 layers: `post_attention_layernorm` has a weight that is sharded or quantised",
+    ),
+    "GELU step by step": ("gemma3", _python_gelu, 1, "MLP of 1 of 3 layers: there is no kernel for the activation"),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_in_the_way_stays_in_the_way(obstacle: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    family, change, less, said = OBSTACLES[obstacle]
+    model = new_model(family)
+    change(model)
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    assert set(fusing) == {forwards_of(family) - less}
+    assert said in reasons(model) and bool(said) == bool(reasons(model))
+    # What is said first is what a report has room for.
+    assert run(model).report.fused.startswith("3 of" if not less else f"{forwards_of(family) // 3 - 1} of")
+
+
+BROADCAST: dict[str, Callable[[Any], Any]] = {
+    "the mean of all tokens": lambda states: states.mean(1, keepdim=True),
+    "a number": lambda states: states.new_ones(()),
+    "without the batch": lambda states: states[0],
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "cohere2"])
+@pytest.mark.parametrize("shape", BROADCAST)
+def test_hooks_may_give_what_is_broadcast(
+    shape: str, family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do that take a part out of a model to see what it does."""
+    model = new_model(family)
+    for layer in (a_layer(model), model.model.layers[-1]):
+        layer.mlp.register_forward_hook(lambda module, args, output: BROADCAST[shape](output))
+    hook = lambda module, args, output: (BROADCAST["the mean of all tokens"](output[0]), None)  # noqa: E731
+    a_layer(model).self_attn.register_forward_hook(hook)
+    own = logits_of_steps(monkeypatch, model, some_prompts(3), fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32)
+    assert set(fusing) == {forwards_of(family)}
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "by its method": lambda model: model.compile(backend="eager"),
+    "in a wrapper": lambda model: torch.compile(model, backend="eager"),
+    "within": lambda model: model.model.compile(backend="eager"),
+    "one layer": lambda model: a_layer(model).compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_what_is_compiled_is_left_as_it_is(how: str) -> None:
+    model = new_model("gemma3")
+    layers = 1 if how == "one layer" else 3
+    wrapper = COMPILED[how](model)
+    model = model if wrapper is None else wrapper
+    said = reasons(model).splitlines()
+    why = "the layer, or the model around it, is compiled"
+    assert said[:3] == [f"{part} of {layers} of 3 layers: {why}" for part in ("norms", "attention", "MLP")]
+    if how == "one layer":
+        assert not said[3:] and Fusion(model).merge(TWINS)._forwards
+        return
+    fused = Fusion(model).merge(TWINS)
+    assert not fused._forwards and fused._fusion.summary.startswith(f"nothing: norms of 3 of 3 layers: {why}")
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "granite": lambda model: setattr(a_layer(model), "residual_multiplier", 1.3),
+    "gemma2": lambda model: setattr(a_layer(model).self_attn, "attn_logit_softcapping", 0.5),
+    "smollm3": lambda model: setattr(a_layer(model).self_attn, "use_rope", 1),
+    "cohere2": lambda model: setattr(a_layer(model).self_attn, "scaling", 1.0),
+    "gemma3": lambda model: setattr(a_layer(model).post_attention_layernorm, "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("family", READ)
+def test_what_is_read_in_each_step(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners may change it between two calls."""
+    model = new_model(family)
+    before = logits_of_steps(monkeypatch, model)
+    with BatchGenerator(model, page_size=16, min_shared_tokens=1) as generator:
+        generator.generate(some_prompts(), max_new_tokens=4, progress=False)
+        READ[family](model)
+        tokens = generator.generate(some_prompts(), max_new_tokens=4, progress=False).token_ids
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    assert tokens == run(model, fuse=False).token_ids and not torch.equal(own[0], before[0])
+    assert set(fusing) == {forwards_of(family)}
+
+
+@pytest.mark.filterwarnings("ignore:.*dropout")
+def test_dropouts_drop_in_training_mode(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model("phi3").train()
+    for layer in model.model.layers:
+        layer.resid_attn_dropout.p = layer.resid_mlp_dropout.p = 0.3
+    logits = {}
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        logits[fuse] = logits_of_steps(monkeypatch, model, fuse=fuse)
+    assert_same_logits(logits[True], logits[False], torch.float32)
+    assert set(fusing) == {forwards_of("phi3")}
+    plain = logits_of_steps(monkeypatch, model.eval())
+    assert not torch.equal(plain[0], logits[True][0])
+
+
+def test_a_layer_without_experts_among_others(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FAMILIES["qwen3_moe"]().config
+    config.mlp_only_layers = [1]
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+    assert set(fusing) == {forwards_of("qwen3_moe") + 1}
+    assert run(model).report.fused == "3 of 3 layers, but for their experts"
+
+
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a part of each head is turned": ("phi3", {"rope_parameters": _PARTIAL}),
+    "scaled tables": ("olmo2", {"rope_parameters": _YARN}),
+    "scaled tables that hold each angle once": ("gpt_oss", {"rope_parameters": _YARN}),
+    "heads of their own width": ("granite", {"head_dim": 24}),
+    "no layer turns": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
+    "windows": ("smollm3", FAMILIES["smollm3_window"].config),
+    "windows, with experts": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    "no soft cap": ("gemma2", {"attn_logit_softcapping": None}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changed = VARIANTS[variant]
+    model = replace(FAMILIES[family], config=FAMILIES[family].config | changed)()
+    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+    assert not torch.equal(own[0], logits_of_steps(monkeypatch, new_model(family), some_prompts(4), fuse=False)[0])
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, torch.float32)
+    model.bfloat16()
+    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, torch.bfloat16)
+    assert set(fusing) == {forwards_of(family)}
+
+
+def test_biases_are_merged_too(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gemma3", "cohere2", "olmo2", "granite", "smollm3"):
+        config = FAMILIES[family]().config
+        config.attention_bias = config.mlp_bias = True
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        biases = [each for name, each in model.named_parameters() if name.endswith("_proj.bias")]
+        assert biases
+        with torch.no_grad():
+            for each in biases:
+                each.normal_()
+        own = logits_of_steps(monkeypatch, model, fuse=False)
+        assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+        assert set(fusing) == {forwards_of(family)}
+        fusing.clear()

@@ -1,0 +1,202 @@
+"""Of every family in the table: while its layers are fused, and after that, the model is its owner's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_families import family_params
+from support_fused import FUSED_FAMILIES, TWINS, forwards_of, new_model, some_prompts
+from support_fused import fusing as fusing  # a fixture
+from support_kernels import INTERPRETED
+from support_untouched import fingerprint
+from test_generator_interrupts import Stop
+from transformers import AutoModelForCausalLM
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.patches import families
+from hf_batchllm.patches.fused import FusedLayers, Fusion
+from hf_batchllm.patches.structure import stacks
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
+# One model for each row of the table.
+ROWS = [name for name in FUSED_FAMILIES if name not in ("llama3_rope", "qwen2_window", "qwen3_window")]
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+def an_owners(family: str) -> Any:
+    """Not as new: with a hook, an attribute and a frozen weight."""
+    model = new_model(family)
+    attention = model.model.layers[1].self_attn
+    attention.o_proj.weight.requires_grad_(False)
+    attention.o_proj.register_forward_hook(lambda module, args, output: output)
+    attention.note = "the owner's"
+    # As saving a checkpoint leaves it.
+    model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+    return model
+
+
+def seen(model: Any) -> tuple[Any, ...]:
+    """All that is to be seen of a model but the addresses of its weights."""
+    modules, tensors, *rest = fingerprint(model)
+    looks = {
+        name: (each.shape, each.stride(), each.dtype, each.storage_offset(), each.untyped_storage().nbytes(), each.grad)
+        for name, each in model.named_parameters()
+    }
+    without_address = {name: (each[0], *each[2:]) for name, each in tensors.items()}
+    keys = [(name, type(value)) for name, value in model.state_dict().items()]
+    return modules, without_address, looks, keys, *rest
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train(model: Any) -> None:
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def generate(generator: BatchGenerator) -> list[list[int]]:
+    return generator.generate(some_prompts(4), max_new_tokens=3, progress=False).token_ids
+
+
+def plainly(model: Any) -> list[list[int]]:
+    with BatchGenerator(model, page_size=16, min_shared_tokens=1, fuse=False) as generator:
+        return generate(generator)
+
+
+def test_there_is_a_model_for_each_row() -> None:
+    found = [next(iter(stacks(new_model(name)))).family for name in ROWS]
+    assert found == sorted(families.FAMILIES, key=found.index) and len(set(found)) == len(ROWS)
+
+
+@pytest.mark.parametrize("family", family_params(ROWS))
+class TestEveryRow:
+    def test_before_during_and_after(self, family: str, fusing: list[int], tmp_path: Path) -> None:
+        model, plain = an_owners(family), an_owners(family)
+        before, first = seen(model), values(model)
+        with BatchGenerator(model, page_size=16, min_shared_tokens=1) as generator:
+            tokens = generate(generator)
+            assert seen(model) == before
+            # A checkpoint that is saved meanwhile.
+            model.save_pretrained(tmp_path / "ours")
+            plain.save_pretrained(tmp_path / "theirs")
+            name = "model.safetensors"
+            assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+            assert_equal(values(AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)), first)
+            assert seen(model) == before
+            # Steps of training.
+            for each in (model, plain):
+                train(each)
+            assert_equal(values(model), values(plain))
+            assert generate(generator) == plainly(plain)
+            # Weights that are loaded.
+            model.load_state_dict(first)
+            assert_equal(values(model), first)
+            assert generate(generator) == tokens
+            # Another type, and so other places.
+            for each in (model, plain):
+                each.load_state_dict(first)
+                each.to(torch.bfloat16)
+            assert generate(generator) == plainly(plain)
+        assert set(fusing) == {forwards_of(family)}
+        assert_equal(values(model), values(plain))
+        for each in (model, plain):
+            train(each)
+        assert_equal(values(model), values(plain))
+
+    def test_nothing_is_left(self, family: str, fusing: list[int]) -> None:
+        model = an_owners(family)
+        before = seen(model)
+        generator = BatchGenerator(model, page_size=16)
+        generate(generator)
+        handle = model.model.layers[-1].mlp.register_forward_hook(lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(generator)
+        handle.remove()
+        assert seen(model) == before
+        generator.close()
+        assert seen(model) == before
+        generator.close()
+        assert seen(model) == before
+
+    def test_an_interrupt_in_the_midst_of_it(self, family: str) -> None:
+        model, fusions = an_owners(family), []
+        before, places = seen(model), {name: each.data_ptr() for name, each in model.named_parameters()}
+
+        def fuse() -> None:
+            fusions.append(Fusion(model))
+            with fusions[-1].merge(TWINS).applied():
+                pass
+
+        files = ("fused.py", "fused_layers.py", "merged_weights.py", "structure.py")
+        every = Stop(0, files)
+        every.during(fuse)
+        fusions[-1].unmerge()
+        assert seen(model) == before
+        moved = places != {name: each.data_ptr() for name, each in model.named_parameters()}
+        assert moved == (family != "phi3"), "whose projections are one each already"
+        for at in random.Random(3).sample(range(1, every.count // 2), 4):
+            stop = Stop(at, files)
+            with pytest.raises(KeyboardInterrupt):
+                stop.during(fuse)
+            assert seen(model) == before, stop.place
+            fusions[-1].unmerge()
+            assert seen(model) == before, stop.place
+
+    def test_an_interrupt_while_forwards_are_put_in_place(self, family: str) -> None:
+        model = an_owners(family)
+        before = seen(model)
+        fused = Fusion(model).merge(TWINS)
+        forwards = fused._forwards
+        assert len(forwards) == forwards_of(family)
+        for stop in range(len(forwards)):
+            fused._forwards = Interrupted(forwards)
+            fused._forwards.stop = stop
+            with pytest.raises(KeyboardInterrupt), fused.applied():
+                raise AssertionError("it has been put in place")
+            assert seen(model) == before
+        fused._forwards = forwards
+        with fused.applied():
+            assert sum("forward" in vars(module) for module in model.modules()) == len(forwards)
+        assert seen(model) == before
+        fused.restore()
+        fused.release()
+        assert seen(model) == before
+
+
+class Interrupted(list[Any]):
+    """Ends with an interrupt, the first time."""
+
+    stop: int | None = None
+
+    def __iter__(self) -> Any:
+        stop, self.stop = self.stop, None
+        if stop is None:
+            yield from super().__iter__()
+            return
+        yield from self[:stop]
+        raise KeyboardInterrupt
+
+
+def test_put_in_place_twice_and_restored_twice() -> None:
+    model = new_model("gemma3")
+    before, fused = seen(model), Fusion(model).merge(TWINS)
+    assert isinstance(fused, FusedLayers)
+    for _ in range(2):
+        with fused.applied():
+            fused.restore()
+            assert seen(model) == before
+        fused.restore()
+        assert seen(model) == before

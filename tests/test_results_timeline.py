@@ -1,0 +1,461 @@
+"""What a report says of how a run went over its time, held against what was seen of the run from outside."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support_device_loop import run_over_twins
+from support_families import build
+from support_kernels import plain
+from support_parity import assert_parity, counted_tokens, pages_of_memory
+from support_word_tokenizer import word_tokenizer
+from test_engine_timekeeper import Clock, assert_in_order, rows_of
+from test_generator_interrupts import Stop
+from test_generator_parity import mixed_prompts
+from transformers.generation.streamers import BaseStreamer
+
+from hf_batchllm import BatchGenerator, GenerationInterrupted, RunReport, accelerated
+from hf_batchllm.engine import call, extra_outputs
+from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.device_loop.run_ahead import Ahead
+from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.progress import Progress
+from hf_batchllm.engine.timekeeper import Recorder
+from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.planning.scheduler import GroupScheduler
+from hf_batchllm.planning.units import Prefix
+from hf_batchllm.results.timeline import Timeline
+
+FAMILY = "llama"
+PROMPTS = mixed_prompts(2)
+GIVEN = {"progress": False}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """That of all calls."""
+    clock = Clock()
+    monkeypatch.setattr("hf_batchllm.engine.call.Recorder", lambda **options: Recorder(clock, **options))
+    return clock
+
+
+@pytest.fixture
+def facts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Of each step that was launched: times, tokens of prompts and of answers, sequences running, pages in use."""
+    seen: list[tuple[int, ...]] = []
+    launch = Engine._launch
+
+    def noted(self: Engine, step: Any) -> Any:
+        made = {request: request.made for request in step.rows}
+        flight = launch(self, step)
+        prompt = sum(chunk.end - chunk.begin for chunk in step.chunks)
+        decode = sum(request.made - made[request] for request in step.rows)
+        scheduler: Any = self.scheduler
+        pages = scheduler.cache.num_pages - scheduler.cache.free_pages
+        seen.append((step.times, prompt, decode, len(scheduler.running), pages))
+        return flight
+
+    monkeypatch.setattr(Engine, "_launch", noted)
+    return seen
+
+
+@pytest.fixture
+def device_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_over_twins(monkeypatch)
+
+
+def timeline_of(report: RunReport | None) -> Timeline:
+    """What holds of every run that was not interrupted at an odd moment."""
+    assert report is not None
+    timeline = report.timeline
+    assert timeline is not None
+    assert timeline.steps.sum() == report.steps
+    assert timeline.prompt_tokens.sum() + timeline.decode_tokens.sum() == report.model_tokens
+    assert timeline.cache_bytes.max(initial=0) <= report.peak_memory
+    assert_in_order(timeline, report.seconds)
+    return timeline
+
+
+def test_the_line_in_the_report() -> None:
+    report = BatchGenerator(build(FAMILY)).generate(PROMPTS[:2], max_new_tokens=3, **GIVEN).report
+    assert report is not None and report.timeline is not None
+    assert f"\ntime       {report.timeline.longest_phases}\n" in str(report)
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+class Slow(BaseStreamer):
+    """A tokenizer, a streamer, hooks: all that a user may bring along, and the time that it takes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.inner = clock, word_tokenizer()
+        self.calls: dict[str, int] = {}
+
+    def _take(self, what: str, seconds: float) -> None:
+        self.clock.now += seconds
+        self.calls[what] = self.calls.get(what, 0) + 1
+
+    def __call__(self, texts: list[str]) -> Any:
+        self._take("encode", 1)
+        return self.inner(texts)
+
+    def process(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._take("process", 10)
+        return scores
+
+    def decode(self, ids: list[int], **options: Any) -> Any:
+        self._take("decode", 100)
+        return self.inner.decode(ids, **options)
+
+    def forward(self, *_: Any) -> None:
+        self._take("forward", 1000)
+
+    def put(self, *_: Any) -> None:
+        self._take("put", 10_000)
+
+    def end(self) -> None:
+        self._take("end", 10_000)
+
+    def show(self, *_: Any) -> None:
+        self._take("show", 10_000)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_each_phase_has_the_time_of_what_runs_in_it(
+    streamed: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, model = Slow(clock), build(FAMILY)
+    slowed = [(call, "make_plan", 1e5), (call, "line_up", 1e5), (call, "make_backend", 1e6)]
+    slowed += [(GroupScheduler, "start", 1e7), (GroupScheduler, "next", 1e7)]
+    for where, name, seconds in slowed:
+        monkeypatch.setattr(where, name, clock.taking(seconds, getattr(where, name)))
+    monkeypatch.setattr(Progress, "step", slow.show)
+    options = {"streamer": slow} if streamed else {}
+    texts = ["w5 w6"] if streamed else ["w5 w6", "w7", "w5 w6 w8"]
+    handle = model.get_input_embeddings().register_forward_pre_hook(slow.forward)
+    try:
+        result = BatchGenerator(model, slow).generate(
+            texts, max_new_tokens=4, eos_token_id=None, logits_processor=[slow.process], **options, **GIVEN
+        )
+    finally:
+        handle.remove()
+    report = result.report
+    assert report is not None
+    phases, calls, steps = timeline_of(report).phases, slow.calls, report.steps
+    assert calls["forward"] == calls["show"] == steps and calls["process"] == 4 * len(texts)
+    assert (calls.get("put", 0), calls.get("end", 0)) == ((5, 1) if streamed else (0, 0))
+    assert phases == {
+        "checks": calls["encode"],
+        "planning": 2e5,
+        "setup": 1e6,
+        "scheduling": 1e7 * (steps + 2),
+        "launching": 0,
+        "capture": 0,
+        "model": 1e3 * steps,
+        "tokens": 10 * calls["process"],
+        "results": 100 * len(texts),
+        "outside": 1e4 * sum(calls.get(what, 0) for what in ("put", "end", "show")),
+    }
+    assert report.seconds == clock.now - 100
+    assert report.planning_seconds == calls["encode"] + 1e5
+
+
+def test_log_probabilities_of_prompts_are_no_part_of_the_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extra_outputs, "log_probs", clock.taking(1, extra_outputs.log_probs))
+    result = BatchGenerator(build(FAMILY)).generate(PROMPTS[:3], max_new_tokens=2, prompt_logprobs=1, **GIVEN)
+    phases = timeline_of(result.report).phases
+    assert phases["model"] == 0 and phases["tokens"] == clock.now - 100 > 0
+
+
+# -- runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", ["groups", "fifo"])
+@pytest.mark.parametrize("pages", [200, 24])
+def test_each_step_as_it_was(scheduler: str, pages: int, facts: list[tuple[int, ...]]) -> None:
+    model = build(FAMILY)
+    generator = BatchGenerator(
+        model,
+        kv_memory=pages_of_memory(model, pages, 4),
+        page_size=4,
+        max_batch_tokens=24,
+        min_shared_tokens=4,
+        scheduler=scheduler,
+    )
+    with counted_tokens(model) as sizes:
+        result = generator.generate(PROMPTS, max_new_tokens=16, eos_token_id=1000, **GIVEN)
+    assert_parity(FAMILY, PROMPTS, result, 16)
+    report = result.report
+    timeline = timeline_of(report)
+    assert (timeline.prompt_tokens + timeline.decode_tokens).tolist() == sizes
+    assert rows_of(timeline, generator._home.page_bytes) == facts
+    assert timeline.running.max() > 1 and timeline.cache_bytes.max() == report.peak_memory
+    # Whoever was preempted runs its newest token with those that it runs again.
+    newest = timeline.prompt_tokens.sum() - report.computed_tokens - report.recomputed_tokens
+    assert 0 <= newest <= report.preemptions
+    assert (report.preemptions > 0) == (pages == 24 and scheduler == "groups")
+    assert (report.recomputed_tokens > 0) == (pages == 24)
+
+
+@plain
+@pytest.mark.parametrize("pages", [300, 28])
+def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> None:
+    model = build(FAMILY)
+    memory = pages_of_memory(model, pages, 4)
+    generator = BatchGenerator(model, steps_per_sync=16, page_size=4, kv_memory=memory, min_shared_tokens=4)
+    result = generator.generate(PROMPTS, max_new_tokens=40, eos_token_id=list(range(0, 97, 11)), **GIVEN)
+    report = result.report
+    timeline = timeline_of(report)
+    assert rows_of(timeline, generator._home.page_bytes) == facts
+    assert 4 < timeline.steps.max() <= 8 and len(timeline) < report.steps
+    assert report.idle_tokens > 0
+
+
+@plain
+def test_on_a_gpu_waiting_is_told_from_launching(
+    device_loop: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, on_its_way, capture = [], Ahead._on_its_way, DecodeGraphs._capture
+
+    def slow(self: Ahead, tokens: torch.Tensor) -> Any:
+        clock.now += 1
+        waits.append(1)
+        return clock.taking(10, on_its_way(self, tokens))
+
+    def capturing(self: DecodeGraphs, graph: Any) -> None:
+        clock.now += 100
+        self.seconds += 100
+        capture(self, graph)
+
+    monkeypatch.setattr(Ahead, "_on_its_way", slow)
+    monkeypatch.setattr(DecodeGraphs, "_capture", capturing)
+    monkeypatch.setattr(call, "Recorder", lambda **_: Recorder(clock, ahead=True))
+    result = BatchGenerator(build(FAMILY), steps_per_sync=8).generate(PROMPTS, max_new_tokens=40, **GIVEN)
+    phases = timeline_of(result.report).phases
+    captured = phases["capture"] // 100
+    assert captured >= 1
+    assert {phase: seconds for phase, seconds in phases.items() if seconds} == {
+        "launching": len(waits),
+        "capture": 100 * captured,
+        "model": 10 * len(waits),
+    }
+
+
+@plain
+@pytest.mark.parametrize("at", [2, 5])
+def test_what_is_on_its_way_at_an_interrupt_counts(
+    at: int, device_loop: None, facts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, on_its_way = [], Ahead._on_its_way
+
+    def interrupted(self: Ahead, tokens: torch.Tensor) -> Any:
+        wait = on_its_way(self, tokens)
+
+        def waits_once() -> Any:
+            waits.append(1)
+            if len(waits) == at:
+                raise KeyboardInterrupt
+            return wait()
+
+        return waits_once
+
+    monkeypatch.setattr(Ahead, "_on_its_way", interrupted)
+    generator = BatchGenerator(build(FAMILY), steps_per_sync=8)
+    with pytest.raises(GenerationInterrupted) as caught:
+        generator.generate(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), **GIVEN)
+    timeline = timeline_of(caught.value.result.report)
+    assert rows_of(timeline, generator._home.page_bytes) == facts
+    assert len(facts) > at - 1
+
+
+def test_steps_are_few_stretches_and_the_counts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_batchllm.engine.timekeeper._MOST", 8)
+    result = BatchGenerator(build(FAMILY), max_batch_tokens=24).generate(PROMPTS, max_new_tokens=30, **GIVEN)
+    timeline = timeline_of(result.report)
+    assert 1 <= len(timeline) <= 8 < result.report.steps
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = ModelRunner.step, 0
+
+    def failing(self: ModelRunner, batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise error
+        return step(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "step", failing)
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    with pytest.raises(error):
+        generator.generate(PROMPTS, max_new_tokens=5, **GIVEN)
+    timeline = timeline_of(generator.last_report)
+    assert len(timeline) == at - 1
+    monkeypatch.undo()
+    assert timeline_of(generator.generate(PROMPTS, max_new_tokens=5, **GIVEN).report).steps.sum() > at
+
+
+def test_interrupts_at_any_line() -> None:
+    files = ("engine.py", "recorder.py", "timeline.py", "call.py", "generator.py")
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8)
+    run = lambda: generator.generate(PROMPTS[:7], max_new_tokens=6, **GIVEN)  # noqa: E731
+    every = Stop(0, files)
+    every.during(run)
+    reports = 0
+    for at in random.Random(1).sample(range(1, every.count), 40):
+        try:
+            Stop(at, files).during(run)
+        except GenerationInterrupted as interrupt:
+            report = interrupt.result.report
+            if report is not None:
+                reports += 1
+                # At most the step that was being taken down is missing.
+                assert report.steps - 1 <= report.timeline.steps.sum() <= report.steps
+                assert_in_order(report.timeline, report.seconds)
+    assert reports > 20
+    timeline_of(run().report)
+
+
+@pytest.mark.parametrize("seconds", [-1, 3])
+def test_out_of_time(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, step = [1000.0], ModelRunner.step
+
+    def ticking(self: ModelRunner, batch: Any) -> Any:
+        now[0] += 1
+        return step(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "step", ticking)
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    result = BatchGenerator(build(FAMILY)).generate(PROMPTS, max_new_tokens=9, max_time=seconds, **GIVEN)
+    assert {generation.finish_reason for generation in result} == {"time"}
+    assert len(timeline_of(result.report)) == result.report.steps == seconds + 1
+
+
+@pytest.mark.parametrize("given", [[], [[]], [[5, 6]], [[5, 6], [], [7]]])
+def test_few_prompts_and_bad_ones(given: list[list[int]]) -> None:
+    result = BatchGenerator(build(FAMILY)).generate(given, max_new_tokens=3, on_error="record", **GIVEN)
+    timeline = timeline_of(result.report)
+    good = [prompt for prompt in given if prompt]
+    assert len(timeline) == (3 if good else 0)
+    assert timeline.decode_tokens.tolist() == ([0, len(good), len(good)] if good else [])
+    assert str(result.report)
+
+
+def test_a_prefix_kept_from_an_earlier_call_holds_memory_and_is_not_running() -> None:
+    generator = BatchGenerator(build(FAMILY), keep_prefixes=1, page_size=4)
+    text = [5, 9, 13, 17] * 10
+    for cached in (0, 40):
+        report = generator.generate([[*text, 1], [*text, 2]], max_new_tokens=2, **GIVEN).report
+        timeline = timeline_of(report)
+        assert report.cached_tokens == cached
+        assert timeline.running.tolist() == [2, 2]
+        assert timeline.cache_bytes.tolist() == [12 * generator._home.page_bytes] * 2
+
+
+def test_under_accelerated() -> None:
+    model, ids = build(FAMILY), torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]])
+    with accelerated(model):
+        model.generate(ids, max_new_tokens=5, pad_token_id=0)
+        timeline = timeline_of(model.generate.last_report)
+    assert timeline.decode_tokens.tolist() == [0, 2, 2, 2, 2]
+
+
+def test_a_report_can_be_sent() -> None:
+    report = BatchGenerator(build(FAMILY)).generate(PROMPTS, max_new_tokens=5, **GIVEN).report
+    sent = pickle.loads(pickle.dumps(report))
+    assert str(sent) == str(report)
+    assert sent.timeline.phases == report.timeline.phases
+    assert rows_of(timeline_of(sent)) == rows_of(timeline_of(report))
+    assert (sent.timeline.ends == report.timeline.ends).all()
+
+
+# -- streams ---------------------------------------------------------------------------------------------------
+
+
+def test_who_takes_results_out_of_a_stream_is_outside(clock: Clock) -> None:
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    given = [*PROMPTS[:6], []]
+    stream = generator.stream(given, max_new_tokens=5, on_error="record")
+    clock.now += 1000  # nothing has been asked for yet
+    for _ in stream:
+        clock.now += 5
+    report = generator.last_report
+    phases = timeline_of(report).phases
+    assert report.seconds == phases["outside"] == 5 * len(given)
+
+
+@pytest.mark.parametrize("how", ["close", "throw", "forget"])
+def test_a_stream_that_is_left(how: str, clock: Clock) -> None:
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=24)
+    stream = generator.stream(PROMPTS, max_new_tokens=5)
+    for _ in range(2):
+        next(stream)
+        clock.now += 5
+    if how == "close":
+        stream.close()
+    elif how == "throw":
+        with pytest.raises(KeyError):
+            stream.throw(KeyError())
+    del stream
+    report = generator.last_report
+    timeline = timeline_of(report)
+    assert report.finished >= 2 and timeline.phases["outside"] == report.seconds == 10
+    timeline_of(generator.generate(PROMPTS, max_new_tokens=5, **GIVEN).report)
+
+
+@plain
+def test_a_stream_left_while_steps_are_on_their_way(device_loop: None, facts: list[tuple[int, ...]]) -> None:
+    generator = BatchGenerator(build(FAMILY), steps_per_sync=16)
+    stream = generator.stream(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 9)))
+    next(stream)
+    stream.close()
+    assert rows_of(timeline_of(generator.last_report), generator._home.page_bytes) == facts
+
+
+def test_a_stream_that_goes_from_thread_to_thread(clock: Clock) -> None:
+    generator, taken = BatchGenerator(build(FAMILY), max_batch_tokens=24), []
+    stream = generator.stream(PROMPTS, max_new_tokens=5)
+    for _ in PROMPTS:
+        thread = threading.Thread(target=lambda: taken.append(next(stream)))
+        thread.start()
+        thread.join()
+        clock.now += 1
+    assert list(stream) == [] and len(taken) == len(PROMPTS)
+    assert timeline_of(generator.last_report).phases["outside"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("results", [1, 6])
+def test_what_a_preemption_took_counts_as_run_again_only_when_it_is(
+    results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream is left while those that were preempted wait, and once they have been run again."""
+    runs: Counter[tuple[Any, int]] = Counter()  # of each token: of whose it is, and its position
+    launch = Engine._launch
+
+    def noted(self: Engine, step: Any) -> Any:
+        runs.update((chunk.unit, position) for chunk in step for position in range(chunk.begin, chunk.end))
+        return launch(self, step)
+
+    monkeypatch.setattr(Engine, "_launch", noted)
+    model = build(FAMILY)
+    memory = pages_of_memory(model, 24, 4)
+    generator = BatchGenerator(model, kv_memory=memory, page_size=4, max_batch_tokens=24, min_shared_tokens=4)
+    stream = generator.stream(PROMPTS, max_new_tokens=16, eos_token_id=1000)
+    for _ in range(results):
+        next(stream)
+    stream.close()
+    report = generator.last_report
+    again = sum(count - 1 for count in runs.values())
+    assert report.preemptions > 0 and (again > 0) == (results == 6)
+    assert report.recomputed_tokens == again
+    assert report.computed_tokens == sum(
+        isinstance(unit, Prefix) or position < len(unit.prompt_ids) for unit, position in runs
+    )

@@ -1,0 +1,291 @@
+"""Processors, factories of them and prefix functions of the user's own, each with rows of one sequence."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_distributions import brief
+from support_families import build, random_prompts
+from support_generate_alone import (
+    BIAS,
+    FAMILY,
+    NEW_TOKENS,
+    PAGE,
+    SAMPLED,
+    SYNTH_ID,
+    Trace,
+    assert_each_as_alone,
+    prompts,
+)
+from support_generate_alone import trace as trace  # a fixture
+from support_parity import pages_of_memory
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation import logits_process as processors
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.errors import OptionValueError
+from hf_batchllm.sampling.host_sampler import Sampler
+
+
+def allowed_tokens(batch_id: int, ids: torch.Tensor) -> list[int]:
+    assert ids.dtype == torch.long and ids.ndim == 1
+    return list(range((batch_id * 7 + len(ids)) % 50, 101, 1 + batch_id % 3))
+
+
+def test_prefix_allowed_tokens_fn_knows_the_row_of_the_result(trace: Trace) -> None:
+    options = {**SAMPLED, "top_k": 0, "num_return_sequences": 3}
+    result = BatchGenerator(build(FAMILY), **PAGE).generate(
+        prompts(), max_new_tokens=NEW_TOKENS, seed=2, prefix_allowed_tokens_fn=allowed_tokens, **options
+    )
+
+    def options_of(row: int, _: int) -> dict[str, Any]:
+        return {**options, "prefix_allowed_tokens_fn": lambda _, ids: allowed_tokens(row, ids)}
+
+    assert_each_as_alone(result, trace, options_of)
+
+
+def test_prefix_allowed_tokens_fn_counts_rows_where_numbers_of_samples_differ() -> None:
+    counts, seen = [1, 3, 2, 1], set()
+    configs = [GenerationConfig(do_sample=True, num_return_sequences=count, max_new_tokens=2) for count in counts]
+
+    def of(batch_id: int, ids: torch.Tensor) -> list[int]:
+        seen.add((batch_id, len(ids)))
+        return [batch_id]
+
+    result = BatchGenerator(build(FAMILY)).generate(
+        [*prompts(2), [], [9, 8]], configs, seed=1, on_error="record", prefix_allowed_tokens_fn=of
+    )
+    rows = [row for row, generation in enumerate(result) if generation.error is None]
+    assert rows == [0, 1, 2, 3, 6]  # those of the prompt that cannot be run keep their places
+    assert [generation.token_ids for generation in result] == [[r, r] if r in rows else [] for r in range(7)]
+
+
+def test_a_prefix_function_that_allows_nothing_is_an_error_that_names_the_row() -> None:
+    with pytest.raises(ValueError, match=r"`prefix_allowed_tokens_fn` gave no token for batch_id 1 \(after 1 tokens\)"):
+        BatchGenerator(build(FAMILY)).generate(
+            prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: [] if row else [1]
+        )
+    with pytest.raises(OptionValueError, match="must be a function of"):
+        BatchGenerator(build(FAMILY)).generate(prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=[1])
+
+
+class Odd(LogitsProcessor):
+    """Looks at the whole history, works in place, and keeps nothing."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids.dtype == torch.long and input_ids.device == scores.device
+        assert scores.dtype == torch.float32 and len(input_ids) == len(scores) == 1
+        scores[:, int(input_ids.sum()) % 2 :: 2] -= 4
+        return scores
+
+
+class Counting(LogitsProcessor):
+    """Keeps what it has seen of one sequence, and checks that it is one."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids = input_ids[0].tolist()
+        assert not self.seen or ids[:-1] == self.seen, "it is not called once for each token of one sequence"
+        self.seen = ids
+        return scores + 3 * torch.sin(torch.arange(scores.shape[1]) * (len(ids) + ids[-1]))
+
+
+def plain(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.roll(int(input_ids[0, -1]) % 3, dims=-1)
+
+
+USERS: dict[str, Callable[[], list[Any]]] = {
+    "in place": lambda: [Odd()],
+    "a function": lambda: [plain],
+    "of transformers": lambda: [
+        processors.MinLengthLogitsProcessor(30, 7),
+        processors.SuppressTokensLogitsProcessor([4, 5]),
+        processors.NoRepeatNGramLogitsProcessor(2),
+        processors.RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=1),
+    ],
+    "instead of transformers'": lambda: [processors.TopKLogitsWarper(3), processors.NoRepeatNGramLogitsProcessor(3)],
+    "a cut, then a suppression": lambda: [
+        processors.TopKLogitsWarper(20),
+        processors.SuppressTokensLogitsProcessor(list(range(0, 101, 3))),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("factory", [False, True], ids=["list", "factory"])
+@pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 2}, {**SAMPLED, "num_return_sequences": 2}], ids=brief)
+def test_processors_of_the_user(name: str, factory: bool, options: dict[str, Any], trace: Trace) -> None:
+    given: Any = USERS[name]()
+    result = BatchGenerator(build(FAMILY), **PAGE).generate(
+        prompts(),
+        max_new_tokens=NEW_TOKENS,
+        seed=2,
+        logits_processor=(lambda index, ids: USERS[name]()) if factory else given,
+        **options,
+    )
+    assert_each_as_alone(result, trace, lambda *_: {**options, "logits_processor": USERS[name]()})
+
+
+def test_a_factory_is_called_once_for_each_sequence(trace: Trace) -> None:
+    calls: Counter[tuple[int, tuple[int, ...]]] = Counter()
+
+    def factory(index: int, prompt_token_ids: list[int]) -> list[Any]:
+        assert type(index) is int and all(type(token) is int for token in prompt_token_ids)
+        calls[index, tuple(prompt_token_ids)] += 1
+        return [] if index == 1 else [Counting()] if index % 2 else [Odd(), Counting(), processors.TopKLogitsWarper(9)]
+
+    options = {**SAMPLED, "num_return_sequences": 3, "top_k": 20, "temperature": 1.3}
+    result = BatchGenerator(build(FAMILY), **PAGE).generate(
+        prompts(), max_new_tokens=NEW_TOKENS, seed=2, logits_processor=factory, **options
+    )
+    assert calls == {(index, tuple(prompt)): 3 for index, prompt in enumerate(prompts())}
+
+    def options_of(_: int, index: int) -> dict[str, Any]:
+        return {**options, "logits_processor": factory(index, [])}
+
+    assert_each_as_alone(result, trace, options_of)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_processor": lambda index, ids: [Counting()]},
+        {"watermarking_config": SYNTH_ID, "renormalize_logits": True},
+        {"guidance_scale": 1.5, "encoder_no_repeat_ngram_size": 2},
+    ],
+    ids=["factory", "SynthID", "guidance"],
+)
+@pytest.mark.filterwarnings("ignore:`guidance_scale`")
+def test_state_outlives_preemption(options: dict[str, Any], trace: Trace) -> None:
+    model: Any = build(FAMILY)
+    given = random_prompts(random.Random(6), 97, "distinct", 8)
+    memory = pages_of_memory(model, 20, 8)
+    result = BatchGenerator(model, kv_memory=memory, **PAGE).generate(
+        # With an EOS answers may end at any time, so fewer tokens are expected than there are; this one never comes.
+        given,
+        max_new_tokens=24,
+        eos_token_id=1000,
+        **options,
+    )
+    assert result.report.preemptions > 0
+
+    def options_of(*_: int) -> dict[str, Any]:
+        own = {"logits_processor": [Counting()]} if "logits_processor" in options else {}
+        return {**options, **own, "max_new_tokens": 24}
+
+    assert_each_as_alone(result, trace, options_of, least=0.7)
+
+
+def test_what_belongs_to_a_sequence_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    samplers: list[Sampler] = []
+    most, original = 0, Sampler.__call__
+
+    def watched(self: Sampler, *args: Any) -> list[int]:
+        nonlocal most
+        tokens = original(self, *args)
+        most = max(most, len(self._chains._own))
+        samplers.append(self)
+        return tokens
+
+    monkeypatch.setattr(Sampler, "__call__", watched)
+    model: Any = build(FAMILY)
+    generator = BatchGenerator(model, kv_memory=pages_of_memory(model, 12, 8), **PAGE)
+    generator.generate([*prompts(6)] * 6, max_new_tokens=4, logits_processor=lambda *_: [Counting()])
+    assert 0 < most < 30, "of 36"
+
+
+# -- errors and warnings ---------------------------------------------------------------------------------------
+
+
+def nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+    scores -= 1
+
+
+WRONG: list[tuple[Any, str]] = [
+    (Odd(), r"is a single processor \(Odd\): put it into a list"),
+    (plain, r"is a single processor \(plain\): put it into a list"),
+    (Odd, r"is the class Odd: make an object of it and put it into a list"),
+    ([Odd], "holds the class Odd in place 0: make an object of it"),
+    ([5], "holds an int in place 0, which is no processor"),
+    (5, "must be a list of processors, or a function that gives a list for each sequence, not an int"),
+    (lambda index, ids: Odd(), "must give a list of processors, not an Odd"),
+    (lambda index, ids: ["x"], "gave a list that holds a string in place 0, which is no processor"),
+    ([nothing], r"nothing gave None: it must return scores of shape \[1, 101\]"),
+    (
+        [lambda ids, scores: scores[:, :50]],
+        r"gave scores of shape \[1, 50\]: it must return scores of shape \[1, 101\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_what_is_no_processor_is_an_error_that_says_so(given: Any, message: str) -> None:
+    with pytest.raises(OptionValueError, match=f"`logits_processor` .*{message}"):
+        BatchGenerator(build(FAMILY)).generate(prompts(), max_new_tokens=3, logits_processor=given)
+
+
+def test_the_users_own_errors_come_out_as_they_are() -> None:
+    class OwnError(Exception):
+        pass
+
+    def fails(*_: Any) -> Any:
+        raise OwnError("mine")
+
+    generator = BatchGenerator(build(FAMILY))
+    for given in ({"logits_processor": [fails]}, {"logits_processor": fails}, {"prefix_allowed_tokens_fn": fails}):
+        with pytest.raises(OwnError, match=r"^mine$"):
+            generator.generate(prompts(), max_new_tokens=3, **given)
+    assert len(generator.generate(prompts(), max_new_tokens=3)) == 5
+
+
+class Tallying(LogitsProcessor):
+    def __init__(self) -> None:
+        self.inner = {"calls": 0}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.inner["calls"] += 1
+        return scores
+
+
+class Preparing(LogitsProcessor):
+    """Makes something at its first call, which is not state."""
+
+    mask: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.zeros_like(scores)
+        return scores + self.mask
+
+
+def test_state_in_a_list_for_all_is_warned_of_once() -> None:
+    generator = BatchGenerator(build(FAMILY))
+    with pytest.warns(UserWarning, match=r"Tallying seems to keep state .*`inner` changes.*Pass a factory"):
+        generator.generate(prompts(), max_new_tokens=4, logits_processor=[Tallying()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generator.generate(prompts(), max_new_tokens=4, logits_processor=[Tallying()])
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_keeps_no_state_is_not_warned_of() -> None:
+    generator = BatchGenerator(build(FAMILY))
+    for given in ([Preparing(), Odd()], lambda *_: [Tallying()], [processors.SequenceBiasLogitsProcessor(BIAS)]):
+        generator.generate(prompts(), max_new_tokens=4, logits_processor=given)
+    generator.generate(prompts(1), max_new_tokens=4, logits_processor=[Tallying()])  # there is but one sequence
+
+
+def test_processors_that_leave_no_token_are_not_blamed_on_the_model_alone() -> None:
+    def nothing(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    with pytest.raises(RuntimeError, match="processors left no token a chance"):
+        BatchGenerator(build(FAMILY)).generate([[5]], logits_processor=[nothing], max_new_tokens=2, do_sample=True)
