@@ -4,6 +4,7 @@
 #   make demo          run the demonstration (CPU, no network at run time)
 #   make test          the linter and all tests
 #   make lint          the linter and the formatter's check, alone
+#   make types         the type checker alone
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
@@ -24,7 +25,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint test-oldest clean
+.PHONY: demo test lint types test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -32,6 +33,14 @@ demo: $(INSTALLED)
 
 test: lint
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+
+# The library as it is imported: /kernels and /patches are packages of it, which no type checker can guess.
+TYPED := build/typed
+
+types: $(INSTALLED)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hf_batchllm
+	@ln -s $(CURDIR)/hf_batchllm/* $(CURDIR)/kernels $(CURDIR)/patches $(TYPED)/hf_batchllm/
+	@cd $(TYPED) && $(CURDIR)/$(VENV)/bin/python -m mypy --config-file $(CURDIR)/pyproject.toml -p hf_batchllm
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/python -m ruff check .

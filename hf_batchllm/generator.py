@@ -15,10 +15,10 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from .config import BatchConfig
 from .engine.beams.outputs import beam_output, filling
 from .engine.call import Call
-from .engine.extra_outputs import Recording
-from .engine.job import Checks, Work
-from .engine.kv_memory import CacheHome
-from .engine.scoring.score_call import ScoreWork, Scoring
+from .engine.extra_outputs import ExtraOutputs
+from .engine.job import Job, JobChecks
+from .engine.kv_memory import KVMemory
+from .engine.scoring.score_call import ScoreJob, ScoreOutputs
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .inputs.adapters import AS_IT_IS, adapter_of_each
 from .inputs.base_model import base_model
@@ -65,7 +65,7 @@ class BatchGenerator:
     until a call begins, whereas a notebook knows the exception, with its ``result``, only until there is another.
     """
 
-    checks = Checks  # what says of a call whether it can be served
+    checks = JobChecks  # what says of a call whether it can be served
 
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
@@ -77,7 +77,7 @@ class BatchGenerator:
         self.model = model
         self.architecture = inspect_model(model)
         check_backend(self.config, self.architecture.device, self._notices)
-        self._home = CacheHome(model, self.architecture, self.config, self._notices)
+        self._home = KVMemory(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
@@ -148,20 +148,20 @@ class BatchGenerator:
             with self._busy(turn) as call:
                 padded = take_padded(prompts, generate_kwargs)
                 given = prompts if padded is None else padded
-                work = self._checks.work(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
-                sequences, self.interrupted = work.sequences, None
-                call.begin(work, strict=on_error == "raise")
+                job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
+                sequences, self.interrupted = job.sequences, None
+                call.begin(job, strict=on_error == "raise")
                 try:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
-                            generation = self._generation(request, call.recording, decode=padded is None)
+                            generation = self._generation(request, call.extras, decode=padded is None)
                             done[request.index, request.sample] = generation
                             bar.finish(request)
                 finally:
                     self.last_report = report = self._report(call)
-            rows = done | {(failure.index, failure.sample): failure for failure in self._failures(work)}
+            rows = done | {(failure.index, failure.sample): failure for failure in self._failures(job)}
             result = BatchResult([rows[key] for key in sorted(rows)], report, self._tokenizer.decode_if_loaded)
-            return result if padded is None else _as_tensors(padded, result, work.options[0], call)
+            return result if padded is None else _as_tensors(padded, result, job.options[0], call)
         except KeyboardInterrupt:
             self._end(turn)
         # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
@@ -190,11 +190,11 @@ class BatchGenerator:
             with self._busy(turn):
                 if take_padded(prompts, generate_kwargs) is not None:
                     raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-                work = self._checks.work(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
+                job = self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
         except KeyboardInterrupt:
             self._end(turn)
             raise
-        return self._results(work, on_error == "raise", progress or False)
+        return self._results(job, on_error == "raise", progress or False)
 
     def score(
         self,
@@ -229,23 +229,23 @@ class BatchGenerator:
             _check_progress(progress)
             with self._busy(turn) as call:
                 inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
-                work = ScoreWork.of(inputs)
+                job = ScoreJob.of(inputs)
                 total, self.interrupted = len(inputs.items), None
-                recording = Scoring(work)
-                with work.problems_named():
-                    call.begin(work.work, on_error == "raise", recording)
+                extras = ScoreOutputs(job)
+                with job.problems_named():
+                    call.begin(job.job, on_error == "raise", extras)
                 try:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
-                            scores = list(recording.lookups.scores(request, self._tokenizer.decode))
+                            scores = list(extras.lookups.scores(request, self._tokenizer.decode))
                             done += scores
                             bar.finish(request, len(scores))
                 finally:
                     self.last_report = report = self._report(call)
-            return ScoreResult([*done, *work.failures()], report)
+            return ScoreResult([*done, *job.failures()], report)
         except KeyboardInterrupt:
             self._end(turn)
-        call = turn = work = recording = None  # out here, for the same reason as in `generate`
+        call = turn = job = extras = None  # out here, for the same reason as in `generate`
         self.interrupted = ScoreResult(done, report, complete=False)
         raise GenerationInterrupted(self.interrupted, len(done), total)
 
@@ -324,21 +324,21 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _results(self, work: Work, strict: bool, progress: bool) -> Iterator[Generation]:
+    def _results(self, job: Job, strict: bool, progress: bool) -> Iterator[Generation]:
         turn = _Turn()
         try:
             with self._busy(turn) as call:
                 self.interrupted = None
-                call.begin(work, strict)
-                yield from self._failures(work)
+                call.begin(job, strict)
+                yield from self._failures(job)
                 try:
                     with call.progress(progress) as bar:
                         for request in call.run(bar.step):
                             bar.finish(request)
-                            generation = self._generation(request, call.recording)
-                            call.recorder.switch("outside")
+                            generation = self._generation(request, call.extras)
+                            call.timekeeper.switch("outside")
                             yield generation
-                            call.recorder.switch("results")
+                            call.timekeeper.switch("results")
                 finally:
                     self.last_report = self._report(call)
             return
@@ -348,7 +348,7 @@ class BatchGenerator:
         call = turn = None  # out here, for the same reason as in `generate`
         raise kept
 
-    def _generation(self, request: Request, recording: Recording, decode: bool = True) -> Generation:
+    def _generation(self, request: Request, extras: ExtraOutputs, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
             index=request.index,
@@ -357,8 +357,8 @@ class BatchGenerator:
             token_ids=request.generated,
             prompt_token_ids=request.prompt_ids.tolist(),
             finish_reason=request.finish_reason.value,
-            logprobs=recording.logprobs(request),
-            prompt_logprobs=recording.prompt_logprobs(request),
+            logprobs=extras.logprobs(request),
+            prompt_logprobs=extras.prompt_logprobs(request),
             score=request.score,
         )
 
@@ -368,9 +368,9 @@ class BatchGenerator:
             report.plan.add_labels(call.prompts, self._tokenizer.decode_if_loaded)
         return report
 
-    def _failures(self, work: Work) -> Iterator[Generation]:
-        for index, why in sorted(work.problems.items()):
-            for sample in range(work.options[index].num_return_sequences):
+    def _failures(self, job: Job) -> Iterator[Generation]:
+        for index, why in sorted(job.problems.items()):
+            for sample in range(job.options[index].num_return_sequences):
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 
@@ -380,7 +380,7 @@ def _as_tensors(
     sequences = padded.continued(result.token_ids, filling(options))
     if not options.config.return_dict_in_generate:
         return sequences
-    longest, tensors = sequences.shape[1] - padded.width, call.recording.tensors
+    longest, tensors = sequences.shape[1] - padded.width, call.extras.tensors
     if options.num_beams > 1:
         return beam_output(sequences, longest, call.answers, options, tensors)
     beside = {} if tensors is None else tensors.outputs(longest, sequences.device)

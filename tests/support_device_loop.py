@@ -23,7 +23,7 @@ from hf_batchllm import BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.kernels.small_torch import exponential
-from hf_batchllm.model.triton_attention import KernelBackend
+from hf_batchllm.model.triton_attention import TritonBackend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Key = tuple[int, int]  # prompt and sample
@@ -47,8 +47,8 @@ def run_over_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call does on a GPU is done on a CPU: work lists, graphs' fixed memory, fused layers, tokens picked
     on the device. What would be captured is run again in its place."""
 
-    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> KernelBackend:
-        return KernelBackend(TWINS, storage, device, notices, (4, 2))
+    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
+        return TritonBackend(TWINS, storage, device, notices, (4, 2))
 
     def graphs_for(config: Any, runner: Any, *others: Any) -> DecodeGraphs:
         return DecodeGraphs(runner, runner.backend, *others, config.cuda_graphs)

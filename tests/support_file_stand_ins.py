@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_batchllm.files.records.answers import Writer
 from hf_batchllm.files.records.line_configs import LineConfigs
-from hf_batchllm.files.records.records import BadItem, Reader
+from hf_batchllm.files.records.records import BadPromptRecord, Reader
 from hf_batchllm.files.records.token_texts import TokenTexts
 from hf_batchllm.files.store.sources import Source
 
@@ -63,8 +63,8 @@ def run_lines(
     lines, errors = [], 0
     for number, raw in enumerate(source.records(range(source.count))):
         item = reader.read(number, raw)
-        why = None if isinstance(item, BadItem) else configs.problem(item.settings)
-        if isinstance(item, BadItem) or why is not None:
+        why = None if isinstance(item, BadPromptRecord) else configs.problem(item.settings)
+        if isinstance(item, BadPromptRecord) or why is not None:
             errors += 1
             lines.append(writer.error(item, KEY, why))
             continue

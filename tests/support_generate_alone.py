@@ -16,7 +16,7 @@ from transformers import SynthIDTextWatermarkingConfig
 from hf_batchllm import BatchResult
 from hf_batchllm.engine import wiring
 from hf_batchllm.planning.units import Request
-from hf_batchllm.sampling.host_sampler import Sampler
+from hf_batchllm.sampling.host_sampler import HostSampler
 
 FAMILY = "llama"
 SAMPLED = {"do_sample": True}
@@ -63,7 +63,7 @@ class Trace:
 @pytest.fixture
 def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     trace = Trace()
-    monkeypatch.setattr(wiring, "Sampler", lambda *args, **given: Sampler(*args, **given | {"record": trace}))
+    monkeypatch.setattr(wiring, "HostSampler", lambda *args, **given: HostSampler(*args, **given | {"record": trace}))
     return trace
 
 

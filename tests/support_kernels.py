@@ -1,7 +1,7 @@
 """What the tests of small kernels share: where they run, and their random inputs.
 
 Without a GPU kernels run under Triton's interpreter. It must be chosen before anything imports Triton, and then holds
-for the whole process; so unless it was, ``test_interpreted`` runs them in a process of their own.
+for the whole process; so unless it was, ``test_kernels_interpreted`` runs them in a process of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 
-kernel = pytest.mark.skipif(not GPU and not INTERPRETED, reason="is run by test_interpreted")
+kernel = pytest.mark.skipif(not GPU and not INTERPRETED, reason="is run by test_kernels_interpreted")
 plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 
 

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.torch_attention import Scratch
-from hf_batchllm.model.triton_attention import KernelBackend
+from hf_batchllm.model.triton_attention import TritonBackend
 
 
 class Storages:
@@ -21,7 +21,7 @@ class Storages:
         self.seen: list[StorageWeakRef] = []
 
     def watch(self, set_attribute: Callable[[type, str, Any], None] = setattr) -> None:
-        for owner, name in ((KVStorage, "of"), (Scratch, "gather"), (KernelBackend, "parts")):
+        for owner, name in ((KVStorage, "of"), (Scratch, "gather"), (TritonBackend, "parts")):
             set_attribute(owner, name, self._noting(getattr(owner, name)))
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:

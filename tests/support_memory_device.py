@@ -19,7 +19,7 @@ from hf_batchllm.engine import rehearsal
 from hf_batchllm.engine.rehearsal import LargestStep
 from hf_batchllm.model.device_memory import Used
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.triton_attention import AttentionKernels, KernelBackend
+from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 from hf_batchllm.planning.lineup import pages_at_once
 
 FAMILY = "llama"
@@ -96,8 +96,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     assert not made.tensors, "tensors of the cache are left"
 
 
-def over_twins(kernels: AttentionKernels) -> Callable[..., KernelBackend]:
-    return lambda config, device, storage, notices: KernelBackend(kernels, storage, device, notices, (4, 2))
+def over_twins(kernels: AttentionKernels) -> Callable[..., TritonBackend]:
+    return lambda config, device, storage, notices: TritonBackend(kernels, storage, device, notices, (4, 2))
 
 
 @pytest.fixture

@@ -59,5 +59,5 @@ def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("work began before everything was checked")
 
-    monkeypatch.setattr("hf_batchllm.engine.kv_memory.CacheHome.open", refuse)
+    monkeypatch.setattr("hf_batchllm.engine.kv_memory.KVMemory.open", refuse)
     monkeypatch.setattr("hf_batchllm.model.runner.ModelRunner.step", refuse)

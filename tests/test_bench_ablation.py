@@ -27,7 +27,7 @@ from hf_batchllm.bench.plot import plot
 from hf_batchllm.bench.rates import Rates
 from hf_batchllm.bench.workload import Workload
 from hf_batchllm.model.torch_attention import CascadePlan
-from hf_batchllm.model.triton_attention import KernelBackend
+from hf_batchllm.model.triton_attention import TritonBackend
 from hf_batchllm.planning.units import Request, Step
 
 WORK = Workload(requests=14, shared=30, own=6, new=5, degree=4)
@@ -187,7 +187,7 @@ def test_without_a_cascade_no_item_has_several_rows(model: Any, all_on: Run, twi
 
 def test_all_is_put_back_whatever_happens() -> None:
     def methods() -> tuple[Any, Any]:
-        return KernelBackend.work_of, CascadePlan._divide
+        return TritonBackend.work_of, CascadePlan._divide
 
     def breaks_off() -> None:
         with without_cascade():

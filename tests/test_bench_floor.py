@@ -13,11 +13,11 @@ import torch
 from support_families import build
 
 from hf_batchllm.bench.busy import busy_share, share_of
-from hf_batchllm.bench.device_time import Gap, Span, kind_of, lines_of, time_of
+from hf_batchllm.bench.device_time import BusySpan, Gap, kind_of, lines_of, time_of
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of
 from hf_batchllm.bench.models import load_model
 from hf_batchllm.bench.rates import Rates, measure_rates
-from hf_batchllm.bench.workload import Group, Mix, MixedGroups, Workload
+from hf_batchllm.bench.workload import Mix, MixedGroups, PromptGroup, Workload
 
 RATES = Rates(780e12, 4.2e12)
 LLAMA_8B = Shape(
@@ -80,20 +80,20 @@ def test_models_of_other_kinds() -> None:
 
 
 def test_answers_of_different_lengths_cost_what_they_are() -> None:
-    one, two = (floor_of(LLAMA_8B, [Group(0, [100], [new])], RATES) for new in (50, 300))
-    both = floor_of(LLAMA_8B, [Group(0, [100, 100], [50, 300])], RATES)
+    one, two = (floor_of(LLAMA_8B, [PromptGroup(0, [100], [new])], RATES) for new in (50, 300))
+    both = floor_of(LLAMA_8B, [PromptGroup(0, [100, 100], [50, 300])], RATES)
     for name in ("operations", "kv_bytes", "elementwise_bytes", "prompt_tokens", "decode_tokens"):
         assert getattr(both.needs, name) == pytest.approx(getattr(one.needs, name) + getattr(two.needs, name))
     # Two rows read the weights together: the longer answer takes them as often as there are steps.
     assert both.weights < one.weights + two.weights
     assert both.weights == pytest.approx(two.weights, rel=0.1)
-    assert both.alone and not floor_of(LLAMA_8B, [Group(5, [100], [50])], RATES).alone
+    assert both.alone and not floor_of(LLAMA_8B, [PromptGroup(5, [100], [50])], RATES).alone
 
 
 def test_a_window_reads_no_further_than_it_is_wide() -> None:
     near = Shape(**{**vars(LLAMA_8B), "windows": (64,) * 32})
     wide = Shape(**{**vars(LLAMA_8B), "windows": (10_000,) * 32})
-    group = [Group(500, [10, 10], [100, 100])]
+    group = [PromptGroup(500, [10, 10], [100, 100])]
     assert floor_of(wide, group, RATES).needs == floor_of(LLAMA_8B, group, RATES).needs
     needs = floor_of(near, group, RATES).needs
     # 99 steps of two rows, no more than 64 keys each; and the prefix is read once for both while it is in sight.
@@ -103,7 +103,7 @@ def test_a_window_reads_no_further_than_it_is_wide() -> None:
 
 def test_what_the_small_operations_must_read_and_write() -> None:
     per_layer = 8 * 4096 + 2 * 6144 + 3 * 14336
-    needs = floor_of(LLAMA_8B, [Group(0, [10], [5])], RATES).needs
+    needs = floor_of(LLAMA_8B, [PromptGroup(0, [10], [5])], RATES).needs
     assert needs.elementwise_bytes == (10 + 4) * 32 * per_layer * 2
 
 
@@ -153,7 +153,7 @@ def test_groups_of_mixed_lengths() -> None:
 def test_the_groups_of_a_workload() -> None:
     groups = Workload(7, 20, 4, 2, degree=3).as_groups()
     assert [len(group.own) for group in groups] == [3, 3, 1]
-    assert groups[0] == Group(20, [4] * 3, [2] * 3)
+    assert groups[0] == PromptGroup(20, [4] * 3, [2] * 3)
 
 
 def test_how_busy_a_device_was() -> None:
@@ -177,12 +177,12 @@ def test_how_busy_a_device_was() -> None:
 def test_where_a_devices_time_goes() -> None:
     ms = 1_000_000
     spans = [
-        Span("nvjet_tst_128x256", 0, 4 * ms),
-        Span("_attend_chunks", 4 * ms, 6 * ms),  # the last with prompts
-        Span("_act_and_mul", 6 * ms + 5_000, 7 * ms),  # 5 us later
-        Span("_attend_items", 9 * ms, 12 * ms),  # two at a time
-        Span("_attend_items", 10 * ms, 11 * ms),
-        Span("void at::native::elementwise_kernel<128, 4>(int)", 11 * ms, 13 * ms),
+        BusySpan("nvjet_tst_128x256", 0, 4 * ms),
+        BusySpan("_attend_chunks", 4 * ms, 6 * ms),  # the last with prompts
+        BusySpan("_act_and_mul", 6 * ms + 5_000, 7 * ms),  # 5 us later
+        BusySpan("_attend_items", 9 * ms, 12 * ms),  # two at a time
+        BusySpan("_attend_items", 10 * ms, 11 * ms),
+        BusySpan("void at::native::elementwise_kernel<128, 4>(int)", 11 * ms, 13 * ms),
     ]
     found = time_of(spans)
     assert found is not None and found.total == pytest.approx(0.013) and found.kernels == 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
-from hf_batchllm.engine.beams.search_rules import NEVER, Rules, Searches
+from hf_batchllm.engine.beams.search_rules import NEVER, Searches, SearchRules
 
 TOKENS = 12
 _TAKES_VOCABULARY = "vocab_size" in inspect.signature(GenerationMixin._get_top_k_continuations).parameters  # 5.17
@@ -18,7 +18,7 @@ _TAKES_VOCABULARY = "vocab_size" in inspect.signature(GenerationMixin._get_top_k
 class Reference:
     """One search as ``GenerationMixin._beam_search`` has it, of candidates that are given."""
 
-    def __init__(self, rules: Rules, longest: int) -> None:
+    def __init__(self, rules: SearchRules, longest: int) -> None:
         self.rules, self.longest = rules, longest
         width, shape = rules.width, (1, rules.width, longest)
         self.running_sequences = torch.full(shape, -1)
@@ -102,7 +102,7 @@ def test_searches_side_by_side_go_as_transformers_has_each_go_alone(early_stoppi
     rng = random.Random(f"{early_stopping}{penalty}")
     for _ in range(25):
         width, stops = rng.randrange(2, 6), set(rng.sample(range(TOKENS), rng.randrange(0, 4)))
-        rules = Rules.of(width, len(stops), early_stopping, penalty)
+        rules = SearchRules.of(width, len(stops), early_stopping, penalty)
         if rules.candidates > width * TOKENS:
             continue
         longest = [rng.randrange(1, 9) for _ in range(4)]

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, PromptError, UnsupportedOptionError, accelerated
-from hf_batchllm.engine.beams.candidates import draw
+from hf_batchllm.engine.beams.candidates import draw_candidates
 from hf_batchllm.engine.beams.loop import BeamEngine
 
 FAMILY = "llama"
@@ -457,15 +457,17 @@ def test_candidates_are_drawn_one_after_the_other() -> None:
     """Each from what those before it have left, whichever prompts share the step."""
     count, width = 20_000, 2
     sums = torch.tensor([[0.3, -1.0, 1.2, 0.0, -2.5, 0.9]])  # of two beams and three tokens
-    drawn = draw(sums.expand(count, -1), 3, width, [(2**64 - 7, number) for number in range(count)], [5] * count)
+    drawn = draw_candidates(
+        sums.expand(count, -1), 3, width, [(2**64 - 7, number) for number in range(count)], [5] * count
+    )
     share = sums[0].double().softmax(dim=-1).tolist()
     ways = list(itertools.permutations(range(6), 3))
     chances = [share[a] * share[b] / (1 - share[a]) * share[c] / (1 - share[a] - share[b]) for a, b, c in ways]
     number = {way: place for place, way in enumerate(ways)}
     assert_drawn_from(np.array(chances), [number[tuple(row)] for row in drawn.tolist()])
-    some = draw(sums.expand(3, -1), 3, width, [(2**64 - 7, number) for number in (7, 100, 3)], [5] * 3)
+    some = draw_candidates(sums.expand(3, -1), 3, width, [(2**64 - 7, number) for number in (7, 100, 3)], [5] * 3)
     assert torch.equal(some, drawn[[7, 100, 3]])
-    other = draw(sums.expand(count, -1), 3, width, [(1, number) for number in range(count)], [5] * count)
+    other = draw_candidates(sums.expand(count, -1), 3, width, [(1, number) for number in range(count)], [5] * count)
     assert not torch.equal(other, drawn)
 
 

@@ -23,7 +23,7 @@ from test_generator_parity import mixed_prompts
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.engine.device_loop.run_ahead import Ahead
+from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.paged_cache import PagedCache
@@ -220,9 +220,9 @@ def test_steps_per_sync_beyond_all_reason(graphs: list[DecodeGraphs], launched: 
 
 def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs beyond the end of an answer is not taken for tokens of prompts."""
-    waits, on_its_way = [], Ahead._on_its_way
+    waits, on_its_way = [], RunAhead._on_its_way
 
-    def interrupted(self: Ahead, tokens: torch.Tensor) -> Any:
+    def interrupted(self: RunAhead, tokens: torch.Tensor) -> Any:
         wait = on_its_way(self, tokens)
 
         def waits_once() -> Any:
@@ -233,7 +233,7 @@ def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], mo
 
         return waits_once
 
-    monkeypatch.setattr(Ahead, "_on_its_way", interrupted)
+    monkeypatch.setattr(RunAhead, "_on_its_way", interrupted)
     prompts = mixed_prompts(3)
     generator = BatchGenerator(build("llama"), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:

@@ -20,7 +20,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows, RowsWork
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
-from hf_batchllm.model.triton_attention import AttentionKernels, KernelBackend
+from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 
 pytestmark = plain
 NEW_TOKENS = 12
@@ -31,8 +31,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
     """Calls run over the kernels' twins, and their decode steps as if they were captured."""
     seen: list[DecodeGraphs] = []
 
-    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> KernelBackend:
-        return KernelBackend(TWINS, storage, device, notices, (4, 2))
+    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
+        return TritonBackend(TWINS, storage, device, notices, (4, 2))
 
     def graphs_for(config: Any, runner: Any, *rest: Any) -> DecodeGraphs:
         seen.append(DecodeGraphs(runner, runner.backend, *rest))

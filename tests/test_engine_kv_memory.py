@@ -26,11 +26,11 @@ from torch import nn
 
 from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine import rehearsal
-from hf_batchllm.engine.kv_memory import CacheHome
+from hf_batchllm.engine.kv_memory import KVMemory
 from hf_batchllm.engine.rehearsal import LargestStep, Rehearsals, _made_up, _rounded, largest_step, picking_bytes
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.model.triton_attention import AttentionKernels, KernelBackend
+from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 
 pytestmark = plain
 PARTS = rehearsal._PARTS
@@ -60,7 +60,7 @@ def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: p
     """Partial results of attention in each graph's rows, the graph's own memory, scores on their way to a token."""
     monkeypatch.setattr("hf_batchllm.engine.rehearsal._PARTS", PARTS)
     generator = BatchGenerator(build(FAMILY))
-    backend = KernelBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
+    backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
     runner = ModelRunner(generator.model, generator.architecture, backend)
     monkeypatch.setattr(
         "hf_batchllm.engine.rehearsal._rehearsed", lambda runner, storage, step, memory: 1000 * step.tokens
@@ -95,16 +95,16 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
     )
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
     asked: list[tuple[int, int]] = []
-    found = CacheHome._found
+    found = KVMemory._found
 
-    def noted(self: CacheHome, beside: Any, held: int) -> int | None:
+    def noted(self: KVMemory, beside: Any, held: int) -> int | None:
         def asking(pages: int) -> int | None:
             asked.append((pages, beside(pages)))
             return asked[-1][1]
 
         return found(self, asking, held)
 
-    monkeypatch.setattr(CacheHome, "_found", noted)
+    monkeypatch.setattr(KVMemory, "_found", noted)
     memory = generate(generator, prompts).report.kv_memory
     if each in (0, 500):
         assert len(asked) == 1
@@ -330,7 +330,7 @@ def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
     prompts, model = mixed_prompts(3), build(FAMILY)
     tight(device, prompts, 0.8)
     before = fingerprint(model)
-    files = ("memory.py", "rehearsal.py", "storage.py", "device_memory.py")
+    files = ("kv_memory.py", "rehearsal.py", "kv_storage.py", "device_memory.py")
 
     def once(at: int) -> tuple[Stop, Any]:
         stop = Stop(at, files)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_rows import Seats
-from hf_batchllm.engine.device_loop.run_ahead import Ahead
+from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.sampling.device_sampler import DeviceSampler
 from hf_batchllm.sampling.seated_sampler import SeatedSampler
@@ -54,7 +54,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     init = Engine.__init__
 
     def noted(self: Engine, scheduler: Any, builder: Any, launcher: Any, *rest: Any) -> None:
-        AHEAD.append(isinstance(launcher, Ahead))
+        AHEAD.append(isinstance(launcher, RunAhead))
         init(self, scheduler, builder, launcher, *rest)
 
     monkeypatch.setattr(Engine, "__init__", noted)

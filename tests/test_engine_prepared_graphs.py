@@ -19,8 +19,8 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop import decode_rows
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.engine.device_loop.run_ahead import Ahead
-from hf_batchllm.engine.device_loop.still_running import Unended
+from hf_batchllm.engine.device_loop.run_ahead import RunAhead
+from hf_batchllm.engine.device_loop.still_running import StillRunning
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.planning.units import FinishReason, Request
 
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"eos_token_id": None, "progress": False}
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of graphs, in the order in which they were made."""
     run_over_twins(monkeypatch)
-    monkeypatch.setattr(Ahead, "_is_behind", lambda self: True)
+    monkeypatch.setattr(RunAhead, "_is_behind", lambda self: True)
     seen, make = [], DecodeGraphs._made
 
     def noted(self: DecodeGraphs, size: int) -> DecodeRows:
@@ -146,9 +146,12 @@ def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPat
 
 def test_who_runs_at_a_time() -> None:
     requests = [Request(place, np.zeros(20, dtype=np.int32), 13) for place in range(6)]  # of two pages each
-    everybody = Unended(requests, KVStorage(12, 16), most_rows=6)
+    everybody = StillRunning(requests, KVStorage(12, 16), most_rows=6)
     assert everybody.left() == ([13] * 6, True)
-    for unended in (Unended(requests, KVStorage(11, 16), most_rows=6), Unended(requests, KVStorage(12, 16), 5)):
+    for unended in (
+        StillRunning(requests, KVStorage(11, 16), most_rows=6),
+        StillRunning(requests, KVStorage(12, 16), 5),
+    ):
         assert unended.left() == ([], False)
         unended.begin(requests[:4])
         requests[0].pending = 3

@@ -64,7 +64,7 @@ class StopInScore(Stop):
     OWN = (*Stop.OWN, BatchGenerator.score.__code__)
 
 
-@pytest.mark.parametrize("files", [(), (*CRITICAL, "scoring.py", "lookups.py")], ids=["anywhere", "critical"])
+@pytest.mark.parametrize("files", [(), (*CRITICAL, "score_call.py", "token_lookups.py")], ids=["anywhere", "critical"])
 def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[float]]) -> None:
     generator, before = make(), fingerprint(build(FAMILY))
     every = StopInScore(0, files)

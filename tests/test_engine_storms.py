@@ -181,7 +181,14 @@ def test_a_stream_that_is_left(how: str, drawn: dict[str, Any], device: str, wat
 
 
 GRAPHS = ("decode_graphs.py", "decode_rows.py")
-LOOP = ("engine.py", "ahead.py", "decode_graphs.py", "decode_rows.py", "kernel_attention.py", "scheduler.py", "call.py")
+LOOP = (
+    "engine/loop.py",
+    "run_ahead.py",
+    *GRAPHS,
+    "triton_attention.py",
+    "planning/scheduler.py",
+    "engine/call.py",
+)
 
 
 @pytest.mark.parametrize("depth", [2, 8])

@@ -1,4 +1,4 @@
-"""The recorder by itself: nothing of what it is told gets lost, however much it is, and its phases add up."""
+"""The timekeeper by itself: nothing of what it is told gets lost, however much it is, and its phases add up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_batchllm.engine.timekeeper import Recorder
+from hf_batchllm.engine.timekeeper import Timekeeper
 from hf_batchllm.planning.paged_cache import PagedCache
 from hf_batchllm.results.timeline import PHASES, Timeline
 
@@ -56,7 +56,7 @@ COUNTS = st.integers(0, 300)
 
 
 class Held:
-    """A cache, as far as a recorder looks at it."""
+    """A cache, as far as a timekeeper looks at it."""
 
     num_pages, free_pages, requests = 1000, 0, 0
 
@@ -70,19 +70,19 @@ def test_steps_are_joined_and_nothing_of_them_is_lost(
     groups: list[tuple[float, int, int, int]], most_stretches: int, dice: random.Random
 ) -> None:
     clock, held = Clock(), Held()
-    recorder = Recorder(clock)
-    recorder.start(held)  # type: ignore[arg-type]
+    timekeeper = Timekeeper(clock)
+    timekeeper.start(held)  # type: ignore[arg-type]
     seen = []
     with mock.patch("hf_batchllm.engine.timekeeper._MOST", most_stretches):
         for gap, count, prompt, decode in groups:
             for _ in range(count):
                 held.requests, held.free_pages = dice.randrange(100), dice.randrange(1000)
-                stretch = recorder.launched(dice.choice([1, 1, 16]), prompt, decode)
+                stretch = timekeeper.launched(dice.choice([1, 1, 16]), prompt, decode)
                 clock.now += gap
-                recorder.collected(stretch)
+                timekeeper.collected(stretch)
                 row = (stretch.steps, prompt, decode, held.requests, held.num_pages - held.free_pages)
                 seen.append((clock.now - 100, row))
-    timeline = recorder.timeline(recorder.seconds, page_bytes=7)
+    timeline = timekeeper.timeline(timekeeper.seconds, page_bytes=7)
     assert_in_order(timeline, clock.now - 100)
     assert len(timeline) <= most_stretches
     # Each stretch is made of the next few steps, and of all that happened to them.
@@ -104,12 +104,12 @@ def test_steps_are_joined_and_nothing_of_them_is_lost(
 def test_few_steps_each_have_a_stretch_and_many_have_few() -> None:
     for count, least in ((1, 1), (512, 512), (513, 100), (50_000, 100)):
         clock = Clock()
-        recorder = Recorder(clock)
-        recorder.start(PagedCache(1, 1))
+        timekeeper = Timekeeper(clock)
+        timekeeper.start(PagedCache(1, 1))
         for _ in range(count):
             clock.now += 0.01
-            recorder.collected(recorder.launched(1, 0, 2))
-        timeline = recorder.timeline(recorder.seconds, 1)
+            timekeeper.collected(timekeeper.launched(1, 0, 2))
+        timeline = timekeeper.timeline(timekeeper.seconds, 1)
         assert least <= len(timeline) <= 512
         assert timeline.steps.sum() == count and timeline.decode_tokens.sum() == 2 * count
 
@@ -120,23 +120,23 @@ def test_few_steps_each_have_a_stretch_and_many_have_few() -> None:
 @given(st.lists(st.tuples(st.sampled_from(list(PHASES)), st.floats(0, 1000), st.booleans()), max_size=30))
 def test_phases_add_up_to_the_seconds_whatever_comes_between(switches: list[tuple[str, float, bool]]) -> None:
     clock = Clock()
-    recorder = Recorder(clock)
+    timekeeper = Timekeeper(clock)
     expected, phase, interrupted = dict.fromkeys(PHASES, 0.0), "checks", False
     for following, seconds, interrupt in switches:
         clock.now += seconds
         expected[phase] += seconds
         if interrupt:
             interrupted = True
-            recorder._spent = Interrupting(recorder._spent)
+            timekeeper._spent = Interrupting(timekeeper._spent)
             with pytest.raises(KeyboardInterrupt):
-                recorder.switch(following)
-            recorder._spent = dict(recorder._spent)
+                timekeeper.switch(following)
+            timekeeper._spent = dict(timekeeper._spent)
         else:
-            recorder.switch(following)
+            timekeeper.switch(following)
             phase = following
     clock.now += 3
     expected[phase] += 3
-    phases = recorder.timeline(recorder.seconds, 1).phases
+    phases = timekeeper.timeline(timekeeper.seconds, 1).phases
     assert sum(phases.values()) == pytest.approx(clock.now - 100)
     assert interrupted or phases == pytest.approx(expected)
 
@@ -148,32 +148,32 @@ class Interrupting(dict[str, float]):
 
 def test_a_phase_within_another_ends_with_its_block() -> None:
     clock = Clock()
-    recorder = Recorder(clock)
+    timekeeper = Timekeeper(clock)
 
     def fails() -> None:
         clock.now += 1
-        with recorder.during("outside"):
+        with timekeeper.during("outside"):
             clock.now += 2
         clock.now += 4
         raise KeyError
 
-    recorder.switch("model")
+    timekeeper.switch("model")
     with pytest.raises(KeyError):
-        recorder.around("tokens", fails)()
+        timekeeper.around("tokens", fails)()
     clock.now += 8
-    phases = recorder.timeline(recorder.seconds, 1).phases
+    phases = timekeeper.timeline(timekeeper.seconds, 1).phases
     assert {phase: seconds for phase, seconds in phases.items() if seconds} == {"model": 8, "tokens": 5, "outside": 2}
 
 
 def test_captures_are_told_from_launching() -> None:
     clock = Clock()
-    recorder = Recorder(clock, ahead=True)
-    recorder.switch(recorder.launching)
+    timekeeper = Timekeeper(clock, ahead=True)
+    timekeeper.switch(timekeeper.launching)
     clock.now += 5
     for _ in range(2):  # in that phase, and after it
-        phases = recorder.timeline(recorder.seconds, 1, capture=3).phases
+        phases = timekeeper.timeline(timekeeper.seconds, 1, capture=3).phases
         assert (phases["launching"], phases["capture"], phases["model"]) == (2, 3, 0)
-        recorder.switch("model")
+        timekeeper.switch("model")
 
 
 def test_the_line_in_the_report() -> None:

@@ -56,8 +56,8 @@ def fail_after(function: Callable[..., Any], calls: int, error: type[BaseExcepti
 
 
 PLACES = {
-    "torch": ("runner.ModelRunner.step", "cascade.attend_each", "attention.write_kv"),
-    "kernels": ("runner.ModelRunner.forward", "kernel_attention.KernelAttention._attend_rows"),
+    "torch": ("model.runner.ModelRunner.step", "model.torch_attention.attend_each", "model.torch_attention.write_kv"),
+    "kernels": ("model.runner.ModelRunner.forward", "model.triton_attention.KernelAttention._attend_rows"),
 }
 
 
@@ -149,7 +149,9 @@ def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
     assert all(whole.expired() for whole in wholes)
 
 
-@pytest.mark.parametrize("place", ["runner.ModelRunner.forward", "kernel_attention.KernelAttention._attend_rows"])
+@pytest.mark.parametrize(
+    "place", ["model.runner.ModelRunner.forward", "model.triton_attention.KernelAttention._attend_rows"]
+)
 @pytest.mark.parametrize("way", ["generate", "stream"])
 def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
     way: str, place: str, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +170,9 @@ def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
     assert caught.value.__traceback__ is not None
 
 
-@pytest.mark.parametrize("place", ["runner.ModelRunner.step", "recording.StepTensors._of", "sampling.run"])
+@pytest.mark.parametrize(
+    "place", ["model.runner.ModelRunner.step", "sampling.logprobs.StepTensors._of", "sampling.host_sampler.run"]
+)
 def test_an_error_that_is_kept_does_not_hold_scores(
     place: str, storages: Storages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,16 @@ from support_letter_tokenizers import EOS, letter_tokenizer
 
 from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.files.records.answers import Writer
-from hf_batchllm.files.records.records import OPENAI, PLAIN, BadItem, Item, Reader, dialect_of, second_ids
-from hf_batchllm.files.records.settings import Settings
+from hf_batchllm.files.records.records import (
+    OPENAI,
+    PLAIN,
+    BadPromptRecord,
+    PromptRecord,
+    Reader,
+    dialect_of,
+    second_ids,
+)
+from hf_batchllm.files.records.settings import LineSettings
 from hf_batchllm.files.records.token_texts import TokenTexts
 from hf_batchllm.files.store.journal import identify
 from hf_batchllm.files.store.sources import open_source
@@ -28,15 +36,15 @@ def request(url: str = CHAT, custom_id: Any = "a", **body: Any) -> dict[str, Any
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **source, **body}}
 
 
-def read(record: Any, base: Settings | None = None, **more: Any) -> Any:
+def read(record: Any, base: LineSettings | None = None, **more: Any) -> Any:
     raw = record if isinstance(record, bytes) else json.dumps(record).encode()
-    reader = Reader(None, base or Settings(), dialect=OPENAI, where=lambda number: f"line {number + 1}", **more)
+    reader = Reader(None, base or LineSettings(), dialect=OPENAI, where=lambda number: f"line {number + 1}", **more)
     return reader.read(2, raw)
 
 
-def options(record: Any, base: Settings | None = None) -> dict[str, Any]:
+def options(record: Any, base: LineSettings | None = None) -> dict[str, Any]:
     item = read(record, base)
-    assert isinstance(item, Item), item
+    assert isinstance(item, PromptRecord), item
     return dict(item.settings.options)
 
 
@@ -71,8 +79,8 @@ def test_what_openai_draws_is_drawn() -> None:
     assert "do_sample" not in options(request(n=1, top_p=1, min_p=0))
     assert options(request(top_k=-1)) == {"top_k": 0}
     assert not options(request(n=2, temperature=0))["do_sample"]
-    assert not options(request(n=2), Settings({"do_sample": False}))["do_sample"]
-    assert options(request(), Settings({"max_new_tokens": 3})) == {"max_new_tokens": 3}
+    assert not options(request(n=2), LineSettings({"do_sample": False}))["do_sample"]
+    assert options(request(), LineSettings({"max_new_tokens": 3})) == {"max_new_tokens": 3}
 
 
 def test_texts_of_a_message_are_joined() -> None:
@@ -126,7 +134,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 )
 def test_what_cannot_be_served_is_refused_by_name(record: Any, why: str, param: str) -> None:
     item = read(record)
-    assert isinstance(item, BadItem)
+    assert isinstance(item, BadPromptRecord)
     assert str(item).startswith("line 3: ")
     assert why in str(item)
     line = json.loads(Writer(OPENAI).error(item, KEY))

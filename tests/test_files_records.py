@@ -15,27 +15,27 @@ from transformers import GenerationConfig
 from hf_batchllm import BatchGenerator, Generation
 from hf_batchllm.files.records.answers import Writer
 from hf_batchllm.files.records.line_configs import LineConfigs, said_by
-from hf_batchllm.files.records.records import ALL_FIELDS, BadItem, Form, Item, Reader
-from hf_batchllm.files.records.settings import SettingError, Settings, read_assignments, read_settings, settings_of
+from hf_batchllm.files.records.records import ALL_FIELDS, BadPromptRecord, Form, PromptRecord, Reader
+from hf_batchllm.files.records.settings import LineSettings, SettingError, read_assignments, read_settings, settings_of
 from hf_batchllm.files.records.templates import Template, TemplateError, unescaped
 from hf_batchllm.files.store.journal import identify
 from hf_batchllm.files.store.sources import open_source
 
 
-def read(record: Any, form: Form | None = None, base: Settings | None = None, cells: bool = False) -> Any:
+def read(record: Any, form: Form | None = None, base: LineSettings | None = None, cells: bool = False) -> Any:
     raw = record if isinstance(record, bytes) else json.dumps(record).encode()
-    return Reader(form, base or Settings(), cells=cells, where=lambda number: f"line {number + 1}").read(16, raw)
+    return Reader(form, base or LineSettings(), cells=cells, where=lambda number: f"line {number + 1}").read(16, raw)
 
 
-def good(record: Any, *given: Any, **named: Any) -> Item:
+def good(record: Any, *given: Any, **named: Any) -> PromptRecord:
     item = read(record, *given, **named)
-    assert isinstance(item, Item), item
+    assert isinstance(item, PromptRecord), item
     return item
 
 
 def bad(record: Any, *given: Any, **named: Any) -> str:
     item = read(record, *given, **named)
-    assert isinstance(item, BadItem)
+    assert isinstance(item, BadPromptRecord)
     return str(item)
 
 
@@ -100,31 +100,31 @@ def test_a_line_that_cannot_be_run_says_where_and_why(line: bytes, why: str) -> 
 
 def test_a_bad_line_keeps_its_id() -> None:
     item = read({"id": "a", "prompt": "x", "seed": "y"})
-    assert isinstance(item, BadItem)
+    assert isinstance(item, BadPromptRecord)
     assert (item.id, item.has_id, item.param) == ("a", True, "seed")
 
 
 def test_settings_stand_beside_the_prompt_or_by_themselves() -> None:
-    base = Settings({"max_new_tokens": 50, "top_p": 0.5})
+    base = LineSettings({"max_new_tokens": 50, "top_p": 0.5})
     beside = {"prompt": "x", "max_tokens": 5, "n": 2, "stop": "\n", "seed": 3, "logprobs": True, "adapter": "a"}
     nested = {"prompt": "x", "settings": {name: value for name, value in beside.items() if name != "prompt"}}
     for record in (beside, nested):
         said = good(record, None, base).settings
         assert said.options == {"max_new_tokens": 5, "top_p": 0.5, "num_return_sequences": 2, "stop_strings": ["\n"]}
         assert (said.seed, said.logprobs, said.adapter) == (3, 0, "a")
-    assert good({"prompt": "x"}, None, Settings(seed=3)).settings.seed is None  # which is the run's
+    assert good({"prompt": "x"}, None, LineSettings(seed=3)).settings.seed is None  # which is the run's
     assert good({"prompt": "x", "max_tokens": None}, None, base).settings.options == base.options
     assert good({"prompt": "x", "logprobs": True, "top_logprobs": 4}).settings.logprobs == 4
 
 
 def test_what_goes_into_one_call() -> None:
-    assert read_settings({"temperature": 0.3, "n": 2}).apart == Settings().apart
+    assert read_settings({"temperature": 0.3, "n": 2}).apart == LineSettings().apart
     for fields in ({"num_beams": 2}, {"logprobs": True}, {"adapter": "a"}):
-        assert read_settings(fields).apart != Settings().apart
+        assert read_settings(fields).apart != LineSettings().apart
 
 
 def test_a_temperature_says_whether_tokens_are_drawn() -> None:
-    hot, cold = Settings({"temperature": 0.7, "do_sample": True, "top_p": 0.9}), read_settings({"temperature": 0})
+    hot, cold = LineSettings({"temperature": 0.7, "do_sample": True, "top_p": 0.9}), read_settings({"temperature": 0})
     assert read_settings({"temperature": 1}).options == {"temperature": 1.0, "do_sample": True}
     assert cold.options == {"do_sample": False}
     assert read_settings({"temperature": 2, "do_sample": False}).options == {"temperature": 2.0, "do_sample": False}
@@ -274,7 +274,7 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(map(json.dumps, records)))
     source = open_source(path)
-    reader = Reader(None, Settings({"max_new_tokens": 4}), where=source.where)
+    reader = Reader(None, LineSettings({"max_new_tokens": 4}), where=source.where)
     written, errors = run_lines(generator, source, reader, token_ids=True)
     lines = [json.loads(line) for line in written]
     assert lines[0]["token_ids"] == generator.generate([prompts[0]], max_new_tokens=3)[0].token_ids
@@ -298,10 +298,10 @@ def test_a_model_that_samples_by_itself_gives_several_answers(
     generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = LineConfigs.of(generator)
-    assert "greedy" in (configs.problem(Settings({"num_return_sequences": 2})) or "")
+    assert "greedy" in (configs.problem(LineSettings({"num_return_sequences": 2})) or "")
     monkeypatch.setattr(generator.model.generation_config, "do_sample", True)
     configs = LineConfigs.of(generator)
-    settings = Settings({"num_return_sequences": 2, "max_new_tokens": 2})
+    settings = LineSettings({"num_return_sequences": 2, "max_new_tokens": 2})
     assert configs.problem(settings) is None
-    assert configs.config(settings) is configs.config(Settings(dict(settings.options)))
+    assert configs.config(settings) is configs.config(LineSettings(dict(settings.options)))
     assert len(generator.generate([[5, 6]], [configs.config(settings)])) == 2

@@ -12,6 +12,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -67,6 +69,8 @@ class Stop:
 
     def __init__(self, at: int, files: tuple[str, ...]) -> None:
         self.at, self.files, self.count, self.place = at, files, 0, ""
+        unknown = [name for name in files if name != "contextlib.py" and not self._named(name)]
+        assert not unknown, f"no module of the library is called {unknown}"
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._is_meant(frame.f_code):
@@ -84,9 +88,21 @@ class Stop:
         return None
 
     def _is_meant(self, code: CodeType) -> bool:
-        folder, name = os.path.split(code.co_filename)
-        ours = folder in {os.path.join(self.HERE, part) for part in ("hf_batchllm", "kernels", "patches")}
-        return (ours or name == "contextlib.py") and (not self.files or name in self.files)
+        if os.path.basename(code.co_filename) == "contextlib.py":
+            return not self.files or "contextlib.py" in self.files
+        return code.co_filename in (self._named("") if not self.files else self._chosen)
+
+    @cached_property
+    def _chosen(self) -> set[str]:
+        return set().union(*map(self._named, self.files))
+
+    @classmethod
+    @cache
+    def _named(cls, ending: str) -> set[str]:
+        """The library's modules whose path ends like this: "call.py" is "engine/call.py"."""
+        parts = [os.path.join(cls.HERE, part) for part in ("hf_batchllm", "kernels", "patches")]
+        every = {str(path) for part in parts for path in Path(part).rglob("*.py")}
+        return {path for path in every if not ending or path.endswith(f"/{ending}")}
 
     def during(self, call: Callable[[], Any]) -> Any:
         before = sys.gettrace()
@@ -98,7 +114,15 @@ class Stop:
 
 
 # Where a call is set up and put away: few of the lines that are run, and those that matter.
-CRITICAL = ("contextlib.py", "generator.py", "call.py", "runner.py", "attention_swap.py", "attention.py", "memory.py")
+CRITICAL = (
+    "contextlib.py",
+    "hf_batchllm/generator.py",
+    "engine/call.py",
+    "model/runner.py",
+    "patches/attention_swap.py",
+    "patches/attention_interface.py",
+    "engine/kv_memory.py",
+)
 
 
 @pytest.mark.parametrize("keep", [0, 2])
@@ -129,7 +153,7 @@ def test_at_any_line_of_a_stream(expected: dict[int, list[int]]) -> None:
 
 def test_at_any_line_of_making_one() -> None:
     """The architecture is looked at, and for some models by a pass over two tokens."""
-    files = ("architecture.py", "attention_swap.py", "attention.py", "mask_probe.py")
+    files = ("architecture.py", "attention_swap.py", "attention_interface.py", "mask_probe.py")
     before, random_state = fingerprint(build(FAMILY)), torch.get_rng_state()
     every = Stop(0, files)
     every.during(make)
@@ -265,7 +289,7 @@ def test_while_it_waits_for_another_thread(expected: dict[int, list[int]]) -> No
                 os.kill(os.getpid(), signal.SIGINT)
                 over.wait(5)
 
-    threads = [threading.Thread(target=work) for work in (hold, interrupt)]
+    threads = [threading.Thread(target=job) for job in (hold, interrupt)]
     threads[0].start()
     held.wait(60)
     threads[1].start()

@@ -314,12 +314,12 @@ def test_two_generators_on_one_model_take_turns() -> None:
     expected = BatchGenerator(build(FAMILY)).generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids
     outcomes: list[Any] = []
 
-    def work() -> None:
+    def job() -> None:
         generator = BatchGenerator(build(FAMILY), page_size=4)
         for _ in range(6):
             outcomes.append(generator.generate(prompts(), max_new_tokens=NEW_TOKENS).token_ids == expected)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
+    threads = [threading.Thread(target=job) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

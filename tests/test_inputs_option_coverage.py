@@ -7,15 +7,15 @@ from pathlib import Path
 from test_generator_option_combinations import ANY, DRAWN
 from test_generator_real_options import GREEDY
 
-from hf_batchllm.inputs.option_row import Fate, Kind
+from hf_batchllm.inputs.option_row import Fate, OptionKind
 from hf_batchllm.inputs.option_table import TABLE, names
 
 # What does not change which tokens come, or comes with every test of the others: where it is looked at by itself.
 ELSEWHERE = {
     "attention_mask": "test_generator_tensors.py",
-    "early_stopping": "beam_cases.py",
-    "length_penalty": "beam_cases.py",
-    "num_beams": "beam_cases.py",
+    "early_stopping": "support_beam_cases.py",
+    "length_penalty": "support_beam_cases.py",
+    "num_beams": "support_beam_cases.py",
     "do_sample": "test_generator_option_combinations.py",
     "generation_config": "test_generator_generate.py",
     "input_ids": "test_generator_tensors.py",
@@ -36,7 +36,7 @@ OF_THE_REAL_MODEL = {"negative_prompt_ids", "max_length"}  # beside those that t
 
 
 def test_every_honoured_option_is_compared_with_generate() -> None:
-    honoured = {row.name for row in TABLE.values() if row.fate is Fate.HONOURED and row.kind is not Kind.OURS}
+    honoured = {row.name for row in TABLE.values() if row.fate is Fate.HONOURED and row.kind is not OptionKind.OURS}
     assert honoured == ANY.keys() | DRAWN.keys() | ELSEWHERE.keys()
     for name, file in ELSEWHERE.items():
         assert name in (Path(__file__).parent / file).read_text(encoding="utf-8"), f"{file} says nothing of {name}"
@@ -48,4 +48,4 @@ def test_the_real_model_is_asked_for_each_of_them() -> None:
 
 def test_what_is_ours_is_not_an_option_of_generate() -> None:
     ours = {"adapter", "logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
-    assert names(kind=Kind.OURS) == ours
+    assert names(kind=OptionKind.OURS) == ours

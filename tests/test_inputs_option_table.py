@@ -30,7 +30,7 @@ from transformers import (
 from hf_batchllm import BatchGenerator, ConfigError, UnsupportedOptionError
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs import option_docs, options
-from hf_batchllm.inputs.option_row import Fate, Kind, Row, Subject, With
+from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, Subject, With
 from hf_batchllm.inputs.option_table import TABLE, names
 from hf_batchllm.inputs.options import resolve_each, resolve_options
 from hf_batchllm.notices import Notices
@@ -109,25 +109,25 @@ def every(fate: Fate) -> list[str]:
 def test_every_option_of_transformers_is_in_the_table() -> None:
     """If this fails, transformers has grown: look at what is new in its source, then give it a row."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields == names(kind=Kind.FIELD)
+    assert fields == names(kind=OptionKind.FIELD)
     arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     model: Any = build(FAMILY)
     arguments |= set(model._extract_generation_mode_kwargs(None, {"tokenizer": 1, "assistant_tokenizer": 1}, 1, 1, 1))
-    assert arguments <= names(kind=Kind.ARGUMENT)
+    assert arguments <= names(kind=OptionKind.ARGUMENT)
     popped = re.findall(r"kwargs\.pop\(\"(\w+)\"", inspect.getsource(GenerationMixin.generate))
-    assert "trust_remote_code" in popped and set(popped) <= names(kind=Kind.ARGUMENT)
+    assert "trust_remote_code" in popped and set(popped) <= names(kind=OptionKind.ARGUMENT)
 
 
 def test_our_own_arguments_are_in_the_table_too() -> None:
     ours = set(inspect.signature(BatchGenerator.generate).parameters) - {"self", "generate_kwargs"} | {"adapter"}
     taken = set(options.ARGUMENTS)
-    assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=Kind.FIELD)
+    assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
     tensors = {"inputs", "input_ids", "attention_mask"}
-    assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=Kind.FIELD)
+    assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
-def test_a_row_says_what_its_fate_needs(row: Row) -> None:
+def test_a_row_says_what_its_fate_needs(row: OptionRow) -> None:
     assert row == TABLE[row.name]
     assert row.fate in Fate and row.subject in Subject
     assert (row.where is None) or row.fate is Fate.HONOURED
@@ -161,7 +161,7 @@ def test_what_is_refused_says_why_and_what_to_do(generator: BatchGenerator, name
         assert str(caught.value).startswith(f"`{name}` {TABLE[name].doc}")
 
 
-@pytest.mark.parametrize("name", sorted(set(REFUSED) & names(kind=Kind.FIELD)))
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & names(kind=OptionKind.FIELD)))
 def test_what_is_refused_is_refused_in_a_config_and_in_a_checkpoint_too(name: str) -> None:
     says = rf"`{name}` .*\(it is set to "
     with pytest.raises(UnsupportedOptionError, match=says):

@@ -36,7 +36,7 @@ from transformers.generation import (
 
 from hf_batchllm import GenerationInterrupted, GeneratorBusyError, accelerated
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.sampling.host_sampler import Sampler
+from hf_batchllm.sampling.host_sampler import HostSampler
 
 # -- the examples of transformers' documentation ---------------------------------------------------------------
 
@@ -261,13 +261,13 @@ def test_between_two_steps_the_original_serves(
 ) -> None:
     ids = torch.tensor([[5, 6]])
     expected, whole = model.generate(ids, max_new_tokens=3), model.generate(**inputs, max_new_tokens=4)
-    pick, found = Sampler.__call__, []
+    pick, found = HostSampler.__call__, []
 
-    def curious(self: Sampler, *args: Any) -> Any:
+    def curious(self: HostSampler, *args: Any) -> Any:
         found.append(model.generate(ids, max_new_tokens=3))
         return pick(self, *args)
 
-    monkeypatch.setattr(Sampler, "__call__", curious)
+    monkeypatch.setattr(HostSampler, "__call__", curious)
     with reasons() as said, accelerated(model):
         assert same(model.generate(**inputs, max_new_tokens=4), whole)
     assert len(said) == 1 and said[0].startswith("a call is running already")
@@ -284,14 +284,14 @@ def test_threads_take_turns(model: Any) -> None:
     expected = [model.generate(**call) for call in calls]
     outcomes: list[bool] = []
 
-    def work(offset: int) -> None:
+    def job(offset: int) -> None:
         for index in range(9):
             place = (index + offset) % 9
             outcomes.append(same(model.generate(**calls[place]), expected[place]))
 
     with warnings.catch_warnings(), accelerated(model):
         warnings.simplefilter("ignore")
-        threads = [threading.Thread(target=work, args=(offset,)) for offset in (0, 2, 5)]
+        threads = [threading.Thread(target=job, args=(offset,)) for offset in (0, 2, 5)]
         for thread in threads:
             thread.start()
         for thread in threads:

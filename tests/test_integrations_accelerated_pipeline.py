@@ -384,12 +384,12 @@ def test_threads_take_turns(pipe: Any) -> None:
     expected = pipe(TEXTS, **GREEDY)
     outcomes: list[bool] = []
 
-    def work() -> None:
+    def job() -> None:
         for _ in range(4):
             outcomes.append(pipe(TEXTS, **GREEDY) == expected)
 
     with throughout(pipe):
-        threads = [threading.Thread(target=work) for _ in range(3)]
+        threads = [threading.Thread(target=job) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -400,7 +400,7 @@ def test_threads_take_turns(pipe: Any) -> None:
 def test_the_block_ends_while_another_thread_reads(pipe: Any) -> None:
     results, errors, begun = None, [], threading.Event()
 
-    def work() -> None:
+    def job() -> None:
         try:
             for _ in results:
                 begun.set()
@@ -409,7 +409,7 @@ def test_the_block_ends_while_another_thread_reads(pipe: Any) -> None:
 
     with accelerated(pipe):
         results = pipe(iter_of(TEXTS * 300), **{**GREEDY, "max_new_tokens": 20})
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=job)
         thread.start()
         begun.wait(60)
     thread.join()

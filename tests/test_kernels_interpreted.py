@@ -15,7 +15,7 @@ import pytest
 from support_kernels import GPU, INTERPRETED
 
 HERE = Path(__file__).parent
-HAS_SUCH_TESTS = re.compile(r"^from interpreted import .*\bkernel\b|skipif\(not INTERPRETED", re.MULTILINE)
+HAS_SUCH_TESTS = re.compile(r"^from support_kernels import .*\bkernel\b|skipif\(not INTERPRETED", re.MULTILINE)
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if HAS_SUCH_TESTS.search(path.read_text("utf-8")))
 PROCESSES = 2
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lm_eval import simple_evaluate
-from lm_eval import tasks as support_lm_eval_tasks
+from lm_eval import tasks as harness_tasks
 from support_lm_eval import EOS, TASKS, THINK, TURN, asked, eval_model, eval_tokenizer, instances, pair
 from transformers import GenerationConfig
 
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_manager() -> Any:
-    return support_lm_eval_tasks.TaskManager(include_path=TASKS, include_defaults=False)
+    return harness_tasks.TaskManager(include_path=TASKS, include_defaults=False)
 
 
 def assert_close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
@@ -104,8 +104,8 @@ def test_an_evaluation_gives_what_it_gives_with_hf(saved: Path, max_length: int,
 
 
 def test_its_own_command_line(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, calls: list[str]) -> None:
-    quick = functools.partial(support_lm_eval_tasks.TaskManager, include_defaults=False)  # there are thousands
-    monkeypatch.setattr(support_lm_eval_tasks, "TaskManager", quick)
+    quick = functools.partial(harness_tasks.TaskManager, include_defaults=False)  # there are thousands
+    monkeypatch.setattr(harness_tasks, "TaskManager", quick)
     monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", before := ["pytest"])
     arguments = (

@@ -22,7 +22,7 @@ from test_generator_parity import KINDS_OF_ATTENTION, mixed_prompts
 from hf_batchllm import BatchGenerator, ConfigError
 from hf_batchllm.kernels import cascade_torch, small_torch
 from hf_batchllm.model.batch import BatchBuilder
-from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels, KernelBackend, StepWork
+from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels, StepWork, TritonBackend
 from hf_batchllm.planning.units import Chunk, Request, Step
 
 NEW_TOKENS = 8
@@ -42,8 +42,8 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Calls run over the work lists, without a GPU. What it gives says what they did."""
     seen: dict[str, Any] = {"gates": (4, 2), "lists": [], "kernels": TWINS}
 
-    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> KernelBackend:
-        return KernelBackend(seen["kernels"], storage, device, notices, seen["gates"])
+    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
+        return TritonBackend(seen["kernels"], storage, device, notices, seen["gates"])
 
     lists = StepWork.lists
 
@@ -183,16 +183,16 @@ def test_the_kernels_are_refused_without_a_gpu() -> None:
         BatchGenerator(build("llama"), backend="triton")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="is run by test_interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
 @pytest.mark.parametrize("family", family_params(["gemma2", "gpt_oss", "deepseek_v3", "laguna"]))
-def test_interpreted_kernels_give_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
+def test_kernels_interpreted_kernels_give_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
     rng = random.Random(7)
     prompts = random_prompts(rng, 97, "prefix", 2)  # the interpreter takes seconds for each
     result = generate(family, prompts, 3, page_size=16, min_shared_tokens=1, backend="triton")
     assert_parity(family, prompts, result, 3)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="is run by test_interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
 def test_a_page_size_that_the_kernels_cannot_do_is_refused() -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     with pytest.raises(ConfigError, match="`page_size` of 16, 32, 64 or 128, not 100"):

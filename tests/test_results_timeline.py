@@ -22,16 +22,17 @@ from test_generator_parity import mixed_prompts
 from transformers.generation.streamers import BaseStreamer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, RunReport, accelerated
-from hf_batchllm.engine import call, extra_outputs
+from hf_batchllm.engine import call
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
-from hf_batchllm.engine.device_loop.run_ahead import Ahead
+from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
-from hf_batchllm.engine.timekeeper import Recorder
+from hf_batchllm.engine.timekeeper import Timekeeper
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.planning.units import Prefix
 from hf_batchllm.results.timeline import Timeline
+from hf_batchllm.sampling import logprobs
 
 FAMILY = "llama"
 PROMPTS = mixed_prompts(2)
@@ -42,7 +43,7 @@ GIVEN = {"progress": False}
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """That of all calls."""
     clock = Clock()
-    monkeypatch.setattr("hf_batchllm.engine.call.Recorder", lambda **options: Recorder(clock, **options))
+    monkeypatch.setattr("hf_batchllm.engine.call.Timekeeper", lambda **options: Timekeeper(clock, **options))
     return clock
 
 
@@ -167,7 +168,7 @@ def test_each_phase_has_the_time_of_what_runs_in_it(
 
 
 def test_log_probabilities_of_prompts_are_no_part_of_the_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_outputs, "log_probs", clock.taking(1, extra_outputs.log_probs))
+    monkeypatch.setattr(logprobs, "log_probs", clock.taking(1, logprobs.log_probs))
     result = BatchGenerator(build(FAMILY)).generate(PROMPTS[:3], max_new_tokens=2, prompt_logprobs=1, **GIVEN)
     phases = timeline_of(result.report).phases
     assert phases["model"] == 0 and phases["tokens"] == clock.now - 100 > 0
@@ -221,9 +222,9 @@ def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> 
 def test_on_a_gpu_waiting_is_told_from_launching(
     device_loop: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, on_its_way, capture = [], Ahead._on_its_way, DecodeGraphs._capture
+    waits, on_its_way, capture = [], RunAhead._on_its_way, DecodeGraphs._capture
 
-    def slow(self: Ahead, tokens: torch.Tensor) -> Any:
+    def slow(self: RunAhead, tokens: torch.Tensor) -> Any:
         clock.now += 1
         waits.append(1)
         return clock.taking(10, on_its_way(self, tokens))
@@ -233,9 +234,9 @@ def test_on_a_gpu_waiting_is_told_from_launching(
         self.seconds += 100
         capture(self, graph)
 
-    monkeypatch.setattr(Ahead, "_on_its_way", slow)
+    monkeypatch.setattr(RunAhead, "_on_its_way", slow)
     monkeypatch.setattr(DecodeGraphs, "_capture", capturing)
-    monkeypatch.setattr(call, "Recorder", lambda **_: Recorder(clock, ahead=True))
+    monkeypatch.setattr(call, "Timekeeper", lambda **_: Timekeeper(clock, ahead=True))
     result = BatchGenerator(build(FAMILY), steps_per_sync=8).generate(PROMPTS, max_new_tokens=40, **GIVEN)
     phases = timeline_of(result.report).phases
     captured = phases["capture"] // 100
@@ -252,9 +253,9 @@ def test_on_a_gpu_waiting_is_told_from_launching(
 def test_what_is_on_its_way_at_an_interrupt_counts(
     at: int, device_loop: None, facts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, on_its_way = [], Ahead._on_its_way
+    waits, on_its_way = [], RunAhead._on_its_way
 
-    def interrupted(self: Ahead, tokens: torch.Tensor) -> Any:
+    def interrupted(self: RunAhead, tokens: torch.Tensor) -> Any:
         wait = on_its_way(self, tokens)
 
         def waits_once() -> Any:
@@ -265,7 +266,7 @@ def test_what_is_on_its_way_at_an_interrupt_counts(
 
         return waits_once
 
-    monkeypatch.setattr(Ahead, "_on_its_way", interrupted)
+    monkeypatch.setattr(RunAhead, "_on_its_way", interrupted)
     generator = BatchGenerator(build(FAMILY), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:
         generator.generate(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), **GIVEN)
@@ -304,7 +305,7 @@ def test_a_step_that_fails_is_none(error: type[BaseException], at: int, monkeypa
 
 
 def test_interrupts_at_any_line() -> None:
-    files = ("engine.py", "recorder.py", "timeline.py", "call.py", "generator.py")
+    files = ("engine/loop.py", "timekeeper.py", "timeline.py", "call.py", "generator.py")
     generator = BatchGenerator(build(FAMILY), max_batch_tokens=24, page_size=8)
     run = lambda: generator.generate(PROMPTS[:7], max_new_tokens=6, **GIVEN)  # noqa: E731
     every = Stop(0, files)

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as processors
 from hf_batchllm.inputs.options import resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler, processor_chains
-from hf_batchllm.sampling.host_sampler import Sampler, draw
+from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens
 
 FAMILY = "llama"
 LARGE = 262_144
@@ -30,10 +30,10 @@ def large_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=LARGE, **sizes))
 
 
-def sampler(seed: int | None, model: Any = None, **options: Any) -> Sampler:
+def sampler(seed: int | None, model: Any = None, **options: Any) -> HostSampler:
     model = model or large_model()
     options = {"do_sample": seed is not None, "max_new_tokens": 50, **options}
-    return Sampler(model, [resolve_options(model, None, options)] * 10_000, seed)
+    return HostSampler(model, [resolve_options(model, None, options)] * 10_000, seed)
 
 
 def requests_of(count: int, lengths: Sequence[tuple[int, int]] = ((3, 0),), vocabulary: int = 97) -> list[Request]:
@@ -59,7 +59,7 @@ def share(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         low, high = torch.zeros(len(tokens), dtype=torch.float64), torch.ones(len(tokens), dtype=torch.float64)
         for _ in range(52):
             middle = (low + high) / 2
-            below = torch.tensor(draw(rows, middle, [])) < reach
+            below = torch.tensor(draw_tokens(rows, middle, [])) < reach
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return high
 
@@ -124,12 +124,12 @@ def test_rows_with_next_to_nothing_to_draw_from() -> None:
     every = [[processors.TopKLogitsWarper(50)], [processors.TopPLogitsWarper(0.9)], [processors.MinPLogitsWarper(0.1)]]
     for warpers in ([], [processors.TemperatureLogitsWarper(1e-3)], *every):
         for uniform in ends:
-            drawn = draw(masked, torch.full((6,), uniform, dtype=torch.float64), warpers)
+            drawn = draw_tokens(masked, torch.full((6,), uniform, dtype=torch.float64), warpers)
             assert drawn[:2] == [2999, 0]
             assert drawn[2] == (700 if uniform < 0.5 else 1800)
             assert drawn[4] == 3
             assert all(masked[row, token] > -torch.inf for row, token in enumerate(drawn))
-    assert draw(masked[3:4], torch.tensor([0.50001], dtype=torch.float64), []) == [1500]
+    assert draw_tokens(masked[3:4], torch.tensor([0.50001], dtype=torch.float64), []) == [1500]
 
 
 def test_a_temperature_close_to_zero_is_greedy() -> None:
@@ -147,7 +147,7 @@ def test_logits_that_are_not_numbers_are_not_drawn_from(bad: float, warper: Any)
     if bad != -float("inf"):
         scores[1, 1:] = 0.0
     with pytest.raises(RuntimeError, match="not numbers"):
-        draw(scores, torch.full((3,), 0.5, dtype=torch.float64), [warper] if warper else [])
+        draw_tokens(scores, torch.full((3,), 0.5, dtype=torch.float64), [warper] if warper else [])
 
 
 # -- the best scores instead of all ----------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_shortlist_leaves_what_the_whole_vocabulary_would(options: dict[str, A
             assert not certain[(expected > -torch.inf).sum(dim=-1) > width].any()
             sure += int(certain.sum())
         if comparable:
-            drawn = np.array([draw(scores, uniform, warpers) for uniform in noise.T])
+            drawn = np.array([draw_tokens(scores, uniform, warpers) for uniform in noise.T])
             for row in range(8):
                 assert drawn[:, row].tolist() == [
                     expected_token(expected[row], uniform.item()) for uniform in noise[row]
@@ -221,16 +221,16 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
     rows[:2] *= 8  # two with a small nucleus
     rows[3, :500] = 30  # 500 equals are the whole of it
     noise = torch.full((4,), 0.3, dtype=torch.float64)
-    draw(rows, noise, [processors.TopPLogitsWarper(0.9011)])
+    draw_tokens(rows, noise, [processors.TopPLogitsWarper(0.9011)])
     assert widths == [(1024, 4), (16384, 1)]
     widths.clear()
-    draw(rows, noise, [processors.TopPLogitsWarper(0.9)])  # 450 of 500: rounding decides, so transformers does
+    draw_tokens(rows, noise, [processors.TopPLogitsWarper(0.9)])  # 450 of 500: rounding decides, so transformers does
     assert widths == [(1024, 4), (16384, 2), (262144, 1)]
     widths.clear()
-    draw(rows, noise, [processors.TopKLogitsWarper(50)])
+    draw_tokens(rows, noise, [processors.TopKLogitsWarper(50)])
     assert widths == [(114, 4), (1824, 1)]
     widths.clear()
-    draw(rows, noise, [])
+    draw_tokens(rows, noise, [])
     assert [rows for _, rows in widths] == [4]
 
 
@@ -238,7 +238,7 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Discouraging(LogitsProcessor):
-    """Of a kind that ``Sampler`` does not know: it looks at the last token, and works in place."""
+    """Of a kind that ``HostSampler`` does not know: it looks at the last token, and works in place."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[torch.arange(len(scores)), input_ids[:, -1]] -= 5
@@ -304,7 +304,7 @@ def test_a_penalty_that_spares_a_part_of_the_prompt_goes_row_by_row(monkeypatch:
 
 
 def test_one_processor_for_all_rows_gives_what_it_gives_to_one() -> None:
-    """Those that ``Sampler`` takes to be blind to what came before, and to other rows."""
+    """Those that ``HostSampler`` takes to be blind to what came before, and to other rows."""
     ids, device = torch.tensor([3, 9]), "cpu"
     blind = [
         processors.TemperatureLogitsWarper(0.7),

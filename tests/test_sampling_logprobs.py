@@ -17,8 +17,9 @@ from support_parity import counted_tokens, pages_of_memory, watched  # noqa: F40
 from test_generator_parity import tries
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult, Generation, GenerationInterrupted
-from hf_batchllm.engine import extra_outputs as recording_module
+from hf_batchllm.engine import extra_outputs
 from hf_batchllm.errors import OptionValueError, UnsupportedOptionError
+from hf_batchllm.sampling import logprobs as logprobs_module
 from hf_batchllm.sampling.logprobs import log_probs
 
 FAMILY = "llama"
@@ -202,8 +203,8 @@ def test_each_token_is_run_once_and_the_head_only_where_it_is_asked(config: dict
 
 
 def test_steps_are_small_where_the_vocabulary_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording_module, "_MOST_LOGITS", 9 * 101 + 100)
-    monkeypatch.setattr(recording_module, "_AT_ONCE", 2 * 101)
+    monkeypatch.setattr(extra_outputs, "_MOST_LOGITS", 9 * 101 + 100)
+    monkeypatch.setattr(logprobs_module, "_AT_ONCE", 2 * 101)
     with counted_tokens(build(FAMILY)) as sizes:
         result = generate(FAMILY, mixed_prompts())
     assert max(sizes) == 9
@@ -220,11 +221,11 @@ def test_nothing_is_held_of_prompts_that_were_handed_out() -> None:
     for count, _ in enumerate(stream, start=1):
         running = generator._running
         assert running is not None and running.call is not None
-        recording = running.call.recording
-        assert recording.prompts is not None and recording.new_tokens is not None
-        assert len(recording.prompts._chains) == len(prompts) - count
-        assert len(recording.prompts._known) <= len(prompts) - count
-        assert len(recording.new_tokens._of) <= len(prompts) - count
+        extras = running.call.extras
+        assert extras.prompts is not None and extras.new_tokens is not None
+        assert len(extras.prompts._chains) == len(prompts) - count
+        assert len(extras.prompts._known) <= len(prompts) - count
+        assert len(extras.new_tokens._of) <= len(prompts) - count
 
 
 # -- kept prefixes ---------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def test_what_had_finished_before_an_interrupt_has_them(monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return log_probs(*args)
 
-    monkeypatch.setattr(recording_module, "log_probs", interrupted)
+    monkeypatch.setattr(logprobs_module, "log_probs", interrupted)
     generator = BatchGenerator(build(FAMILY), kv_memory=pages_of_memory(build(FAMILY), 10, 8), page_size=8)
     prompts = random_prompts(random.Random(1), 97, "distinct", 14)
     with pytest.raises(GenerationInterrupted) as caught:

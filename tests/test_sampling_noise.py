@@ -22,7 +22,7 @@ from hf_batchllm import BatchGenerator, BatchResult, PromptError
 from hf_batchllm.planning.scheduler import FifoScheduler
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler
-from hf_batchllm.sampling.host_sampler import Sampler, draw, philox, uniforms
+from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens, philox, uniforms
 
 FAMILY = "llama"
 
@@ -87,9 +87,9 @@ def test_each_token_is_the_one_that_its_logits_and_noise_ask_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     model: Any = build(FAMILY) if dtype == torch.float32 else copy.deepcopy(build(FAMILY)).to(dtype)
-    original, seen = Sampler.__call__, 0
+    original, seen = HostSampler.__call__, 0
 
-    def checked(self: Sampler, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    def checked(self: HostSampler, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         nonlocal seen
         assert logits.dtype == torch.float32  # what generate gives to its processors, whatever the model's dtype
         before = logits.clone()
@@ -103,7 +103,7 @@ def test_each_token_is_the_one_that_its_logits_and_noise_ask_for(
             seen += 1
         return tokens
 
-    monkeypatch.setattr(Sampler, "__call__", checked)
+    monkeypatch.setattr(HostSampler, "__call__", checked)
     BatchGenerator(model).generate(prompts(), do_sample=True, max_new_tokens=6, seed=9, **options)
     assert seen == 6 * 14
 
@@ -311,7 +311,7 @@ def test_noise_is_never_0_or_1(bits: int, monkeypatch: pytest.MonkeyPatch) -> No
     (uniform,) = uniforms(1, places([0], [0], [0]))
     assert 0 < uniform < 1
     for scores in (torch.zeros(1, 5), torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]), torch.randn(1, 5000)):
-        (token,) = draw(scores, torch.tensor([uniform]), [])
+        (token,) = draw_tokens(scores, torch.tensor([uniform]), [])
         assert scores[0, token] > -torch.inf
 
 

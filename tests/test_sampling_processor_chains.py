@@ -32,7 +32,7 @@ from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs.options import resolve_each, resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling.device_sampler import why_not
-from hf_batchllm.sampling.host_sampler import Sampler
+from hf_batchllm.sampling.host_sampler import HostSampler
 
 MANY_EOS = list(range(0, 101, 9))
 WATERMARKS = {
@@ -213,7 +213,7 @@ def test_rows_with_the_same_settings_are_processed_together(monkeypatch: pytest.
     kinds = [GenerationConfig(do_sample=True, temperature=t, suppress_tokens=[4], max_new_tokens=3) for t in (0.5, 2.0)]
     model: Any = build(FAMILY)
     resolved = [resolve_options(model, kind, {}) for kind in kinds]
-    sampler = Sampler(model, resolved * 20, 3)
+    sampler = HostSampler(model, resolved * 20, 3)
     requests = [Request(index, np.arange(1, 2 + index % 5, dtype=np.int32), 3) for index in range(40)]
     sampler(torch.randn(40, 101), requests)
     assert rows == [20] * 4
@@ -230,8 +230,8 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
     resolved = [resolve_options(model, None, {"max_new_tokens": 5, **options})] * 9
     requests = [Request(index, np.arange(1, 2 + index, dtype=np.int32), 5) for index in range(9)]
     logits, told = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1)) * 3, []
-    tokens = Sampler(model, resolved, 1)(logits, requests)
-    assert Sampler(model, resolved, 1, record=lambda *given: told.append(given))(logits, requests) == tokens
+    tokens = HostSampler(model, resolved, 1)(logits, requests)
+    assert HostSampler(model, resolved, 1, record=lambda *given: told.append(given))(logits, requests) == tokens
     assert [request for requests, _, _ in told for request in requests] == requests
     scores = torch.cat([scores for _, _, scores in told])
     assert torch.equal(torch.cat([raw for _, raw, _ in told]), logits)
@@ -277,7 +277,7 @@ def test_configs_with_the_same_watermark_share_its_table(monkeypatch: pytest.Mon
     ]
     resolved = resolve_each(model, configs, {})
     monkeypatch.setattr(processors.WatermarkLogitsProcessor, "__init__", noted)
-    sampler = Sampler(model, resolved, None)
+    sampler = HostSampler(model, resolved, None)
     requests = [Request(index, np.array([5, 6], dtype=np.int32), 3 + index) for index in range(4)]
     sampler(torch.zeros(4, 101), requests)
     assert sorted(each.bias for each in kept) == [2.5, 4.0]

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_batchllm import BatchGenerator, accelerated
-from hf_batchllm.engine.extra_outputs import Recording
+from hf_batchllm.engine.extra_outputs import ExtraOutputs
 
 FAMILY = "llama"
 PAD = 0
@@ -217,9 +217,9 @@ def test_why_the_host_picks_the_tokens_is_said_by_name() -> None:
     model, ids = build(FAMILY), torch.tensor([[5, 6]])
     padded = take_padded(None, {"input_ids": ids})
     options = resolve_options(model, None, {"max_new_tokens": 2, **BOTH}, padded)
-    why = Recording([options]).why_by_host
+    why = ExtraOutputs([options]).why_by_host
     assert why is not None and why.startswith("`output_scores` and `output_logits` are put together on the host")
     options = resolve_options(model, None, {"max_new_tokens": 2, "logprobs": 0})
-    why = Recording([options]).why_by_host
+    why = ExtraOutputs([options]).why_by_host
     assert why is not None and why.startswith("`logprobs` is put together on the host")
-    assert Recording([resolve_options(model, None, {"max_new_tokens": 2})]).why_by_host is None
+    assert ExtraOutputs([resolve_options(model, None, {"max_new_tokens": 2})]).why_by_host is None

@@ -30,7 +30,7 @@ from transformers.generation import logits_process as processors
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.errors import OptionValueError
-from hf_batchllm.sampling.host_sampler import Sampler
+from hf_batchllm.sampling.host_sampler import HostSampler
 
 
 def allowed_tokens(batch_id: int, ids: torch.Tensor) -> list[int]:
@@ -185,17 +185,17 @@ def test_state_outlives_preemption(options: dict[str, Any], trace: Trace) -> Non
 
 
 def test_what_belongs_to_a_sequence_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    samplers: list[Sampler] = []
-    most, original = 0, Sampler.__call__
+    samplers: list[HostSampler] = []
+    most, original = 0, HostSampler.__call__
 
-    def watched(self: Sampler, *args: Any) -> list[int]:
+    def watched(self: HostSampler, *args: Any) -> list[int]:
         nonlocal most
         tokens = original(self, *args)
         most = max(most, len(self._chains._own))
         samplers.append(self)
         return tokens
 
-    monkeypatch.setattr(Sampler, "__call__", watched)
+    monkeypatch.setattr(HostSampler, "__call__", watched)
     model: Any = build(FAMILY)
     generator = BatchGenerator(model, kv_memory=pages_of_memory(model, 12, 8), **PAGE)
     generator.generate([*prompts(6)] * 6, max_new_tokens=4, logits_processor=lambda *_: [Counting()])

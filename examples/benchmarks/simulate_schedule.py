@@ -26,7 +26,7 @@ from hf_batchllm.bench.floor import Floor, floor_of
 from hf_batchllm.bench.trace import draw_steps
 from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
 from hf_batchllm.engine.loop import Engine
-from hf_batchllm.engine.timekeeper import Recorder
+from hf_batchllm.engine.timekeeper import Timekeeper
 from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.lineup import line_up
 from hf_batchllm.planning.paged_cache import PagedCache
@@ -34,7 +34,7 @@ from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, Schedu
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.units import Step
 from hf_batchllm.results.timeline import Timeline
-from hf_batchllm.sampling.stopping import Endings, Rules
+from hf_batchllm.sampling.stopping import Endings, StopRules
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0
 _BUDGET = 8192  # tokens in a step, as pace.py has it
@@ -86,11 +86,11 @@ def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET) -> Outcome
     if lineup.too_long:
         raise ValueError(f"{case.name}: {len(lineup.too_long)} prompts do not fit into {case.memory / 1e9:.0f} GB")
     gpu = SimulatedGpu(answers, _STOP)
-    rules = Rules(stop_tokens=frozenset() if case.known else frozenset([_STOP]))
+    rules = StopRules(stop_tokens=frozenset() if case.known else frozenset([_STOP]))
     endings = Endings(lineup.requests, [rules] * len(prompts), 0.0, torch.device("cpu"))
-    recorder = Recorder(clock=gpu.clock, ahead=True)
-    engine = Engine(scheduler, _NoBuilder(), gpu, endings, 2 * gpu.most_times, recorder)  # type: ignore[arg-type]
-    recorder.start(cache)
+    timekeeper = Timekeeper(clock=gpu.clock, ahead=True)
+    engine = Engine(scheduler, _NoBuilder(), gpu, endings, 2 * gpu.most_times, timekeeper)  # type: ignore[arg-type]
+    timekeeper.start(cache)
     scheduler.start(lineup.requests, cache, budget)
     for _ in engine.run():
         pass
@@ -104,7 +104,7 @@ def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET) -> Outcome
         scheduler.preemptions,
         cache.lost_tokens,
         engine.idle_tokens,
-        recorder.timeline(gpu.busy_until, LLAMA_8B.kv_bytes * _PAGE),
+        timekeeper.timeline(gpu.busy_until, LLAMA_8B.kv_bytes * _PAGE),
         cache.peak_pages / cache.num_pages,
         time.perf_counter() - began,
     )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..engine.wiring import scheduler_for
 from ..model.batch import AttentionBatch
 from ..model.torch_attention import CascadePlan
-from ..model.triton_attention import KernelBackend, StepWork
+from ..model.triton_attention import StepWork, TritonBackend
 from ..planning.memory_forecast import Forecast
 from ..planning.paged_cache import PagedCache
 from ..planning.scheduler import GroupScheduler
@@ -105,9 +105,9 @@ class AtMost(GroupScheduler):
 def without_cascade() -> Iterator[None]:
     """Each decode row reads all of its own page table. What chunks of prompts share they still read together, but for
     those of a few tokens on a GPU, which are run as decode rows are."""
-    work_of, divide = KernelBackend.work_of, CascadePlan._divide
+    work_of, divide = TritonBackend.work_of, CascadePlan._divide
 
-    def alone_in_lists(self: KernelBackend, batch: AttentionBatch) -> StepWork:
+    def alone_in_lists(self: TritonBackend, batch: AttentionBatch) -> StepWork:
         work = work_of(self, batch)
         work.gates = math.inf, math.inf  # no prefix saves so much that it gets a range of its own
         return work
@@ -122,12 +122,12 @@ def without_cascade() -> Iterator[None]:
             pieces.sort(key=lambda piece: piece[1])
         return shared, alone
 
-    KernelBackend.work_of = alone_in_lists  # type: ignore[method-assign]
+    TritonBackend.work_of = alone_in_lists  # type: ignore[method-assign]
     CascadePlan._divide = alone_in_torch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        KernelBackend.work_of, CascadePlan._divide = work_of, divide  # type: ignore[method-assign]
+        TritonBackend.work_of, CascadePlan._divide = work_of, divide  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

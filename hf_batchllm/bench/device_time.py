@@ -26,7 +26,7 @@ PARTS = ("with prompts", "answers alone")
 _LONGEST = 12  # gaps that are listed
 
 
-class Span(NamedTuple):
+class BusySpan(NamedTuple):
     name: str
     start: int  # ns
     end: int
@@ -73,7 +73,7 @@ def device_time(device: torch.device, run: Callable[[], None]) -> DeviceTime | N
     return time_of(spans_of(device, run))
 
 
-def spans_of(device: torch.device, run: Callable[[], None]) -> list[Span]:
+def spans_of(device: torch.device, run: Callable[[], None]) -> list[BusySpan]:
     if device.type != "cuda" or torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
         return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -81,13 +81,13 @@ def spans_of(device: torch.device, run: Callable[[], None]) -> list[Span]:
         torch.cuda.synchronize(device)
     results = getattr(profile.profiler, "kineto_results", None)
     return [
-        Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        BusySpan(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in ([] if results is None else results.events())  # torch's own list of them takes minutes to make
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith("ProfilerStep")
     ]
 
 
-def time_of(spans: Sequence[Span]) -> DeviceTime | None:
+def time_of(spans: Sequence[BusySpan]) -> DeviceTime | None:
     if not spans:
         return None
     spans = sorted(spans, key=lambda span: span.start)

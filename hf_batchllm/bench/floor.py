@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..model.architecture import inspect_model
 from .rates import Rates
-from .workload import Group
+from .workload import PromptGroup
 
 # Values that pass through memory for each token and layer, as multiples of a width. Twice a layer a norm reads a
 # sublayer's output and the residual and writes both the sum and its norm; rope reads q, k and v and writes them (k and
@@ -137,11 +137,11 @@ class Floor:
         return self.needs.elementwise_bytes / self.rates.copy
 
 
-def floor_of(shape: Shape, groups: Sequence[Group], rates: Rates) -> Floor:
+def floor_of(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Floor:
     return Floor(_needs(shape, groups, rates), rates, alone=not any(group.shared for group in groups))
 
 
-def _needs(shape: Shape, groups: Sequence[Group], rates: Rates) -> Needs:
+def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Needs:
     linear, head = 2 * shape.linear_weights, 2 * shape.head_weights  # operations of a token
     per_pair = 4 * shape.heads * shape.head_dim
     layer_bytes = shape.kv_bytes / shape.layers

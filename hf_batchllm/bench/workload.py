@@ -21,7 +21,7 @@ _SHORTEST_ANSWER, _MEDIAN_OF_LONGEST = 10, 10
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """Prompts that share a prefix: all that arithmetic needs to know of them."""
 
     shared: int
@@ -85,9 +85,9 @@ class Workload:
     def cut_short(self, new: int) -> Workload:
         return replace(self, new=min(new, self.new))
 
-    def as_groups(self) -> list[Group]:
+    def as_groups(self) -> list[PromptGroup]:
         sizes = [min(self.degree, self.requests - begin) for begin in range(0, self.requests, self.degree)]
-        return [Group(self.shared, [self.own] * size, [self.new] * size) for size in sizes]
+        return [PromptGroup(self.shared, [self.own] * size, [self.new] * size) for size in sizes]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,8 +150,8 @@ class Mix:
     def cut_short(self, new: int) -> Mix:
         return replace(self, ends_at=new)
 
-    def as_groups(self) -> list[Group]:
-        return [Group(0, [own], [new]) for own, new in self.lengths()]
+    def as_groups(self) -> list[PromptGroup]:
+        return [PromptGroup(0, [own], [new]) for own, new in self.lengths()]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -184,7 +184,7 @@ class MixedGroups(Mix):
         if self.shared < 1 or self.degree < 1:
             raise ValueError("--shared and --degree must be at least 1")
 
-    def as_groups(self) -> list[Group]:
+    def as_groups(self) -> list[PromptGroup]:
         dice = random.Random(self.seed)
 
         def draw(median: float, spread: float) -> float:
@@ -201,7 +201,7 @@ class MixedGroups(Mix):
                 most = min(self.new, self.ends_at or self.new)
                 answer = most if self.open_ended else min(answer, most)
                 lengths.append((max(round(draw(own, _OWN_SPREADS[1])), 1), answer))
-            groups.append(Group(shared, *map(list, zip(*lengths, strict=True))))
+            groups.append(PromptGroup(shared, *map(list, zip(*lengths, strict=True))))
         return groups
 
     def _order(self) -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.records.settings import Settings
+from ..files.records.settings import LineSettings
 from ..notices import Notices
 from .messages import UsageError, reason
 from .reading import First
@@ -28,7 +28,7 @@ _SAFE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.saf
 class Loader:
     """Called once, if there is anything to run. ``loaded``: from then on, an error ends a run that had begun."""
 
-    def __init__(self, asked: argparse.Namespace, config: BatchConfig, base: Settings, first: First) -> None:
+    def __init__(self, asked: argparse.Namespace, config: BatchConfig, base: LineSettings, first: First) -> None:
         self._asked = asked
         self._config = config
         self._base = base

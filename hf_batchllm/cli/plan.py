@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..config import BatchConfig
-from ..files.records.records import Item, Reader
-from ..files.records.settings import Settings
+from ..files.records.records import PromptRecord, Reader
+from ..files.records.settings import LineSettings
 from ..files.store.sources import Source, open_source
 from ..inputs.prompts import Prompt, check_prompts
 from ..planning.sharing import plan_sharing
@@ -36,7 +36,7 @@ _PAGE = """\
 
 
 @dataclass
-class Found:
+class PlannedFile:
     plans: list[SharingPlan] = field(default_factory=list)  # one for each window
     bad: list[str] = field(default_factory=list)
     errors: int = 0
@@ -80,14 +80,14 @@ def main(arguments: Sequence[str]) -> int:
     return SOME_ERRORS if found.errors else DONE
 
 
-def _found(asked: argparse.Namespace, said: Said) -> Found:
+def _found(asked: argparse.Namespace, said: Said) -> PlannedFile:
     form, window = form_of(asked), size_of(asked.window, "--window")
     fee = BatchConfig.min_shared_tokens if asked.min_shared_tokens is None else asked.min_shared_tokens
     if asked.html is not None:
         _check_html(asked.html)
     source = open_source(asked.source, asked.format, note=said.note)
     try:
-        reader = reader_of(asked, source, form, Settings())
+        reader = reader_of(asked, source, form, LineSettings())
         first = first_of(reader, source, asked.limit)
 
         @cache
@@ -102,7 +102,7 @@ def _found(asked: argparse.Namespace, said: Said) -> Found:
             if first.chats:
                 check_template(loaded, asked.tokenizer)
         numbers = np.arange(min(source.count, asked.limit or source.count))
-        found = Found()
+        found = PlannedFile()
         for prompts in _windows(source, reader, numbers, window, tokenizer, found):
             plan = plan_sharing(prompts, min_shared_tokens=fee)
             if first.texts:
@@ -114,13 +114,13 @@ def _found(asked: argparse.Namespace, said: Said) -> Found:
 
 
 def _windows(
-    source: Source, reader: Reader, numbers: np.ndarray, window: int, tokenizer: Any, found: Found
+    source: Source, reader: Reader, numbers: np.ndarray, window: int, tokenizer: Any, found: PlannedFile
 ) -> Iterator[list[Prompt]]:
     for stretch in source.windows(numbers, window, reader.prompt_text):
-        items: list[Item] = []
+        items: list[PromptRecord] = []
         for number, raw in zip(stretch.tolist(), source.records(stretch), strict=True):
             read = reader.read(number, raw)
-            if isinstance(read, Item):
+            if isinstance(read, PromptRecord):
                 items.append(read)
             else:
                 found.add_error(str(read))
@@ -138,7 +138,7 @@ def _check_html(path: str) -> None:
         raise UsageError(f"--html {path}: {error.strerror}") from None
 
 
-def _show(asked: argparse.Namespace, found: Found, said: Said) -> None:
+def _show(asked: argparse.Namespace, found: PlannedFile, said: Said) -> None:
     if asked.html is not None:
         from ..results.views.markup import text
         from ..results.views.plan import plan_html

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import BatchLLMError
 from ..files.readers import check_first, reader_for
 from ..files.records.records import ALL_FIELDS, OPENAI, Form, Reader
-from ..files.records.settings import Settings, read_assignments, read_settings
+from ..files.records.settings import LineSettings, read_assignments, read_settings
 from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
@@ -57,7 +57,7 @@ def _template_text(given: str) -> str:
         raise UsageError(f"--template {given}: {why}") from None
 
 
-def reader_of(asked: argparse.Namespace, source: Source, form: Form, base: Settings) -> Reader:
+def reader_of(asked: argparse.Namespace, source: Source, form: Form, base: LineSettings) -> Reader:
     reader = reader_for(source, form, base, asked.dialect)
     if reader.dialect == OPENAI:
         _refuse_for_batches(asked)
@@ -85,7 +85,7 @@ def first_of(reader: Reader, source: Source, limit: int | None = None) -> First:
     return First(texts or chats, chats)
 
 
-def settings_of(asked: argparse.Namespace) -> Settings:
+def settings_of(asked: argparse.Namespace) -> LineSettings:
     """What the command line says of answers, over a --generation-config."""
     given: dict[str, Any] = {
         "max_new_tokens": asked.max_new_tokens,
@@ -112,9 +112,9 @@ def settings_of(asked: argparse.Namespace) -> Settings:
         raise UsageError(message) from error
 
 
-def _config_file(path: str | None) -> Settings:
+def _config_file(path: str | None) -> LineSettings:
     if path is None:
-        return Settings()
+        return LineSettings()
     path = os.path.join(path, "generation_config.json") if os.path.isdir(path) else path
     try:
         with open(path, encoding="utf-8") as file:

@@ -28,16 +28,16 @@ from ..sampling.stopping import Endings
 from .adapter_turns import AdapterTurns
 from .beams.loop import BeamEngine
 from .call_report import report_of
-from .device_loop.run_ahead import Ahead
-from .extra_outputs import Recording
-from .job import Work
-from .kv_memory import CacheHome
+from .device_loop.run_ahead import RunAhead
+from .extra_outputs import ExtraOutputs
+from .job import Job
+from .kv_memory import KVMemory
 from .loop import Engine
 from .progress import Progress, progress_bar
 from .rehearsal import cannot_rehearse, largest_step, picking_bytes, stage
 from .step_size import tokens_in_a_step
 from .streamer import Feed
-from .timekeeper import Recorder
+from .timekeeper import Timekeeper
 from .tracebacks import forget_tensors
 from .wiring import _GATHER_ROWS, beam_engine, launcher_for, scheduler_for, why_by_host
 
@@ -50,7 +50,7 @@ class Call:
         model: nn.Module,
         architecture: Architecture,
         config: BatchConfig,
-        home: CacheHome,
+        home: KVMemory,
         notices: Notices,
         fusion: Fusion,
     ) -> None:
@@ -60,35 +60,35 @@ class Call:
         self.home = home
         self.notices = notices
         self.fusion = fusion
-        self.recorder = Recorder(ahead=architecture.device.type == "cuda")
+        self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
         self._clock = time.time()  # the same moment, as ``generate`` measures ``max_time``
         self._opened = self._lined_up = self._started = self._complete = self._left = False
         self._runner: ModelRunner | None = None
         self._fused: FusedLayers | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: RunAhead | None = None
         self._adapters: AdapterTurns | None = None
         self.engine: Engine | BeamEngine
 
-    def begin(self, work: Work, strict: bool, recording: Recording | None = None) -> None:
+    def begin(self, job: Job, strict: bool, extras: ExtraOutputs | None = None) -> None:
         """Plan, and line up in the cache. ``strict``: a prompt that does not fit is an error, not a record.
 
         ``recording``: of what is wanted beside tokens, if the work's options do not say it.
         """
-        self.recorder.switch("planning")
-        self.work = work
-        self.recording = Recording(work.options) if recording is None else recording
+        self.timekeeper.switch("planning")
+        self.job = job
+        self.extras = ExtraOutputs(job.options) if extras is None else extras
         self.home.start()
         check_backend(self.config, self.architecture.device, self.notices)
-        samples, widths = work.runs, work.widths
+        samples, widths = job.runs, job.widths
         # Several samples of a prompt are that prompt several times: they share all of it but the last token.
-        self._adapters = AdapterTurns(self.model, work.adapters)
-        keyed = self._adapters.keyed(work.prompts, work.places)
+        self._adapters = AdapterTurns(self.model, job.adapters)
+        keyed = self._adapters.keyed(job.prompts, job.places)
         self.prompts = [prompt for prompt, count in zip(keyed, samples, strict=True) for _ in range(count)]
-        limits = [limit for limit, count in zip(work.max_new_tokens, samples, strict=True) for _ in range(count)]
+        limits = [limit for limit, count in zip(job.max_new_tokens, samples, strict=True) for _ in range(count)]
         self.plan = self._planned(limits)
-        self.planning_seconds = self.recorder.seconds
+        self.planning_seconds = self.timekeeper.seconds
         wanted = pages_at_once(self.prompts, self.plan, limits, self.config.page_size, widths)
-        self.recorder.switch("setup")
+        self.timekeeper.switch("setup")
         kernels = fused_kernels(self.config, self.architecture.device)
         if kernels is not None:  # before the KV cache takes the memory that is free
             self._fused = self.fusion.merge(kernels)
@@ -98,12 +98,12 @@ class Call:
             pages_wanted=max(wanted, 1),
             pages_needed=longest + self.plan.depth,  # ends of prefixes left empty
             beside=lambda most: self._beside_the_cache(wanted, most),
-            results=self.recording.results_bytes(max(limits, default=0), self.architecture.vocab_size),
+            results=self.extras.results_bytes(max(limits, default=0), self.architecture.vocab_size),
         )
-        self.recorder.switch("planning")
-        can_stop = [work.rules[place].can_stop for place in work.places]
+        self.timekeeper.switch("planning")
+        can_stop = [job.rules[place].can_stop for place in job.places]
         stops = [can for can, count in zip(can_stop, samples, strict=True) for _ in range(count)]
-        watched = self.recording.watched
+        watched = self.extras.watched
         self.lineup = line_up(
             self.prompts,
             self.plan,
@@ -115,7 +115,7 @@ class Call:
             widths=widths,
         )
         for request in self.lineup.requests:
-            request.index = work.places[request.index]
+            request.index = job.places[request.index]
         self._lined_up = True
         self._refuse_what_does_not_fit(self.lineup, strict)
         self.answers: Sequence[Request] = self.lineup.requests
@@ -127,7 +127,7 @@ class Call:
                 f"{self.lineup.apart:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
                 "tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
             )
-        self.recorder.switch("setup")
+        self.timekeeper.switch("setup")
         self.scheduler: Scheduler = scheduler_for(self.config.scheduler, self.architecture.device)
         device = self.architecture.device
         backend = make_backend(self.config, device, self.storage, self.notices)
@@ -135,23 +135,23 @@ class Call:
         self._runner.adapters = self._adapters.swap
         if watched is not None:
             watched.start(self.lineup.requests)
-        if self.recording.prompts is not None:
-            self._runner.record = self.recorder.around("tokens", self.recording.prompts.record)
+        if self.extras.prompts is not None:
+            self._runner.record = self.timekeeper.around("tokens", self.extras.prompts.record)
         if widths is not None:
-            self.engine = self._beams(work, self._runner)
+            self.engine = self._beams(job, self._runner)
             self.scheduler, self.answers = self.engine.scheduler, self.engine.answers
             return
         launcher, depth = launcher_for(
             self._runner,
             self.lineup.requests,
-            work,
+            job,
             self.config,
             self.scheduler,
-            self.recording,
-            self.recorder,
+            self.extras,
+            self.timekeeper,
             self.notices,
         )
-        self._ahead = launcher if isinstance(launcher, Ahead) else None
+        self._ahead = launcher if isinstance(launcher, RunAhead) else None
         graphs = None if self._ahead is None else self._ahead.graphs
         builder = BatchBuilder(
             self.config.page_size,
@@ -160,15 +160,15 @@ class Call:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watched is None else watched.wanted,
         )
-        self.engine = Engine(self.scheduler, builder, launcher, self._endings(work), depth, self.recorder)
-        self.recorder.switch("outside")  # results that are known already, a progress bar
+        self.engine = Engine(self.scheduler, builder, launcher, self._endings(job), depth, self.timekeeper)
+        self.timekeeper.switch("outside")  # results that are known already, a progress bar
 
-    def _beams(self, work: Work, runner: ModelRunner) -> BeamEngine:
+    def _beams(self, job: Job, runner: ModelRunner) -> BeamEngine:
         if self.config.scheduler != "groups":
             self.notices("beams", "`scheduler` has no effect on a beam search, whose beams go on together")
         gather_rows = _GATHER_ROWS.get(self.architecture.device.type, 0)
         return beam_engine(
-            runner, self.lineup, self.cache, work, self.recording, self.recorder, self._clock, gather_rows, self.notices
+            runner, self.lineup, self.cache, job, self.extras, self.timekeeper, self._clock, gather_rows, self.notices
         )
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
@@ -178,18 +178,18 @@ class Call:
         config, device = self.config, self.architecture.device
         vocabulary = self.architecture.vocab_size
         step = largest_step(self.prompts, self.plan, self._budget, config, (wanted, most))
-        if self.work.widths is not None:
-            step = replace(step, samples=min(step.tokens, step.samples * max(self.work.widths)))
-        rows = self.recording.most_rows(vocabulary)
+        if self.job.widths is not None:
+            step = replace(step, samples=min(step.tokens, step.samples * max(self.job.widths)))
+        rows = self.extras.most_rows(vocabulary)
         if rows is None:
-            work, penalised = self.work, self.work.penalised
-            limits = any(options.config.min_new_tokens or options.config.min_length for options in work.kinds)
-            by_host = why_by_host(self.model, self.architecture, work, self.recording) is not None
+            job, penalised = self.job, self.job.penalised
+            limits = any(options.config.min_new_tokens or options.config.min_length for options in job.kinds)
+            by_host = why_by_host(self.model, self.architecture, job, self.extras) is not None
             copied = penalised > 0 or limits
             picking = picking_bytes(step.samples, vocabulary, penalised, copied=copied, by_host=by_host)
         else:  # nothing is picked, and all logits are the rehearsed step's
             step, by_host, picking = replace(step, samples=min(step.tokens, rows)), True, 0
-        picking += self.recording.step_bytes(step.tokens, vocabulary)
+        picking += self.extras.step_bytes(step.tokens, vocabulary)
         storage = stage(step, config.page_size)
         try:
             backend = make_backend(config, device, storage, self.notices)
@@ -208,32 +208,32 @@ class Call:
         budget = self.config.max_batch_tokens
         if budget is None:
             budget = tokens_in_a_step(self.model, self.architecture.device, self.home.within_reach())
-        in_order = self.config.scheduler == "groups" and not self.config.keep_prefixes and self.work.adapters is None
-        return self.recording.most_tokens(budget, self.architecture.vocab_size, self.plan if in_order else None)
+        in_order = self.config.scheduler == "groups" and not self.config.keep_prefixes and self.job.adapters is None
+        return self.extras.most_tokens(budget, self.architecture.vocab_size, self.plan if in_order else None)
 
-    def _endings(self, work: Work) -> Endings:
+    def _endings(self, job: Job) -> Endings:
         by_token = not getattr(self.scheduler, "ends_waiting", False)
-        if by_token and any(rules.deadlines for rules in work.rules):
+        if by_token and any(rules.deadlines for rules in job.rules):
             self.notices(
                 "max_time",
                 f"{type(self.scheduler).__name__} cannot end requests that wait, so when the time is over each prompt "
                 "still gets a token: see `ends_waiting` in hf_batchllm.Scheduler",
             )
-        tensors, device = self.recording.tensors, self.architecture.device
+        tensors, device = self.extras.tensors, self.architecture.device
         scores = None if tensors is None else tensors.scores_of
-        return Endings(self.lineup.requests, work.rules, self._clock, device, by_token, rows=work.rows, scores=scores)
+        return Endings(self.lineup.requests, job.rules, self._clock, device, by_token, rows=job.rows, scores=scores)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
         """Requests as they finish. ``watch`` is told of every step, and how many tokens of answers it brought."""
         self._started = True
-        self.recorder.start(self.cache)
+        self.timekeeper.start(self.cache)
         assert self._adapters is not None
         for turn, requests in enumerate(self._adapters.turns(self.lineup.requests)):
             self._start(requests, turn)
-            yield from self.engine.run(watch) if self.work.feed is None else self._fed(self.work.feed, watch)
+            yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)
         if any(not request.done for request in self.answers):
             raise RuntimeError(f"{type(self.scheduler).__name__} ended the call before every request had finished")
-        self.recorder.switch("outside")
+        self.timekeeper.switch("outside")
         self._complete = True
 
     def _start(self, requests: list[Request], turn: int) -> None:
@@ -255,7 +255,7 @@ class Call:
                 watch(step, new_tokens)
 
         for request in self.engine.run(told):
-            with self.recorder.during("outside"):
+            with self.timekeeper.during("outside"):
                 feed.end()
             yield request
         feed.end()
@@ -279,8 +279,8 @@ class Call:
                 # Broken off half-way, nothing in the cache can be relied upon; refused before it began, all of it can.
                 refused = self._lined_up and not self._started and kind in (None, PromptError, GeneratorExit)
                 self._abandon(refused)
-                if self.recording.tensors is not None:
-                    self.recording.tensors.release()
+                if self.extras.tensors is not None:
+                    self.extras.tensors.release()
                 forget_tensors(error)
             self._left = True
 
@@ -332,7 +332,7 @@ class Call:
     def progress(self, wanted: bool | None) -> AbstractContextManager[Progress]:
         """A bar over what ``run`` will do."""
         to_compute = self.plan.computed_tokens - self.lineup.cached_tokens
-        scores = self.recording.scores
+        scores = self.extras.scores
         lengths = sum(len(each.prompt_ids) for each in self.answers) if scores is None else scores.prompt_tokens
         saving = 1 - to_compute / max(lengths, 1)
         return progress_bar(self.answers, to_compute, saving, wanted, scores=None if scores is None else scores.scores)
@@ -349,16 +349,16 @@ class Call:
             self.lineup,
             self.answers,
             self.plan,
-            self.recorder,
+            self.timekeeper,
             page_bytes=self.home.page_bytes,
             planning_seconds=self.planning_seconds,
             capture_seconds=0.0 if ahead is None or ahead.graphs is None else ahead.graphs.seconds,
             device_memory=self.home.memory.highest(),
-            seed=self.work.seed,
+            seed=self.job.seed,
             fused=self.fusion.summary if self._fused is not None else "",
             graphs=ahead.summary if ahead is not None else "",
         )
-        return self.recording.in_report(report, self.lineup.requests)
+        return self.extras.in_report(report, self.lineup.requests)
 
     def _refuse_what_does_not_fit(self, lineup: Lineup, strict: bool) -> None:
         problems = {}
@@ -375,8 +375,8 @@ class Call:
                 f"to {size:,} bytes at least{lower}"
             )
         if problems and strict:
-            raise PromptError({**self.work.problems, **problems})
-        self.work.problems.update(problems)
+            raise PromptError({**self.job.problems, **problems})
+        self.job.problems.update(problems)
         if problems:
             fitting = [
                 (prompt, request)

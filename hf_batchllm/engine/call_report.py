@@ -13,7 +13,7 @@ from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
 from .beams.loop import BeamEngine
 from .loop import Engine
-from .timekeeper import Recorder
+from .timekeeper import Timekeeper
 
 
 def report_of(
@@ -23,7 +23,7 @@ def report_of(
     lineup: Lineup,
     requests: Sequence[Request],
     plan: SharingPlan,
-    recorder: Recorder,
+    timekeeper: Timekeeper,
     *,
     page_bytes: int,
     planning_seconds: float,
@@ -34,7 +34,7 @@ def report_of(
     graphs: str,
 ) -> RunReport:
     lengths = sum(len(request.prompt_ids) for request in requests)
-    seconds = recorder.seconds
+    seconds = timekeeper.seconds
     recomputed = cache.lost_tokens - cache.still_lost(request for request in lineup.requests if not request.done)
     if isinstance(engine, BeamEngine):
         decoded = engine.decoded
@@ -67,5 +67,5 @@ def report_of(
         graphs=graphs,
         idle_tokens=engine.idle_tokens,
         device_memory=device_memory,
-        timeline=recorder.timeline(seconds, page_bytes, capture_seconds),
+        timeline=timekeeper.timeline(seconds, page_bytes, capture_seconds),
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..results.run_report import RunReport
     from ..results.sharing_plan import SharingPlan
     from .loop import Launcher
-    from .timekeeper import Recorder
+    from .timekeeper import Timekeeper
 
 
 _MOST_LOGITS = 1 << 28  # numbers that a step gives where each of its tokens is asked for
@@ -47,7 +47,7 @@ class ScoreCounts:
     scored_tokens: int
 
 
-class Recording:
+class ExtraOutputs:
     """``options``: of each prompt of the call; what is asked for here is the same for all of them."""
 
     def __init__(self, options: Sequence[Options]) -> None:
@@ -76,7 +76,7 @@ class Recording:
         """In the terms of whoever reads it. ``requests``: of the call."""
         return report
 
-    def launcher(self, runner: ModelRunner, recorder: Recorder) -> Launcher | None:
+    def launcher(self, runner: ModelRunner, timekeeper: Timekeeper) -> Launcher | None:
         """What runs the steps, where tokens are not what is wanted of them."""
         return None
 

@@ -26,13 +26,13 @@ from ..model.architecture import Architecture
 from ..notices import Notices
 from ..sampling.device_sampler import penalised_by
 from ..sampling.stop_strings import KnownStrings
-from ..sampling.stopping import Rules, rules_of_each
+from ..sampling.stopping import StopRules, rules_of_each
 from .scoring.score_inputs import Reading, ScoreInputs, check_scores
 from .streamer import Feed, feed_for
 
 
 @dataclass(frozen=True)
-class Work:
+class Job:
     """What a call is asked for, checked."""
 
     prompts: list[Prompt]  # those that can be run
@@ -41,7 +41,7 @@ class Work:
     options: list[Options]  # of each prompt of that list, those that cannot be run included; many have the same
     max_new_tokens: list[int]
     seed: Seeds | None  # of the sampling noise
-    rules: list[Rules]  # what ends the sequences, as ``options``
+    rules: list[StopRules]  # what ends the sequences, as ``options``
     feed: Feed | None = None  # where somebody is told of the tokens as they come
     rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
     adapters: list[str | None] | None = None  # as ``options``; None: whatever is active, for all of them
@@ -80,14 +80,14 @@ class Work:
         return list(dict.fromkeys(self.options[place] for place in self.places))
 
 
-class Checks:
+class JobChecks:
     def __init__(self, model: nn.Module, tokenizer: TokenizerLoader, notices: Notices) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._notices = notices
         self._known_strings = KnownStrings()
 
-    def work(
+    def job(
         self,
         architecture: Architecture,
         prompts: Any,
@@ -95,7 +95,7 @@ class Checks:
         seed: Any,
         on_error: str,
         generate_kwargs: dict[str, Any],
-    ) -> Work:
+    ) -> Job:
         """Everything that can be said before any work."""
         _check_on_error(on_error)
         padded = prompts if isinstance(prompts, PaddedBatch) else None
@@ -148,7 +148,7 @@ class Checks:
             seeds = None
         elif seeds is None:
             seeds = int(torch.randint(2**63 - 1, ()).item())
-        return Work(good, places, problems, resolved, limits, seeds, rules, feed, rows, adapters)
+        return Job(good, places, problems, resolved, limits, seeds, rules, feed, rows, adapters)
 
     def scores(
         self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any

@@ -24,7 +24,7 @@ _SMALLER = 0.9  # times what could not be had
 _MUCH = 10  # to leave more than one part in so many to steps is worth a closer look
 
 
-class CacheHome:
+class KVMemory:
     """Owns the cache and its tensors: made for a call, dropped after it unless prefixes are kept in them."""
 
     def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, notices: Notices) -> None:

@@ -16,7 +16,7 @@ from ..model.runner import ModelRunner, current_device
 from ..planning.scheduler import Scheduler
 from ..planning.units import FinishReason, Request, Step
 from ..sampling.stopping import Endings
-from .timekeeper import Recorder, Stretch
+from .timekeeper import Stretch, Timekeeper
 
 
 class Launcher(Protocol):
@@ -45,16 +45,16 @@ class AtOnce:
         self,
         runner: ModelRunner,
         sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
-        recorder: Recorder,
+        timekeeper: Timekeeper,
     ) -> None:
         self.runner = runner
         self.sampler = sampler
-        self.recorder = recorder
+        self.timekeeper = timekeeper
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with current_device(self.runner.architecture.device):
             logits = self.runner.step(batch)
-            self.recorder.switch("tokens")
+            self.timekeeper.switch("tokens")
             with self.runner.adapted():
                 tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
@@ -88,13 +88,13 @@ class Engine:
         launcher: Launcher,
         endings: Endings,
         depth: int,
-        recorder: Recorder,
+        timekeeper: Timekeeper,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
         self.endings = endings
-        self.recorder = recorder
+        self.timekeeper = timekeeper
         self.depth = depth if runs_ahead(scheduler) else 1
         # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
         self.flights = 2 if launcher.most_times > 1 else depth
@@ -108,7 +108,7 @@ class Engine:
         ``watch`` is told of every step that has been run, and how many tokens of answers it brought.
         """
         flights: deque[Flight] = deque()
-        switch = self.recorder.switch
+        switch = self.timekeeper.switch
         try:
             while True:
                 switch("scheduling")
@@ -127,7 +127,7 @@ class Engine:
                     switch("model")
                     finished = self.collect(flight, flight.wait())
                     flights.popleft()
-                    self.recorder.collected(flight.record)
+                    self.timekeeper.collected(flight.record)
                     if watch is not None:
                         switch("outside")
                         watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle))
@@ -137,7 +137,7 @@ class Engine:
                     self.launcher.back()
         finally:  # left half-way, it may have run more for those that had ended
             for flight in flights:
-                self.recorder.collected(flight.record)
+                self.timekeeper.collected(flight.record)
                 pairs = zip(flight.sampling, flight.counts, strict=True)
                 self.idle_tokens += sum(count for request, count in pairs if request.done)
 
@@ -157,9 +157,9 @@ class Engine:
         batch = self.builder.build(step)
         sampling = step.sampling()
         counts = [step.times_of(request) for request in sampling]
-        self.recorder.switch(self.recorder.launching)
+        self.timekeeper.switch(self.timekeeper.launching)
         wait = self.launcher.launch(batch, sampling)
-        self.recorder.switch("scheduling")
+        self.timekeeper.switch("scheduling")
         for request, count in zip(sampling, counts, strict=True):
             request.expect(count)
         self.steps += step.times
@@ -167,7 +167,7 @@ class Engine:
         decode_tokens = len(step.rows) if step.chunks else sum(counts)
         prompt_tokens = step.tokens - len(step.rows)
         self.model_tokens += prompt_tokens + decode_tokens
-        return Flight(step, sampling, counts, wait, self.recorder.launched(step.times, prompt_tokens, decode_tokens))
+        return Flight(step, sampling, counts, wait, self.timekeeper.launched(step.times, prompt_tokens, decode_tokens))
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """What ``repeat`` gave: with another number, rows would run over pages that are not theirs."""
@@ -186,9 +186,9 @@ class Engine:
     def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
         """Give each request its tokens; those that end with them leave the cache."""
         assert tokens.shape == (len(flight.sampling), flight.step.times)
-        self.recorder.switch("tokens")
+        self.timekeeper.switch("tokens")
         ends = self.endings.find(flight.sampling, flight.counts, tokens)
-        self.recorder.switch("scheduling")
+        self.timekeeper.switch("scheduling")
         finished = []
         for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
             if request.done:  # it had ended before this step, which nobody knew when it was launched

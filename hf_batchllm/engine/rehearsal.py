@@ -22,7 +22,7 @@ from ..model.device_memory import DeviceMemory, is_out_of_memory
 from ..model.kv_storage import KVStorage
 from ..model.owners_state import not_in_graphs
 from ..model.runner import ModelRunner, current_device
-from ..model.triton_attention import KernelBackend
+from ..model.triton_attention import TritonBackend
 from ..patches.attention_interface import autocast_dtype
 from ..planning.units import Chunk, Request, Step
 from ..results.sharing_plan import SharingPlan
@@ -84,7 +84,7 @@ class Rehearsals:
     ) -> int | None:
         """Bytes, or None where they cannot be found out. ``picking``: bytes that picking tokens takes; logits count."""
         architecture, backend = runner.architecture, runner.backend
-        if not isinstance(backend, KernelBackend):
+        if not isinstance(backend, TritonBackend):
             return None  # in plain PyTorch a step takes the more memory the longer the sequences before it are
         most = self._step(runner, backend, step, memory)
         if most is None:
@@ -101,7 +101,7 @@ class Rehearsals:
             total += decode + picking
         return int(_MARGIN * total) + _UNSEEN + 2 * architecture.layers * _ROUNDING
 
-    def _step(self, runner: ModelRunner, backend: KernelBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
+    def _step(self, runner: ModelRunner, backend: TritonBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
         """Bytes that a step takes while it runs, and leaves free afterwards."""
         cast = autocast_dtype(runner.architecture.device)
         # What is fused hangs on the config, the device and the model's hooks, of which there are none.

@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
         )
 
 
-class Recorder:
+class Timekeeper:
     """From when it is made on. ``ahead``: whether the model runs on a device while the host goes on."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, ahead: bool = False) -> None:

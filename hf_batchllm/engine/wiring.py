@@ -17,54 +17,54 @@ from ..planning.paged_cache import PagedCache
 from ..planning.scheduler import Scheduler, make_scheduler
 from ..planning.units import Branch, Request
 from ..sampling.device_sampler import picked_by_host
-from ..sampling.host_sampler import Sampler
+from ..sampling.host_sampler import HostSampler
 from ..sampling.sampling_kernels import sampling_kernels
 from ..sampling.seated_sampler import SeatedSampler
 from .beams.candidates import BeamScores
-from .beams.group import Answer, Group
+from .beams.group import Answer, BeamGroup
 from .beams.loop import BeamEngine
 from .beams.scheduler import BeamScheduler
 from .beams.stopping import BeamEndings
 from .device_loop.decode_graphs import graphs_for
 from .device_loop.decode_rows import Seats
-from .device_loop.run_ahead import Ahead
-from .extra_outputs import Recording
-from .job import Work
+from .device_loop.run_ahead import RunAhead
+from .extra_outputs import ExtraOutputs
+from .job import Job
 from .loop import AtOnce, Launcher, runs_ahead
 from .step_size import times_in_a_row
-from .timekeeper import Recorder
+from .timekeeper import Timekeeper
 
 
 def beam_engine(
     runner: ModelRunner,
     lineup: Lineup,
     cache: PagedCache,
-    work: Work,
-    recording: Recording,
-    recorder: Recorder,
+    job: Job,
+    extras: ExtraOutputs,
+    timekeeper: Timekeeper,
     clock: float,
     gather_rows: int,
     notices: Notices,
 ) -> BeamEngine:
     """``clock``: when the call began. ``gather_rows``: as GroupScheduler has it."""
-    device, tensors = runner.architecture.device, recording.tensors
-    groups = [_group(root, cache, work) for root in lineup.requests]
+    device, tensors = runner.architecture.device, extras.tensors
+    groups = [_group(root, cache, job) for root in lineup.requests]
     scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
     return BeamEngine(
         BeamScheduler(groups, gather_rows),
         BatchBuilder(cache.page_size, device.type == "cuda", runner.backend.short_chunk),
         runner,
         groups,
-        BeamScores(runner.model, work.options, groups, work.seed, notices, tensors),
-        BeamEndings(lineup.requests, work.rules, clock, device, rows=work.rows, scores=scores),
-        recorder,
+        BeamScores(runner.model, job.options, groups, job.seed, notices, tensors),
+        BeamEndings(lineup.requests, job.rules, clock, device, rows=job.rows, scores=scores),
+        timekeeper,
     )
 
 
-def _group(root: object, cache: PagedCache, work: Work) -> Group:
+def _group(root: object, cache: PagedCache, job: Job) -> BeamGroup:
     assert isinstance(root, Branch)
-    samples = work.options[root.index].num_return_sequences
-    return Group(root, cache, [Answer(root, sample) for sample in range(samples)])
+    samples = job.options[root.index].num_return_sequences
+    return BeamGroup(root, cache, [Answer(root, sample) for sample in range(samples)])
 
 
 _DEPTH = {"cuda": 2}  # one step runs while the host prepares the next
@@ -74,33 +74,33 @@ _LONGEST_BURST = 256  # whatever `steps_per_sync` is: nothing is gained beyond, 
 def launcher_for(
     runner: ModelRunner,
     requests: Sequence[Request],
-    work: Work,
+    job: Job,
     config: BatchConfig,
     scheduler: Scheduler,
-    recording: Recording,
-    recorder: Recorder,
+    extras: ExtraOutputs,
+    timekeeper: Timekeeper,
     notices: Notices,
 ) -> tuple[Launcher, int]:
     """And how many steps may be on their way at a time."""
     architecture, model = runner.architecture, runner.model
     device = architecture.device
-    launcher = recording.launcher(runner, recorder)
+    launcher = extras.launcher(runner, timekeeper)
     if launcher is not None:
         return launcher, _DEPTH.get(device.type, 1)
     depth = config.steps_per_sync
     if depth is None:
         depth = 2 * times_in_a_row(model) if device.type == "cuda" else 1
-    reason = why_by_host(model, architecture, work, recording, depth)
+    reason = why_by_host(model, architecture, job, extras, depth)
     if reason is not None:
         if device.type == "cuda":
             notices(f"host: {reason}", reason)
-        tensors = recording.tensors
+        tensors = extras.tensors
         record = None if tensors is None else tensors.record
-        sampler = Sampler(model, work.options, work.seed, record=record, notices=notices)
-        return AtOnce(runner, recording.around(sampler), recorder), 1
+        sampler = HostSampler(model, job.options, job.seed, record=record, notices=notices)
+        return AtOnce(runner, extras.around(sampler), timekeeper), 1
     kernels = sampling_kernels(device)
-    pick = SeatedSampler(requests, work.options, work.seed, device, kernels)
-    places = Seats.of([work.rules[request.index].stop_tokens for request in requests], device)
+    pick = SeatedSampler(requests, job.options, job.seed, device, kernels)
+    places = Seats.of([job.rules[request.index].stop_tokens for request in requests], device)
     longest = max((request.max_new_tokens for request in requests), default=1)
     # One burst runs, one waits for its turn.
     times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if runs_ahead(scheduler) else 1
@@ -113,19 +113,19 @@ def launcher_for(
             f"{type(scheduler).__name__} does not run ahead, so the device waits while a step is prepared: "
             "see `runs_ahead` in hf_batchllm.Scheduler",
         )
-    return Ahead(runner, pick, places, graphs, device), depth
+    return RunAhead(runner, pick, places, graphs, device), depth
 
 
 def why_by_host(
-    model: nn.Module, architecture: Architecture, work: Work, recording: Recording, depth: int | None = None
+    model: nn.Module, architecture: Architecture, job: Job, extras: ExtraOutputs, depth: int | None = None
 ) -> str | None:
     """Why tokens are not picked on the device; None if they are. ``depth``: how many steps may be on their way."""
-    if recording.why_by_host is not None:
-        return recording.why_by_host
-    if work.widths is not None:
+    if extras.why_by_host is not None:
+        return extras.why_by_host
+    if job.widths is not None:
         return "beams are chosen by the host, which waits for each step"
     depth = _DEPTH.get(architecture.device.type, 1) if depth is None else depth
-    return picked_by_host(work.kinds, model, architecture.device, depth, work.penalised, architecture.vocab_size)
+    return picked_by_host(job.kinds, model, architecture.device, depth, job.penalised, architecture.vocab_size)
 
 
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.

@@ -26,7 +26,7 @@ from .file_report import FileReport
 from .records.answers import Writer
 from .records.line_configs import LineConfigs
 from .records.openai_requests import in_their_words
-from .records.records import BadItem, Item, Reader
+from .records.records import BadPromptRecord, PromptRecord, Reader
 from .records.token_texts import TokenTexts
 from .store.outputs import open_output
 from .store.run_record import RunRecord
@@ -102,7 +102,7 @@ def _refuse_bad(reader: Reader, source: Source, todo: np.ndarray) -> None:
     for chunk in source.chunks(todo):
         for number, raw in zip(chunk.tolist(), source.records(chunk), strict=True):
             item = reader.read(number, raw)
-            if isinstance(item, BadItem):
+            if isinstance(item, BadPromptRecord):
                 count += 1
                 bad += [str(item)] if len(bad) < _NAMED else []
     if bad:
@@ -151,11 +151,11 @@ class _Run:
         self._bar = None
 
     def _window(self, numbers: np.ndarray, progress: bool) -> None:
-        calls: dict[tuple[int, ...], list[Item]] = {}
+        calls: dict[tuple[int, ...], list[PromptRecord]] = {}
         for number, raw in zip(numbers.tolist(), self._source.records(numbers), strict=True):
             self._keys[number] = record_key(raw)
             item = self._reader.read(number, raw)
-            if isinstance(item, BadItem):
+            if isinstance(item, BadPromptRecord):
                 self._failed(item)
                 continue
             why = self._configs.problem(item.settings)
@@ -171,7 +171,7 @@ class _Run:
             self._call(items, progress)
         assert not self._keys
 
-    def _call(self, items: Sequence[Item], progress: bool) -> None:
+    def _call(self, items: Sequence[PromptRecord], progress: bool) -> None:
         each = [item.settings for item in items]
         options: dict[str, Any] = {}
         if each[0].adapter is not None:
@@ -203,18 +203,18 @@ class _Run:
             raise InputFileError("\n  ".join(lines)) from error
         self._report.add(self._generator.last_report)
 
-    def _seed_of(self, item: Item) -> int:
+    def _seed_of(self, item: PromptRecord) -> int:
         """Its own, or one that the run's seed and the record's number make."""
         if item.settings.seed is not None:
             return item.settings.seed
         made = hashlib.blake2b(f"{self._seed} {item.number}".encode(), digest_size=8)
         return int.from_bytes(made.digest(), "little")
 
-    def _done(self, item: Item, samples: Sequence[Generation]) -> None:
+    def _done(self, item: PromptRecord, samples: Sequence[Generation]) -> None:
         self._report.errors += any(sample.error is not None for sample in samples)
         self._append(item.number, self._writer.result(item, self._keys.pop(item.number), samples))
 
-    def _failed(self, item: Item | BadItem, why: str | None = None) -> None:
+    def _failed(self, item: PromptRecord | BadPromptRecord, why: str | None = None) -> None:
         if self._on_error == "raise":
             said = str(item) if why is None else f"{self._source.where(item.number)}: {why}"
             raise InputFileError(f"{self._source.name}, {said}")

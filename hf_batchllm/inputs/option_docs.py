@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from .option_row import Fate, Kind, Row, Subject, Where, With
+from .option_row import Fate, OptionKind, OptionRow, Subject, Where, With
 from .option_table import TABLE
 
 _INTRODUCTION = """\
@@ -88,16 +88,16 @@ def _chapter(subject: Subject) -> str:
     return "\n".join([*lines, ""])
 
 
-def _names(rows: Iterable[Row]) -> str:
-    return ", ".join(f"`{row.name}`{' *added*' if row.kind is Kind.OURS else ''}" for row in rows)
+def _names(rows: Iterable[OptionRow]) -> str:
+    return ", ".join(f"`{row.name}`{' *added*' if row.kind is OptionKind.OURS else ''}" for row in rows)
 
 
-def _how(row: Row) -> str:
+def _how(row: OptionRow) -> str:
     where: Where | None = row.where
     return _HOW.get(row.fate) or ("" if where is None else where.value)
 
 
-def _text(row: Row) -> str:
+def _text(row: OptionRow) -> str:
     text = row.doc
     if row.fate is Fate.REFUSED:  # there it goes on after the option's name, in an error
         text = text.removeprefix("is ")

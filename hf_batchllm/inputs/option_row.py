@@ -22,7 +22,7 @@ class Where(Enum):
     LATE = "late"  # by the host, from tokens that it gets while later steps run
 
 
-class Kind(Enum):
+class OptionKind(Enum):
     FIELD = "field"  # of GenerationConfig, and so a keyword argument of ``generate``, too
     ARGUMENT = "argument"  # of ``generate`` alone
     OURS = "ours"  # an argument that ``model.generate`` does not have
@@ -63,12 +63,12 @@ class Subject(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class OptionRow:
     name: str
     fate: Fate
     doc: str = ""  # in the user's words; for what is refused it follows the name in the error: why, and what to do
     where: Where | None = None
-    kind: Kind = Kind.FIELD
+    kind: OptionKind = OptionKind.FIELD
     goes_with: With = With.BOTH
     instead: str = ""  # what the error says where it does not go with the prompts
     takes: Takes = Takes.ANYTHING

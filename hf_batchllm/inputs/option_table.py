@@ -7,34 +7,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from .option_row import Fate, Kind, Row, Subject, Takes, Where, With
+from .option_row import Fate, OptionKind, OptionRow, Subject, Takes, Where, With
 
 
-def _honoured(name: str, where: Where | None, doc: str = "", **more: Any) -> Row:
-    return Row(name, Fate.HONOURED, doc, where, **more)
+def _honoured(name: str, where: Where | None, doc: str = "", **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, **more)
 
 
-def _argument(name: str, where: Where | None, doc: str, **more: Any) -> Row:
-    return Row(name, Fate.HONOURED, doc, where, Kind.ARGUMENT, **more)
+def _argument(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ARGUMENT, **more)
 
 
-def _ours(name: str, where: Where | None, doc: str, **more: Any) -> Row:
-    return Row(name, Fate.HONOURED, doc, where, Kind.OURS, **more)
+def _ours(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.OURS, **more)
 
 
-def _idle(name: str, doc: str, **more: Any) -> Row:
-    return Row(name, Fate.NO_EFFECT, doc, **more)
+def _idle(name: str, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.NO_EFFECT, doc, **more)
 
 
-def _refused(name: str, doc: str, **more: Any) -> Row:
-    return Row(name, Fate.REFUSED, doc, **more)
+def _refused(name: str, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.REFUSED, doc, **more)
 
 
-def _of(subject: Subject, *rows: Row) -> dict[str, Row]:
-    return {row.name: Row(**{**vars(row), "subject": subject}) for row in rows}
+def _of(subject: Subject, *rows: OptionRow) -> dict[str, OptionRow]:
+    return {row.name: OptionRow(**{**vars(row), "subject": subject}) for row in rows}
 
 
-_TENSORS = {"kind": Kind.ARGUMENT, "goes_with": With.TENSORS}
+_TENSORS = {"kind": OptionKind.ARGUMENT, "goes_with": With.TENSORS}
 _OWN_GENERATE = "leave it out, or call the model's own `generate`"
 _MOVED = f"which transformers has moved to a repository of its own, run by `custom_generate`: {_OWN_GENERATE}"
 _FACTORY = "`factory(index, prompt_token_ids)`, called once for each sequence"
@@ -45,7 +45,7 @@ _NO_LOGPROBS = (
     "`output_logits=True`"
 )
 
-TABLE: dict[str, Row] = {
+TABLE: dict[str, OptionRow] = {
     **_of(
         Subject.PROMPTS,
         _ours(
@@ -72,7 +72,7 @@ TABLE: dict[str, Row] = {
             "token_type_ids",
             "is not supported. All zeros, which some tokenizers add, are accepted beside tensors if the model has no "
             "token types. Otherwise leave it out",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
         _argument(
             "generation_config",
@@ -92,18 +92,18 @@ TABLE: dict[str, Row] = {
             "inputs_embeds",
             "is not supported: prompts are text or token ids. For what exists as embeddings alone call the model's own "
             "`generate`",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
         _refused(
             "position_ids",
             "is not supported: positions follow from the prompt and its padding. Leave it out",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
         _refused(
             "past_key_values",
             "is not supported: pass whole prompts, and what they share is computed once (also from call to call, with "
             "BatchConfig.keep_prefixes)",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
         _idle("bos_token_id", "It only begins an empty input, and every prompt here has tokens.", takes=Takes.TOKEN),
         _idle("decoder_start_token_id", "It is for encoder-decoder models."),
@@ -340,24 +340,24 @@ TABLE: dict[str, Row] = {
             "custom_generate",
             "is not supported: it would run instead of what this library does. Leave it out, or call the model's own "
             "`generate`",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
         _refused(
             "trust_remote_code",
             "has no meaning here: no code is loaded. Leave it out",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
         _refused(
             "synced_gpus",
             "is not supported: it keeps the processes of a sharded model (FSDP, DeepSpeed ZeRO-3) in step, and the "
             "model must be whole, on a single device. Gather the weights first, or call the model's own `generate`",
-            kind=Kind.ARGUMENT,
+            kind=OptionKind.ARGUMENT,
         ),
     ),
     **_of(
         Subject.SPECULATION,
-        _idle("assistant_model", "", kind=Kind.ARGUMENT),
-        _idle("assistant_tokenizer", "", kind=Kind.ARGUMENT),
+        _idle("assistant_model", "", kind=OptionKind.ARGUMENT),
+        _idle("assistant_tokenizer", "", kind=OptionKind.ARGUMENT),
         _idle("assistant_early_exit", ""),
         _idle("prompt_lookup_num_tokens", ""),
         _idle("max_matching_ngram_size", ""),
@@ -393,7 +393,7 @@ TABLE: dict[str, Row] = {
 }
 
 
-def names(fate: Fate | None = None, kind: Kind | None = None, subject: Subject | None = None) -> frozenset[str]:
+def names(fate: Fate | None = None, kind: OptionKind | None = None, subject: Subject | None = None) -> frozenset[str]:
     """Of those options for which all of it is true."""
     return frozenset(
         row.name

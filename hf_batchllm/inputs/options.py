@@ -31,12 +31,12 @@ from .option_checks import (
     unknown_option,
     warn_of_options,
 )
-from .option_row import Fate, Kind, Row, With
+from .option_row import Fate, OptionKind, OptionRow, With
 from .option_table import TABLE, names
 from .padded_batch import PaddedBatch
 from .user_callables import listed
 
-_ARGUMENTS = names(kind=Kind.ARGUMENT) | names(kind=Kind.OURS)
+_ARGUMENTS = names(kind=OptionKind.ARGUMENT) | names(kind=OptionKind.OURS)
 _FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 _METADATA = ("_from_model_config", "_original_object_hash", "_commit_hash", "transformers_version")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
@@ -123,7 +123,7 @@ def _arguments(
     kwargs = _without_token_types(kwargs, model, padded)
     for name, value in kwargs.items():
         row = TABLE.get(name)
-        if row is not None and row.kind is not Kind.FIELD and row.asks(value):
+        if row is not None and row.kind is not OptionKind.FIELD and row.asks(value):
             _refuse(row, padded)
     if model._extract_generation_mode_kwargs(None, {}, None, None, None)["synced_gpus"]:  # by default, with ZeRO-3
         _refuse(TABLE["synced_gpus"], padded)
@@ -274,7 +274,7 @@ def _without_token_types(kwargs: dict[str, Any], model: PreTrainedModel, padded:
     return {option: value for option, value in kwargs.items() if option != "token_type_ids"}
 
 
-def _refuse(row: Row, padded: PaddedBatch | None, set_to: str = "") -> None:
+def _refuse(row: OptionRow, padded: PaddedBatch | None, set_to: str = "") -> None:
     """If it cannot be honoured, or not for prompts of this kind."""
     if row.fate is Fate.REFUSED:
         raise UnsupportedOptionError(row.name, row.doc + set_to)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from ..config import BatchConfig
-from ..engine.job import Checks, Work
+from ..engine.job import Job, JobChecks
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.given import Given
@@ -75,23 +75,23 @@ def accelerated(
         stand_in.leave()
 
 
-class _ChecksAsGenerate(Checks):
+class _ChecksAsGenerate(JobChecks):
     """Refuses what comes out otherwise than in a batch of ``generate``, which runs all rows in step."""
 
-    def work(self, *given: Any) -> Work:
-        work = super().work(*given)
-        if work.options and _is_padded(work):
-            _refuse_what_counts_the_padding(work.options[0].given)
+    def job(self, *given: Any) -> Job:
+        job = super().job(*given)
+        if job.options and _is_padded(job):
+            _refuse_what_counts_the_padding(job.options[0].given)
         # The beams of a prompt are seen together here, too.
-        searching = bool(work.options) and work.options[0].num_beams > 1
-        if (len(work.options) if searching else sum(options.num_return_sequences for options in work.options)) > 1:
-            refuse_what_sees_the_batch(work.options[0].given, _WITH_ALL_ROWS)
-            rules = work.rules[0]
+        searching = bool(job.options) and job.options[0].num_beams > 1
+        if (len(job.options) if searching else sum(options.num_return_sequences for options in job.options)) > 1:
+            refuse_what_sees_the_batch(job.options[0].given, _WITH_ALL_ROWS)
+            rules = job.rules[0]
             if rules.looks and not rules.stop_tokens and not searching:
                 ending = "stop_strings" if rules.strings else "stopping_criteria"
                 why = "ends rows one by one, and without an EOS token `generate` goes on with all rows until all end"
                 raise UnsupportedOptionError(ending, why)
-        return work
+        return job
 
 
 class _AsGenerate(BatchGenerator):
@@ -190,8 +190,8 @@ def _beyond_us(named: dict[str, Any]) -> Exception | None:
     return not_of_generate(named)
 
 
-def _is_padded(work: Work) -> bool:
-    return work.rows is not None and any(len(prompt.ids) < work.rows.shape[1] for prompt in work.prompts)
+def _is_padded(job: Job) -> bool:
+    return job.rows is not None and any(len(prompt.ids) < job.rows.shape[1] for prompt in job.prompts)
 
 
 def _refuse_what_counts_the_padding(given: Given) -> None:

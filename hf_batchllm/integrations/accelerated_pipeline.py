@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Pipeline, TextGenerationPipeline
 
 from ..config import BatchConfig
-from ..engine.job import Checks, Work
+from ..engine.job import Job, JobChecks
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
@@ -66,20 +66,20 @@ def _changed(pipe: TextGenerationPipeline) -> str | None:
     return None
 
 
-class _ChecksAsPipeline(Checks):
+class _ChecksAsPipeline(JobChecks):
     """Refuses what a pipeline shows one prompt after the other, and might remember something of each."""
 
-    def work(self, *given: Any) -> Work:
-        work = super().work(*given)
-        if work.sequences > 1:
+    def job(self, *given: Any) -> Job:
+        job = super().job(*given)
+        if job.sequences > 1:
             why = (
                 'a pipeline calls for one batch after the other: call pipeline("batch-text-generation"), which asks it '
                 "for the rows of all prompts in turn"
             )
-            refuse_what_sees_the_batch(work.options[0].given, why)
-            if work.options[0].given.prefix_allowed_tokens_fn is not None:
+            refuse_what_sees_the_batch(job.options[0].given, why)
+            if job.options[0].given.prefix_allowed_tokens_fn is not None:
                 raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is what {why}")
-        return work
+        return job
 
 
 class _Generator(TokenGenerator):

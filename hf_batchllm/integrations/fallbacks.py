@@ -22,14 +22,14 @@ from ..errors import (
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
 from ..inputs.given import Given
-from ..inputs.option_row import Kind
+from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
 from ..notices import warn_user
 from ..results.run_report import RunReport
 from ..sampling import processor_chains, stopping
 from ..wording import a_kind
 
-_OURS = sorted(names(kind=Kind.OURS))  # which model.generate does not know
+_OURS = sorted(names(kind=OptionKind.OURS))  # which model.generate does not know
 
 
 class Fallback:

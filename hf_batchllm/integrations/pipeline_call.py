@@ -20,7 +20,7 @@ from transformers import TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 
 from ..config import BatchConfig
-from ..engine.extra_outputs import Recording
+from ..engine.extra_outputs import ExtraOutputs
 from ..errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
@@ -44,7 +44,7 @@ class TokenGenerator(BatchGenerator):
         super().__init__(model, tokenizer, config)
         self.given_tokenizer = tokenizer
 
-    def _generation(self, request: Request, recording: Recording, decode: bool = True) -> Generation:
+    def _generation(self, request: Request, recording: ExtraOutputs, decode: bool = True) -> Generation:
         return super()._generation(request, recording, decode=False)
 
     def with_texts(self, result: BatchResult) -> BatchResult:

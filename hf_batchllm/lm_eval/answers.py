@@ -26,7 +26,7 @@ _FIELDS = frozenset(vars(GenerationConfig()))
 
 
 @dataclass(frozen=True)
-class Settings:
+class AnswerSettings:
     """Of many requests, as a rule."""
 
     config: GenerationConfig  # without strings to stop at
@@ -36,7 +36,7 @@ class Settings:
     room: int  # for a context
 
     @classmethod
-    def of(cls, lm: HFLM, gen_kwargs: dict[str, Any]) -> Settings:
+    def of(cls, lm: HFLM, gen_kwargs: dict[str, Any]) -> AnswerSettings:
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
         eos = None if lm.eot_token_id is None else lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(kwargs.pop("until"), eos=eos)
@@ -73,10 +73,10 @@ class Asked:
 
     lm: HFLM
     ids: list[int]
-    settings: Settings
+    settings: AnswerSettings
 
     @classmethod
-    def of(cls, lm: HFLM, context: str, settings: Settings) -> Asked:
+    def of(cls, lm: HFLM, context: str, settings: AnswerSettings) -> Asked:
         ids, _ = lm.tok_batch_encode([context], left_truncate_len=settings.room, truncation=lm.truncation)
         return cls(lm, ids[0].tolist(), settings)
 
@@ -106,12 +106,12 @@ class Asked:
 
 def all_asked(lm: HFLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Asked]:
     """For each context with what is wanted of it."""
-    known: dict[str, Settings] = {}
+    known: dict[str, AnswerSettings] = {}
     asked: list[Asked] = []
     for context, gen_kwargs in requests:
         key = repr(gen_kwargs)
         if key not in known:
-            known[key] = Settings.of(lm, gen_kwargs)
+            known[key] = AnswerSettings.of(lm, gen_kwargs)
         asked.append(Asked.of(lm, context, known[key]))
     return asked
 
@@ -141,7 +141,7 @@ def answers(generator: BatchGenerator, asked: Sequence[Asked], progress: bool) -
         yield again[each.index], each.token_ids
 
 
-def _stopping_at(settings: Settings) -> GenerationConfig:
+def _stopping_at(settings: AnswerSettings) -> GenerationConfig:
     if not settings.strings:
         return settings.config
     config = copy.copy(settings.config)

@@ -16,7 +16,7 @@ from ..patches.fused_layers import FusedKernels
 from .attention_backend import AttentionBackend
 from .kv_storage import KVStorage
 from .torch_attention import TorchBackend
-from .triton_attention import KernelBackend, triton_kernels
+from .triton_attention import TritonBackend, triton_kernels
 
 _LEAST_CAPABILITY = (9, 0)
 _LEAST_SHARED_MEMORY = 227 << 10  # bytes that a block may have; what the widest heads take
@@ -41,7 +41,7 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
     if config.backend == "torch" or _refused(config, device) is not None:
         return TorchBackend(storage, device)
-    return KernelBackend(triton_kernels(interpreted=is_interpreted()), storage, device, notices)
+    return TritonBackend(triton_kernels(interpreted=is_interpreted()), storage, device, notices)
 
 
 def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:

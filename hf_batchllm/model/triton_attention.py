@@ -72,7 +72,7 @@ class Met:
         return self
 
 
-class KernelBackend:
+class TritonBackend:
     short_chunk = SHORT_CHUNK
 
     def __init__(
@@ -138,7 +138,7 @@ class KernelBackend:
         return self._refusals[shape]
 
 
-class Work(Protocol):
+class AttentionWork(Protocol):
     """What there is to do in a step."""
 
     rows: int  # decode rows, and tokens of short chunks; they come first
@@ -262,7 +262,7 @@ class KernelAttention:
 
     takes_masks = False
 
-    def __init__(self, work: Work, backend: KernelBackend) -> None:
+    def __init__(self, work: AttentionWork, backend: TritonBackend) -> None:
         self.work = work
         self.backend = backend
         self.calls = 0

@@ -42,7 +42,7 @@ _OPEN, _INVALID = -1, -2  # instead of a token: the shortlist was too short; the
 Record = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
 
 
-class Sampler:
+class HostSampler:
     """``options``: by a request's index.
 
     ``record`` is told of each token that is about to be picked: the requests of some rows, the logits of those rows
@@ -94,13 +94,13 @@ class Sampler:
         if not sampled:
             return final.argmax(dim=-1).tolist()  # the lowest index among equals
         assert self._seed is not None
-        return draw(scores, to_device(uniforms(self._seed, requests), scores.device), blind)
+        return draw_tokens(scores, to_device(uniforms(self._seed, requests), scores.device), blind)
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------
 
 
-def draw(scores: torch.Tensor, uniform: torch.Tensor, warpers: Sequence[LogitsProcessor]) -> list[int]:
+def draw_tokens(scores: torch.Tensor, uniform: torch.Tensor, warpers: Sequence[LogitsProcessor]) -> list[int]:
     """A token a row from the softmax of what the warpers, blind to history, make of ``scores`` [rows, vocabulary].
 
     It is the one at which the distribution function passes the row's ``uniform``.

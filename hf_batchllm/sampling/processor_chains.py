@@ -64,7 +64,7 @@ _KEEPING_NOTHING = (
 )
 
 
-class Kind(Enum):
+class ProcessorKind(Enum):
     """Which rows a processor may be given at once."""
 
     BLIND = auto()  # all
@@ -79,7 +79,7 @@ class Layout:
     """What chains of one kind have in common: requests whose chains have the same Layout can be processed together."""
 
     options: Options
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ProcessorKind, ...]
     blind: int  # from this one on, all are blind to history, and the same for all requests
 
 
@@ -150,7 +150,7 @@ class _Maker:
         self._options = options
         self._wrapped = {id(each): UserProcessor(each, warn) for each in listed(given.logits_processor)}
         self._of_all_lengths: dict[type[LogitsProcessor], LogitsProcessor] = {}
-        self._layouts: dict[tuple[Kind, ...], Layout] = {}
+        self._layouts: dict[tuple[ProcessorKind, ...], Layout] = {}
         self._shared: dict[tuple[int, int], Chain] = {}
 
     def shared(self, request: Request) -> Chain:
@@ -177,7 +177,7 @@ class _Maker:
         every, kinds = [], []
         for processor in made:
             kind = _kind(processor, id(processor) in users)
-            if id(processor) in users and kind is Kind.ALONE:
+            if id(processor) in users and kind is ProcessorKind.ALONE:
                 processor = self._wrapped.get(id(processor)) or UserProcessor(processor)
             elif id(processor) not in users and type(processor) in _OF_ALL_LENGTHS:
                 processor = self._of_all_lengths.setdefault(type(processor), processor)
@@ -186,10 +186,10 @@ class _Maker:
         layout = self._layout(tuple(kinds))
         return Chain(every[: layout.blind], every[layout.blind :], layout)
 
-    def _layout(self, kinds: tuple[Kind, ...]) -> Layout:
+    def _layout(self, kinds: tuple[ProcessorKind, ...]) -> Layout:
         if kinds not in self._layouts:
             blind = len(kinds)
-            while blind and kinds[blind - 1] is Kind.BLIND:
+            while blind and kinds[blind - 1] is ProcessorKind.BLIND:
                 blind -= 1
             self._layouts[kinds] = Layout(self._options, kinds, blind)
         return self._layouts[kinds]
@@ -239,17 +239,17 @@ def _allowed_in(row: int, allowed: Callable[[int, torch.Tensor], Any]) -> Callab
     return of_row
 
 
-def _kind(processor: LogitsProcessor, is_the_users: bool) -> Kind:
+def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
     kind = type(processor)
     if is_the_users:
-        return Kind.ALIKE if kind in (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING) else Kind.ALONE
+        return ProcessorKind.ALIKE if kind in (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING) else ProcessorKind.ALONE
     if kind is processors.RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None:
-        return Kind.PENALTY
+        return ProcessorKind.PENALTY
     if kind in _MINIMA:
-        return Kind.MINIMUM
+        return ProcessorKind.MINIMUM
     if kind in BLIND_TO_HISTORY:
-        return Kind.BLIND
-    return Kind.ALIKE if kind in _KEEPING_NOTHING else Kind.ALONE
+        return ProcessorKind.BLIND
+    return ProcessorKind.ALIKE if kind in _KEEPING_NOTHING else ProcessorKind.ALONE
 
 
 def looks_at_each_row_alone(processor: Any) -> bool:
@@ -295,15 +295,15 @@ def look_back(
 
     for place, kind in enumerate(layout.kinds[: layout.blind]):
         processor = chains[0].looking_back[place]
-        if kind is Kind.BLIND:
+        if kind is ProcessorKind.BLIND:
             scores = run([processor], scores)
-        elif kind is Kind.PENALTY:
+        elif kind is ProcessorKind.PENALTY:
             scores = processor(to_device(_padded(requests), scores.device), scores)
-        elif kind is Kind.MINIMUM:
+        elif kind is ProcessorKind.MINIMUM:
             own = [chain.looking_back[place] for chain in chains]
             short = [row for row, request in enumerate(requests) if _is_short(own[row], request)]
             scores = _without_eos(scores, short, layout.options)
-        elif kind is Kind.ALIKE:
+        elif kind is ProcessorKind.ALIKE:
             scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
         else:
             done = []

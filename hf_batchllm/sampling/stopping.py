@@ -35,7 +35,7 @@ _LONG_PREPARATION = 500_000  # tokens gone through for stop strings: 60,000 take
 
 
 @dataclass(frozen=True, eq=False)
-class Rules:
+class StopRules:
     """What ends the sequences of some prompts, beside being as long as they may become."""
 
     stop_tokens: frozenset[int] = frozenset()  # the device has to know the same ones
@@ -72,7 +72,7 @@ def rules_of_each(
     in_tensors: bool,
     notices: Notices,
     known: KnownStrings,
-) -> list[Rules]:
+) -> list[StopRules]:
     """Of each prompt; those with the same options have the same rules."""
     _tell_of_long_preparation(model, options, notices)
     made = {each: rules_of(model, each, tokenizer, known) for each in dict.fromkeys(options)}
@@ -100,7 +100,9 @@ def _strings_of(options: Options) -> tuple[str, ...] | None:
     return None if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
 
 
-def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any], known_strings: KnownStrings) -> Rules:
+def rules_of(
+    model: nn.Module, options: Options, tokenizer: Callable[[], Any], known_strings: KnownStrings
+) -> StopRules:
     """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
     mine = listed(options.given.stopping_criteria)
     config = config_for_prompt(options, 1, 1)
@@ -132,7 +134,7 @@ def rules_of(model: nn.Module, options: Options, tokenizer: Callable[[], Any], k
     elif of_strings is not None and id(of_a_kind[0]) not in own:
         known_strings.put(found, of_strings, of_a_kind[0])
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
-    return Rules(
+    return StopRules(
         stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),
         max_lengths=tuple(each.max_length for each in lengths if id(each) in own),
         deadlines=tuple((each.initial_timestamp if id(each) in own else None, each.max_time) for each in times),
@@ -172,7 +174,7 @@ class Endings:
     def __init__(
         self,
         requests: Sequence[Request],
-        rules: Sequence[Rules],
+        rules: Sequence[StopRules],
         began: float,
         device: torch.device,
         time_by_token: bool = False,

@@ -17,8 +17,8 @@ from ...notices import Notices
 from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
 from ...sampling.logprobs import StepTensors
 from ...sampling.processor_chains import Chains, Layout, look_back, run
-from .group import Group
-from .search_rules import Rules, Searches
+from .group import BeamGroup
+from .search_rules import Searches, SearchRules
 
 _NOISE = 16  # times the memory that scores take
 
@@ -27,7 +27,7 @@ _NOISE = 16  # times the memory that scores take
 class Candidates:
     """For some prompts with the same options."""
 
-    groups: list[Group]
+    groups: list[BeamGroup]
     searches: Searches
     places: list[int]  # of the groups in ``searches``
     scores: torch.Tensor  # [groups, candidates]
@@ -42,7 +42,7 @@ class BeamScores:
         self,
         model: nn.Module,
         options: Sequence[Options],
-        groups: Sequence[Group],
+        groups: Sequence[BeamGroup],
         seed: Seeds | None,
         notices: Notices,
         tensors: StepTensors | None = None,
@@ -53,7 +53,7 @@ class BeamScores:
         alike: dict[Options, list[int]] = {}
         for number, group in enumerate(groups):
             alike.setdefault(options[group.root.index], []).append(number)
-        self._place: dict[Group, tuple[Searches, int]] = {}
+        self._place: dict[BeamGroup, tuple[Searches, int]] = {}
         positions = getattr(base_model(model).config, "max_position_embeddings", None)
         for some, numbers in alike.items():
             # By the options alone: of a MaxLengthCriteria of the user's the rules of ``generate`` know nothing.
@@ -62,11 +62,11 @@ class BeamScores:
             for place, number in enumerate(numbers):
                 self._place[groups[number]] = searches, place
 
-    def place(self, group: Group) -> tuple[Searches, int]:
+    def place(self, group: BeamGroup) -> tuple[Searches, int]:
         return self._place[group]
 
     @torch.no_grad()
-    def __call__(self, groups: Sequence[Group], logits: torch.Tensor) -> list[Candidates]:
+    def __call__(self, groups: Sequence[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
         """``logits`` [rows, vocabulary] float32: of each group's beams in their order, or of its prompt alone."""
         self._chains.forget_done()
         alike: dict[tuple[Layout, bool], list[int]] = {}
@@ -88,7 +88,7 @@ class BeamScores:
                 found.append(self._candidates([groups[each] for each in some], mine, layout))
         return found
 
-    def _candidates(self, groups: list[Group], logits: torch.Tensor, layout: Layout) -> Candidates:
+    def _candidates(self, groups: list[BeamGroup], logits: torch.Tensor, layout: Layout) -> Candidates:
         searches = self._place[groups[0]][0]
         rules, places = searches.rules, [self._place[group][1] for group in groups]
         width, vocabulary = rules.width, logits.shape[-1]
@@ -107,7 +107,7 @@ class BeamScores:
         if layout.options.do_sample:
             assert self._seed is not None
             noise = [noise_of(self._seed, group.root.index) for group in groups]
-            index = draw(sums, rules.candidates, width, noise, made)
+            index = draw_candidates(sums, rules.candidates, width, noise, made)
             best = sums.gather(1, index)
         else:
             best, index = sums.topk(rules.candidates)
@@ -115,7 +115,7 @@ class BeamScores:
         return Candidates(groups, searches, places, best.cpu(), index // vocabulary, index % vocabulary)
 
 
-def draw(
+def draw_candidates(
     sums: torch.Tensor,  # [groups, beams * vocabulary]
     count: int,
     width: int,
@@ -137,6 +137,8 @@ def draw(
     return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices
 
 
-def rules_of(options: Options) -> Rules:
+def rules_of(options: Options) -> SearchRules:
     config, eos = options.config, options.config._eos_token_tensor
-    return Rules.of(options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty)
+    return SearchRules.of(
+        options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty
+    )

@@ -28,7 +28,7 @@ class Answer(Request):
         return self.searched
 
 
-class Group:
+class BeamGroup:
     """A prompt and its beams.
 
     ``root`` holds the last of the prompt's tokens and is read by all beams.
@@ -42,7 +42,7 @@ class Group:
         self.logits: dict[Branch, Any] = {}  # of those that the step has come to; [vocabulary] each
         self.made = 0  # new tokens of each beam
         self.parents: list[list[int]] = []  # [beams]: which beam each of their tokens was picked from
-        self.slots: list[Found] = [Found([], []) for _ in range(self.width)]
+        self.slots: list[BeamChoice] = [BeamChoice([], []) for _ in range(self.width)]
         self._cache = cache
         self._tokens: list[list[int]] = []  # of the beams, while there are none
 
@@ -145,7 +145,7 @@ class Group:
                 del unit.generated[upto - len(unit.prompt_ids) :]
 
 
-class Found:
+class BeamChoice:
     """What stands in one of the places for answers."""
 
     __slots__ = ("parents", "stopped", "tokens")

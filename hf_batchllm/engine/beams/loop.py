@@ -10,9 +10,9 @@ import torch
 from ...model.batch import BatchBuilder
 from ...model.runner import ModelRunner, current_device
 from ...planning.units import Branch, FinishReason, Request, Step
-from ..timekeeper import Recorder
+from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
-from .group import Found, Group
+from .group import BeamChoice, BeamGroup
 from .scheduler import BeamScheduler
 from .stopping import BeamEndings
 
@@ -23,10 +23,10 @@ class BeamEngine:
         scheduler: BeamScheduler,
         builder: BatchBuilder,
         runner: ModelRunner,
-        groups: Sequence[Group],
+        groups: Sequence[BeamGroup],
         scores: BeamScores,
         endings: BeamEndings,
-        recorder: Recorder,
+        timekeeper: Timekeeper,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
@@ -35,7 +35,7 @@ class BeamEngine:
         self.answers = [answer for group in groups for answer in group.answers]
         self.scores = scores
         self.endings = endings
-        self.recorder = recorder
+        self.timekeeper = timekeeper
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0
@@ -53,7 +53,7 @@ class BeamEngine:
 
         ``watch`` is told of every step that has been run, and how many tokens of answers it brought.
         """
-        switch = self.recorder.switch
+        switch = self.timekeeper.switch
         while True:
             switch("scheduling")
             if late := self.endings.late():
@@ -72,7 +72,7 @@ class BeamEngine:
                 switch("results")
                 yield from group.answers
 
-    def _step(self, step: Step) -> tuple[list[Group], list[Group]]:
+    def _step(self, step: Step) -> tuple[list[BeamGroup], list[BeamGroup]]:
         """The groups that have come to their end with it, and all that have come further."""
         batch = self.builder.build(step)
         sampling = step.sampling()
@@ -82,20 +82,20 @@ class BeamEngine:
         self.steps += 1
         self.model_tokens += step.tokens
         self.beam_tokens += beams
-        stretch = self.recorder.launched(1, step.tokens - beams, beams)
-        self.recorder.switch(self.recorder.launching)
+        stretch = self.timekeeper.launched(1, step.tokens - beams, beams)
+        self.timekeeper.switch(self.timekeeper.launching)
         with current_device(self.runner.architecture.device):
             logits = self.runner.step(batch)
-            self.recorder.switch("tokens")
+            self.timekeeper.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             finished = []
             with self.runner.adapted():  # guidance runs the model
                 for candidates in self.scores(groups, logits) if groups else []:
                     finished += self.choose(candidates)
-        self.recorder.collected(stretch)
+        self.timekeeper.collected(stretch)
         return finished, groups
 
-    def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[Group], torch.Tensor]:
+    def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups all of whose logits are there, and those [rows, vocabulary], in the order of their beams."""
         row_of = {}
         for row, unit in enumerate(sampling):
@@ -122,7 +122,7 @@ class BeamEngine:
             return complete, logits[: len(rows)]
         return complete, logits[torch.tensor(rows, device=logits.device)]
 
-    def choose(self, candidates: Candidates) -> list[Group]:
+    def choose(self, candidates: Candidates) -> list[BeamGroup]:
         """Who goes on, and which answers there are. Returns the groups whose search is over."""
         groups, parents, tokens = candidates.groups, candidates.parents.numpy(), candidates.tokens.numpy()
         made = [group.made for group in groups]
@@ -143,7 +143,7 @@ class BeamEngine:
                 group.fork([own[0][each] for each in going_on], [own[1][each] for each in going_on])
         return finished
 
-    def _keep(self, group: Group, kept: Sequence[int], own: tuple[list[int], list[int], list[bool]]) -> None:
+    def _keep(self, group: BeamGroup, kept: Sequence[int], own: tuple[list[int], list[int], list[bool]]) -> None:
         before, (parents, tokens, stops) = group.slots, own
         if list(kept) == list(range(group.width)):
             return
@@ -155,9 +155,9 @@ class BeamEngine:
             place = each - group.width
             parent = parents[place]
             history = group.parents[parent] if group.beams else []
-            group.slots.append(Found([*group.tokens(parent), tokens[place]], [*history, parent], stops[place]))
+            group.slots.append(BeamChoice([*group.tokens(parent), tokens[place]], [*history, parent], stops[place]))
 
-    def _finish(self, group: Group, otherwise: FinishReason) -> None:
+    def _finish(self, group: BeamGroup, otherwise: FinishReason) -> None:
         """``otherwise``: why answers have ended that no token ended."""
         searches, place = self.scores.place(group)
         scores = searches.scores[place].tolist()
@@ -167,11 +167,11 @@ class BeamEngine:
             answer.score = None if otherwise is FinishReason.TIME and not group.made else score
             answer.end(FinishReason.STOP if found.stopped else otherwise)
         group.root.end(otherwise)
-        self.recorder.switch("scheduling")
+        self.timekeeper.switch("scheduling")
         self.scheduler.finish(group.root)
-        self.recorder.switch("tokens")
+        self.timekeeper.switch("tokens")
 
-    def _out_of_time(self, group: Group) -> None:
+    def _out_of_time(self, group: BeamGroup) -> None:
         """The beams that there are take their places among the answers; a prompt that had not begun has none."""
         if group.made:
             self._decoded += len(group.logits)
@@ -183,7 +183,7 @@ class BeamEngine:
             group.slots = [
                 before[each]
                 if each < group.width
-                else Found(tokens[each - group.width], group.parents[each - group.width])
+                else BeamChoice(tokens[each - group.width], group.parents[each - group.width])
                 for each in choice.kept[0]
             ]
         self._finish(group, FinishReason.TIME)

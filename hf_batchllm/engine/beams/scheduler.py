@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ...planning.paged_cache import PagedCache
 from ...planning.scheduler import ExpectedLength, _Base
 from ...planning.units import Branch, Request, Step
-from .group import Group
+from .group import BeamGroup
 
 
 class BeamScheduler(_Base):
@@ -18,8 +18,8 @@ class BeamScheduler(_Base):
     The oldest never does: if it is alone and its pages are spent, its beams get pages of their own, which are enough.
     """
 
-    def __init__(self, groups: Sequence[Group], gather_rows: int = 0) -> None:
-        self.groups: dict[Branch, Group] = {group.root: group for group in groups}
+    def __init__(self, groups: Sequence[BeamGroup], gather_rows: int = 0) -> None:
+        self.groups: dict[Branch, BeamGroup] = {group.root: group for group in groups}
         self.gather_rows = gather_rows
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
@@ -80,7 +80,7 @@ class BeamScheduler(_Base):
                 return True
         return False
 
-    def _take(self, group: Group, step: Step, budget: int) -> int:
+    def _take(self, group: BeamGroup, step: Step, budget: int) -> int:
         """What is left of a prompt, or of what its beams have had, then a row for each beam. Returns tokens used."""
         used = 0
         whole = group.root.todo == 0
@@ -94,7 +94,7 @@ class BeamScheduler(_Base):
                 used += self._fill(unit, step, budget - used)
         return used
 
-    def _room_to_grow(self, group: Group) -> bool:
+    def _room_to_grow(self, group: BeamGroup) -> bool:
         """Pages for the beams' next tokens; the youngest pay for them. False if that was the group itself."""
         while (missing := self._missing(group)) > self.cache.free_pages:
             if self.cache.evict(missing):
@@ -109,10 +109,10 @@ class BeamScheduler(_Base):
             self.cache.reserve(beam, beam.length)
         return True
 
-    def _missing(self, group: Group) -> int:
+    def _missing(self, group: BeamGroup) -> int:
         return sum(self.cache.missing(beam, beam.length) for beam in group.beams)
 
-    def _put_together(self, group: Group) -> bool:
+    def _put_together(self, group: BeamGroup) -> bool:
         """Give each beam of the only group pages of its own: then it has as many as were found to be enough."""
         group.dissolve()
         if not self.cache.evict_idle(group.all_pages):
@@ -121,14 +121,14 @@ class BeamScheduler(_Base):
         self.preemptions += 1
         return True
 
-    def _preempt(self, group: Group) -> None:
+    def _preempt(self, group: BeamGroup) -> None:
         self._leave(group.root)
         group.dissolve()
         self.cache.give_up(group.root)
         self.waiting.appendleft(group.root)
         self.preemptions += 1
 
-    def _fits(self, group: Group, promised: int) -> bool:
+    def _fits(self, group: BeamGroup, promised: int) -> bool:
         """Whether a newcomer may enter: what it adds fits beside the pages promised to the growth of those running."""
         root = group.root
         if not self.running:
@@ -138,7 +138,7 @@ class BeamScheduler(_Base):
         needed = self.cache.missing_with_ancestors(root, root.length) + beams + promised
         return self._could_have(needed) and self.cache.evict(needed)
 
-    def _expected_pages(self, group: Group) -> int:
+    def _expected_pages(self, group: BeamGroup) -> int:
         """Of all beams together, at the end: what each would take alone, or what it came to for those that have ended.
 
         Each parting of the ways begins a page, so a long search may have many that are half empty.
@@ -147,10 +147,10 @@ class BeamScheduler(_Base):
         partings = tokens * self._ended_pages / self._ended_tokens
         return max(group.width * self.cache.pages_for(tokens), math.ceil(partings))
 
-    def _growth(self, group: Group) -> int:
+    def _growth(self, group: BeamGroup) -> int:
         return max(0, self._expected_pages(group) - group.pages)
 
 
-def branches(groups: Iterable[Group]) -> list[Branch]:
+def branches(groups: Iterable[BeamGroup]) -> list[Branch]:
     """Every unit from which somebody goes on."""
     return [unit for group in groups for unit in (group.root, *group.beams) if unit.held]

@@ -16,7 +16,7 @@ NEVER = -1.0e9  # transformers' score of what is not there
 
 
 @dataclass(frozen=True)
-class Rules:
+class SearchRules:
     """What the searches of some prompts have in common."""
 
     width: int  # num_beams
@@ -25,8 +25,8 @@ class Rules:
     length_penalty: float
 
     @staticmethod
-    def of(width: int, stop_tokens: int, early_stopping: bool | str, length_penalty: float) -> Rules:
-        return Rules(width, max(2, 1 + stop_tokens) * width, early_stopping, length_penalty)
+    def of(width: int, stop_tokens: int, early_stopping: bool | str, length_penalty: float) -> SearchRules:
+        return SearchRules(width, max(2, 1 + stop_tokens) * width, early_stopping, length_penalty)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Choice:
 class Searches:
     """``longest``: new tokens that each search may come to by its options."""
 
-    def __init__(self, rules: Rules, longest: Sequence[int]) -> None:
+    def __init__(self, rules: SearchRules, longest: Sequence[int]) -> None:
         count, width = len(longest), rules.width
         self.rules = rules
         self.running = torch.full((count, width), NEVER)  # scores of beams that go on

@@ -7,11 +7,13 @@ import torch
 
 from ...model.runner import current_device
 from ...sampling.stopping import Endings
-from .group import Group
+from .group import BeamGroup
 
 
 class BeamEndings(Endings):
-    def of_candidates(self, group: Group, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [candidates] bool
+    def of_candidates(
+        self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:  # [candidates] bool
         """Which of the candidates end with the token that each adds to its parent, the length apart."""
         rules = self._rules[group.root.index]
         stops = np.isin(tokens, list(rules.stop_tokens)) if rules.stop_tokens else np.zeros(len(tokens), dtype=bool)

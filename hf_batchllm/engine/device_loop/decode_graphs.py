@@ -17,7 +17,7 @@ from ...model.batch import ModelBatch
 from ...model.kv_storage import KVStorage
 from ...model.owners_state import not_in_graphs, owners_state
 from ...model.runner import ModelRunner
-from ...model.triton_attention import KernelBackend, Met
+from ...model.triton_attention import Met, TritonBackend
 from ...notices import Notices
 from .decode_rows import Advance, DecodeRows, Pick, Seats
 from .graph_sizes import WORTH, size_of, sizes_to_come
@@ -35,7 +35,7 @@ class DecodeGraphs:
     def __init__(
         self,
         runner: ModelRunner,
-        backend: KernelBackend,
+        backend: TritonBackend,
         seats: Seats,
         pick: Pick,
         advance: Advance,
@@ -228,7 +228,7 @@ def graphs_for(
     notices: Notices,
 ) -> DecodeGraphs | None:
     """None where the device does not keep the state of decode rows."""
-    if not isinstance(runner.backend, KernelBackend):
+    if not isinstance(runner.backend, TritonBackend):
         return None
     capture = config.cuda_graphs and seats.last.device.type == "cuda"
     return DecodeGraphs(runner, runner.backend, seats, pick, advance, most_times, notices, capture)

@@ -21,7 +21,7 @@ from ...kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
 from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
-from ...model.triton_attention import KernelAttention, KernelBackend, Met, StepWork
+from ...model.triton_attention import KernelAttention, Met, StepWork, TritonBackend
 
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
 Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]  # as sample_triton.advance
@@ -148,7 +148,7 @@ class DecodeRows:
     """``most_times``: how often the rows may run in a row."""
 
     def __init__(
-        self, rows: int, most_times: int, runner: ModelRunner, backend: KernelBackend, seats: Seats, pick: Pick,
+        self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick,
         advance: Advance, met: dict[tuple[Any, ...], Met],
     ) -> None:  # fmt: skip
         self.rows = rows

@@ -17,10 +17,10 @@ from ...planning.units import Request
 from ...wording import shown_size
 from .decode_graphs import DecodeGraphs
 from .decode_rows import Pick, Seats
-from .still_running import Unended
+from .still_running import StillRunning
 
 
-class Ahead:
+class RunAhead:
     def __init__(
         self, runner: ModelRunner, pick: Pick, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
     ) -> None:
@@ -33,13 +33,13 @@ class Ahead:
         # after whoever was found to have ended.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._outside: torch.cuda.Stream | None = None  # during a step, the caller's
-        self._unended: Unended | None = None  # of the requests of this turn
+        self._unended: StillRunning | None = None  # of the requests of this turn
         self._latest: torch.cuda.Event | None = None  # when the step that was launched last is over
 
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
         """All requests begin, or those of one adapter; no more than ``most_rows`` of them run in a step."""
         if self.graphs is not None:
-            self._unended = Unended(requests, self.graphs.storage, most_rows)
+            self._unended = StillRunning(requests, self.graphs.storage, most_rows)
             self.graphs.look_again = True  # what they have captured may be another adapter's
 
     @property

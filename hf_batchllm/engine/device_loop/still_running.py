@@ -8,7 +8,7 @@ from ...model.kv_storage import KVStorage
 from ...planning.units import Request
 
 
-class Unended:
+class StillRunning:
     """``most_rows``: of a step."""
 
     def __init__(self, requests: Sequence[Request], storage: KVStorage, most_rows: int) -> None:

@@ -24,11 +24,11 @@ from ...planning.units import Request
 from ...results.run_report import RunReport
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
-from ...sampling.stopping import Rules
-from ..extra_outputs import Recording, ScoreCounts
-from ..job import Work
-from ..timekeeper import Recorder
-from .score_inputs import Item, ScoreInputs
+from ...sampling.stopping import StopRules
+from ..extra_outputs import ExtraOutputs, ScoreCounts
+from ..job import Job
+from ..timekeeper import Timekeeper
+from .score_inputs import ScoreInputs, ScoreItem
 from .token_lookups import AT_ONCE, Lookups, looked_up
 
 _MOST_LOGITS = 1 << 28  # numbers that a step gives, at most
@@ -47,34 +47,34 @@ def options_of_scores() -> Options:
 
 
 @dataclass
-class ScoreWork:
+class ScoreJob:
     """What a call of ``score`` is asked for: ``work`` is what the engine runs, and each item is read from a part."""
 
     inputs: ScoreInputs
-    work: Work
+    job: Job
     sources: np.ndarray  # [items]  from which of the work's prompts each one is read
 
     @classmethod
-    def of(cls, inputs: ScoreInputs) -> ScoreWork:
+    def of(cls, inputs: ScoreInputs) -> ScoreJob:
         prompts, sources = sequences_to_run(inputs.items)
         count = len(prompts)
-        work = Work(
+        job = Job(
             prompts,
             list(range(count)),
             {},
             [options_of_scores()] * count,
             [1] * count,
             None,
-            [Rules()] * count,
+            [StopRules()] * count,
             adapters=None if inputs.adapters is None else [prompt.key for prompt in prompts],
         )
-        return cls(inputs, work, sources)
+        return cls(inputs, job, sources)
 
     @cached_property
     def readers(self) -> list[list[int]]:
         """Of each prompt of the work, the items that are read from it."""
         order = np.argsort(self.sources, kind="stable")
-        ends = np.cumsum(np.bincount(self.sources, minlength=len(self.work.prompts)))
+        ends = np.cumsum(np.bincount(self.sources, minlength=len(self.job.prompts)))
         return [some.tolist() for some in np.split(order, ends[:-1])] if len(ends) else []
 
     def _move_problems(self, problems: Mapping[int, str], strict: bool) -> None:
@@ -83,7 +83,7 @@ class ScoreWork:
             for number in self.readers[prompt]:
                 item = self.inputs.items[number]
                 place = item.index, item.choice
-                shorter = len(item.ids) - 1 < len(self.work.prompts[prompt])
+                shorter = len(item.ids) - 1 < len(self.job.prompts[prompt])
                 if shorter and strict:
                     continue
                 self.inputs.problems[place] = f"would be read from a longer one, which {why}" if shorter else why
@@ -98,14 +98,14 @@ class ScoreWork:
         except PromptError as error:
             self._move_problems(error.problems, strict=True)
             raise self.inputs.error() from None
-        self._move_problems(self.work.problems, strict=False)
+        self._move_problems(self.job.problems, strict=False)
 
     def failures(self) -> Iterator[Score]:
         for (index, choice), why in self.inputs.problems.items():
             yield Score(index, choice, self.inputs.texts.get((index, choice)), [], [], False, why)
 
 
-def sequences_to_run(items: Sequence[Item]) -> tuple[list[Prompt], np.ndarray]:
+def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarray]:
     """The sequences that have to be run, none of which is the beginning of another; and which of them each item is in.
 
     Sorted, a sequence stands right before those that begin with it.
@@ -129,14 +129,14 @@ def sequences_to_run(items: Sequence[Item]) -> tuple[list[Prompt], np.ndarray]:
     return prompts, place[longest]
 
 
-class Scoring(Recording):
+class ScoreOutputs(ExtraOutputs):
     """What a call of ``score`` takes down."""
 
-    def __init__(self, work: ScoreWork) -> None:
+    def __init__(self, job: ScoreJob) -> None:
         super().__init__([])
-        self._work = work
-        self.lookups = Lookups(work.inputs.items, work.readers)
-        self.scores = self._counts(range(len(work.work.prompts)))
+        self._work = job
+        self.lookups = Lookups(job.inputs.items, job.readers)
+        self.scores = self._counts(range(len(job.job.prompts)))
 
     @property
     def watched(self) -> Lookups:
@@ -159,8 +159,8 @@ class Scoring(Recording):
 
     def _counts(self, prompts: Iterable[int]) -> ScoreCounts:
         """Of what is read from these prompts of the work."""
-        work = self._work
-        items = [work.inputs.items[number] for prompt in prompts for number in work.readers[prompt]]
+        job = self._work
+        items = [job.inputs.items[number] for prompt in prompts for number in job.readers[prompt]]
         return ScoreCounts(
             len(items),
             sum(len(item.ids) - 1 for item in items),
@@ -176,8 +176,8 @@ class Scoring(Recording):
     def step_bytes(self, tokens: int, vocabulary: int) -> int:
         return 4 * 3 * min(min(tokens, self.most_rows(vocabulary)) * vocabulary, AT_ONCE)
 
-    def launcher(self, runner: ModelRunner, recorder: Recorder) -> ScoreLauncher:
-        return ScoreLauncher(runner, self.lookups, recorder)
+    def launcher(self, runner: ModelRunner, timekeeper: Timekeeper) -> ScoreLauncher:
+        return ScoreLauncher(runner, self.lookups, timekeeper)
 
 
 class ScoreLauncher:
@@ -185,10 +185,10 @@ class ScoreLauncher:
 
     most_times = 1
 
-    def __init__(self, runner: ModelRunner, lookups: Lookups, recorder: Recorder) -> None:
+    def __init__(self, runner: ModelRunner, lookups: Lookups, timekeeper: Timekeeper) -> None:
         self._runner = runner
         self._lookups = lookups
-        self._recorder = recorder
+        self._timekeeper = timekeeper
         self._device = runner.architecture.device
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
@@ -198,7 +198,7 @@ class ScoreLauncher:
             logits = self._runner.every_row(batch)
             if not len(rows):
                 return lambda: nobody_looks
-            self._recorder.switch("tokens")
+            self._timekeeper.switch("tokens")
             found = self._on_its_way(*looked_up(logits, rows, self._lookups.targets(places)))
 
         def wait() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What is passed to ``score`` -> ``Item``s: tokens, and from which one on they are scored. All of it checked first."""
+"""What is passed to ``score`` -> ``ScoreItem``s: tokens, and the first one that is scored. All of it checked first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place = tuple[int, int]  # of a context in the list, and of one of its continuat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Item:
+class ScoreItem:
     """Something to be scored: the tokens of ``ids`` from ``first`` on, which is not 0."""
 
     index: int
@@ -39,7 +39,7 @@ class Item:
 class ScoreInputs:
     """``items`` and ``problems`` together are all that was asked for."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[ScoreItem] = field(default_factory=list)
     problems: dict[Place, str] = field(default_factory=dict)
     texts: dict[Place, str] = field(default_factory=dict)  # of those with a problem
     what: str = "context"  # that the first number counts
@@ -86,7 +86,7 @@ def check_scores(
     inputs.adapters = adapters(len(entries))
     wanted = dict(_wanted(entries, inputs))
     found = _whole_texts(wanted, read, inputs) if given is None else _continued(given, wanted, read, inputs)
-    items: dict[Place, Item] = {}
+    items: dict[Place, ScoreItem] = {}
     for place, item in found:
         why = _length_problem(len(item.ids) - 1, architecture)  # the last token is looked up, and not run
         if why is None:
@@ -184,7 +184,7 @@ def _of_continuation(why: str, choice: int, count: int) -> str:
 # -- tokens ----------------------------------------------------------------------------------------------------
 
 
-def _whole_texts(wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, Item]]:
+def _whole_texts(wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, ScoreItem]]:
     prompts, problems = read(list(wanted.values()))
     for number, (place, given) in enumerate(wanted.items()):
         prompt = prompts[number]
@@ -193,12 +193,12 @@ def _whole_texts(wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs) -
         elif len(prompt.ids) == 1:
             inputs.problems[place] = f"is a single token, and {_NO_CONTEXT}: give it a context, or a BOS token"
         else:
-            yield place, Item(*place, prompt.ids, 1, given if isinstance(given, str) else None, prompt.key)
+            yield place, ScoreItem(*place, prompt.ids, 1, given if isinstance(given, str) else None, prompt.key)
 
 
 def _continued(
     contexts: Sequence[Any], wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs
-) -> Iterator[tuple[Place, Item]]:
+) -> Iterator[tuple[Place, ScoreItem]]:
     before, problems = read(list(contexts))
     counts: dict[int, int] = {}
     for index, _ in [*wanted, *inputs.problems]:
@@ -234,7 +234,7 @@ def _continued(
             if first == 0:
                 refuse(place, f"begins inside the first token of the context, so {_NO_CONTEXT}: begin with a BOS token")
                 continue
-            yield place, Item(*place, prompt.ids, first, wanted[place], context.key)
+            yield place, ScoreItem(*place, prompt.ids, first, wanted[place], context.key)
 
     # The same continuations of many contexts are read once.
     distinct = {_identity(wanted[place]): wanted[place] for place in apart}
@@ -249,7 +249,7 @@ def _continued(
             refuse(place, problems[number])
             continue
         ids = np.concatenate([context.ids, continuation.ids])
-        yield place, Item(*place, ids, len(context.ids), given if isinstance(given, str) else None, context.key)
+        yield place, ScoreItem(*place, ids, len(context.ids), given if isinstance(given, str) else None, context.key)
 
 
 def _identity(given: Any) -> Hashable:

@@ -16,7 +16,7 @@ from ...inputs.prompts import Prompt
 from ...planning.units import Chunk, Request, Unit
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
-from .score_inputs import Item
+from .score_inputs import ScoreItem
 
 AT_ONCE = 1 << 25  # numbers that are looked at at a time
 _ON_A_CPU = 1 << 20  # for each thread: they stay in its cache
@@ -27,7 +27,7 @@ U = TypeVar("U", bound=Hashable)
 class Lookups:
     """Which tokens are looked up at which positions of which units, and what was found."""
 
-    def __init__(self, items: Sequence[Item], readers: Sequence[Sequence[int]]) -> None:
+    def __init__(self, items: Sequence[ScoreItem], readers: Sequence[Sequence[int]]) -> None:
         self._items = items
         self._readers = readers
         counts = np.array([len(item.ids) - item.first for item in items], np.int64)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .openai_answers import answer, refusal
-from .records import OPENAI, BadItem, Item
+from .records import OPENAI, BadPromptRecord, PromptRecord
 from .token_texts import TokenTexts, finite, likeliest
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Writer:
         self._where = where
         self._note = note
 
-    def result(self, item: Item, key: str, generations: Sequence[Generation]) -> bytes:
+    def result(self, item: PromptRecord, key: str, generations: Sequence[Generation]) -> bytes:
         """``generations``: all samples of the record, in their order."""
         why = next((each.error for each in generations if each.error is not None), None)
         if why is not None:
@@ -64,7 +64,7 @@ class Writer:
             record |= {**tokens, "samples": made}
         return as_line({**record, **_kept(item), "key": key})
 
-    def error(self, item: Item | BadItem, key: str, why: str | None = None) -> bytes:
+    def error(self, item: PromptRecord | BadPromptRecord, key: str, why: str | None = None) -> bytes:
         """``why``: of what was found out only by the model; a BadItem says it itself."""
         place = "" if self._where is None else f"{self._where(item.number)}: "
         said = str(item) if why is None else f"{place}{why}"
@@ -72,13 +72,13 @@ class Writer:
             return as_line(refusal(item, key, said))
         return as_line({"index": item.number, **_id(item), "error": said, **_kept(item), "key": key})
 
-    def _compare_model(self, item: Item) -> None:
+    def _compare_model(self, item: PromptRecord) -> None:
         asked = None if item.request is None else item.request.model
         if self._note is not None and asked is not None and asked != self._model:
             self._note(f"requests name the model {asked!r}; all of them are answered by {self._model!r}")
             self._note = None
 
-    def _sample(self, item: Item, generation: Generation) -> dict[str, Any]:
+    def _sample(self, item: PromptRecord, generation: Generation) -> dict[str, Any]:
         made: dict[str, Any] = {
             "text": generation.text,
             "finish_reason": generation.finish_reason,
@@ -125,9 +125,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _id(item: Item | BadItem) -> dict[str, Any]:
+def _id(item: PromptRecord | BadPromptRecord) -> dict[str, Any]:
     return {"id": item.id} if item.has_id else {}
 
 
-def _kept(item: Item | BadItem) -> dict[str, Any]:
+def _kept(item: PromptRecord | BadPromptRecord) -> dict[str, Any]:
     return {f"input_{name}" if name in _TAKEN else name: value for name, value in item.kept.items()}

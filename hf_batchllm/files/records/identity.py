@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .records import Form
-from .settings import Settings
+from .settings import LineSettings
 
 
 def identity_of(
     model: Mapping[str, Any],  # what its user said of it
     form: Form,
-    base: Settings,
+    base: LineSettings,
     dialect: str,
     token_ids: bool,
     **more: Any,

@@ -21,7 +21,7 @@ from ...inputs.options import Options, resolve_options
 from ...notices import Notices
 from ...sampling.stop_strings import KnownStrings
 from ...sampling.stopping import rules_of
-from .settings import NAMES, Settings
+from .settings import NAMES, LineSettings
 
 if TYPE_CHECKING:
     from ...generator import BatchGenerator
@@ -55,27 +55,27 @@ class LineConfigs:
         """With its notices, so that what it would say of a call is said once."""
         return cls(generator.model, generator._tokenizer.required, generator._notices)
 
-    def config(self, settings: Settings) -> GenerationConfig:
+    def config(self, settings: LineSettings) -> GenerationConfig:
         """To be passed in the list ``generation_config``; of settings without a problem. Equal ones share it."""
         return self._good(settings).config
 
-    def samples(self, settings: Settings) -> int:
+    def samples(self, settings: LineSettings) -> int:
         """How many sequences a record gets."""
         return self._good(settings).options.num_return_sequences
 
-    def beams(self, settings: Settings) -> int:
+    def beams(self, settings: LineSettings) -> int:
         return self._good(settings).options.num_beams
 
-    def problem(self, settings: Settings) -> str | None:
+    def problem(self, settings: LineSettings) -> str | None:
         found = self._of(settings)
         return found if isinstance(found, str) else None
 
-    def _good(self, settings: Settings) -> _Made:
+    def _good(self, settings: LineSettings) -> _Made:
         found = self._of(settings)
         assert isinstance(found, _Made), found
         return found
 
-    def _of(self, settings: Settings) -> _Made | str:
+    def _of(self, settings: LineSettings) -> _Made | str:
         key = (repr(sorted(settings.options.items())), settings.logprobs, settings.adapter)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
@@ -83,7 +83,7 @@ class LineConfigs:
             self._known[key] = self._made(settings)
         return self._known[key]
 
-    def _made(self, settings: Settings) -> _Made | str:
+    def _made(self, settings: LineSettings) -> _Made | str:
         try:
             rest = {name: value for name, value in settings.options.items() if name != "num_return_sequences"}
             config = GenerationConfig(**rest)
@@ -108,7 +108,7 @@ class LineConfigs:
             )
         return _Made(config, options)
 
-    def _check_tokens(self, settings: Settings, options: Options) -> None:
+    def _check_tokens(self, settings: LineSettings, options: Options) -> None:
         said = settings.options
         named = {name: _integers(said.get(name), name == "sequence_bias") for name in _OF_TOKENS}
         named |= {name: _listed(said.get(name)) for name in _FORCED}
@@ -121,9 +121,9 @@ class LineConfigs:
                     raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
 
 
-def said_by(config: GenerationConfig) -> Settings:
+def said_by(config: GenerationConfig) -> LineSettings:
     """What a GenerationConfig says, as settings that lines may win over."""
-    return Settings({name: value for name, value in vars(config).items() if name in NAMES and value is not None})
+    return LineSettings({name: value for name, value in vars(config).items() if name in NAMES and value is not None})
 
 
 def _integers(value: Any, biased: bool) -> list[int]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from .openai_requests import CHAT, Request
-from .records import BadItem, Item
+from .openai_requests import CHAT, OpenAIRequest
+from .records import BadPromptRecord, PromptRecord
 from .token_texts import TokenTexts, finite, likeliest
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def answer(
-    item: Item, key: str, generations: Sequence[Generation], tokens: TokenTexts, model: str, created: int
+    item: PromptRecord, key: str, generations: Sequence[Generation], tokens: TokenTexts, model: str, created: int
 ) -> dict[str, Any]:
     request = item.request
     assert request is not None
@@ -37,13 +37,13 @@ def answer(
     return _enveloped(item, key, 200, body)
 
 
-def refusal(item: Item | BadItem, key: str, why: str) -> dict[str, Any]:
-    param = item.param if isinstance(item, BadItem) else None
+def refusal(item: PromptRecord | BadPromptRecord, key: str, why: str) -> dict[str, Any]:
+    param = item.param if isinstance(item, BadPromptRecord) else None
     error = {"message": why, "type": "invalid_request_error", "param": param, "code": None}
     return _enveloped(item, key, 400, {"error": error})
 
 
-def _enveloped(item: Item | BadItem, key: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+def _enveloped(item: PromptRecord | BadPromptRecord, key: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"batch_req_{item.number}_{key}",
         "custom_id": item.id,
@@ -52,7 +52,9 @@ def _enveloped(item: Item | BadItem, key: str, status: int, body: dict[str, Any]
     }
 
 
-def _choice(item: Item, request: Request, place: int, generation: Generation, tokens: TokenTexts) -> dict[str, Any]:
+def _choice(
+    item: PromptRecord, request: OpenAIRequest, place: int, generation: Generation, tokens: TokenTexts
+) -> dict[str, Any]:
     whole = generation.text or ""
     text = _before_stop(whole, item.settings.options.get("stop_strings") or ())
     stopped = generation.finish_reason == "stop" or len(text) < len(whole)

@@ -9,7 +9,7 @@ from typing import Any
 from ...inputs.chats import chat_problem
 from ...wording import a_kind, is_number, shown
 from .parsing import BadRecord
-from .settings import SettingError, Settings, nearest, read_settings
+from .settings import LineSettings, SettingError, nearest, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ENDPOINTS = (CHAT, COMPLETIONS)
@@ -18,7 +18,7 @@ _MOST_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class OpenAIRequest:
     """What the answer's form depends on."""
 
     endpoint: str
@@ -113,7 +113,7 @@ def in_their_words(why: str) -> str:
     return why
 
 
-def read_request(record: Mapping[str, Any]) -> tuple[Any, Settings, Request]:
+def read_request(record: Mapping[str, Any]) -> tuple[Any, LineSettings, OpenAIRequest]:
     """The prompt, what the request says about the answer, and what its form depends on."""
     _check_envelope(record)
     endpoint, body = record["url"], record["body"]
@@ -131,7 +131,7 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, Settings, Request]:
     if model is not None and not isinstance(model, str):
         raise BadRecord(f"`model` must be a string, not {shown(model)}", "model")
     settings = _settings(body, endpoint)
-    return prompt, settings, Request(endpoint, model, settings.logprobs is not None)
+    return prompt, settings, OpenAIRequest(endpoint, model, settings.logprobs is not None)
 
 
 def prompt_of(record: Mapping[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def _joined(parts: list[Any], place: int) -> str:
     return "".join(texts)
 
 
-def _settings(body: Mapping[str, Any], endpoint: str) -> Settings:
+def _settings(body: Mapping[str, Any], endpoint: str) -> LineSettings:
     given = {ours: body[name] for name, ours in _SETTINGS.items() if body.get(name) is not None}
     if isinstance(given.get("seed"), int) and -(2**63) <= given["seed"] < 0:
         given["seed"] += 2**64  # theirs may be negative
@@ -229,7 +229,7 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> Settings:
         raise BadRecord(str(error), error.name) from None
     # OpenAI's temperature is 1 where none is said, so these ask for tokens to be drawn.
     draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
-    return Settings(said.options, said.logprobs, said.seed, sampling_if_unsaid=draws)
+    return LineSettings(said.options, said.logprobs, said.seed, sampling_if_unsaid=draws)
 
 
 def _add_logprobs(given: dict[str, Any], body: Mapping[str, Any], endpoint: str) -> None:

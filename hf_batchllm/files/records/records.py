@@ -12,9 +12,9 @@ import numpy as np
 
 from ...inputs.chats import chat_problem, is_chat
 from ...wording import a_kind, shown
-from .openai_requests import Request, prompt_of, read_request
+from .openai_requests import OpenAIRequest, prompt_of, read_request
 from .parsing import BadRecord, NoPrompt, NotJson, parse
-from .settings import NOTHING_SAID, SettingError, Settings, settings_of
+from .settings import NOTHING_SAID, LineSettings, SettingError, settings_of
 from .templates import MissingField, Template, its_fields
 
 PLAIN, OPENAI = "plain", "openai"
@@ -44,20 +44,20 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PromptRecord:
     """A record that can be run, as far as can be seen without a model."""
 
     number: int  # its place among the records, from 0
     prompt: Any  # as BatchGenerator.generate takes it
-    settings: Settings  # of the line over those of the command line
+    settings: LineSettings  # of the line over those of the command line
     id: Any = None
     has_id: bool = False
     kept: Mapping[str, Any] = field(default_factory=dict)
-    request: Request | None = None  # of an OpenAI batch
+    request: OpenAIRequest | None = None  # of an OpenAI batch
 
 
 @dataclass(frozen=True, slots=True)
-class BadItem:
+class BadPromptRecord:
     """A record that cannot be run, and why; ``where`` it is, for a person."""
 
     number: int
@@ -85,7 +85,7 @@ class Reader:
     def __init__(
         self,
         form: Form | None = None,
-        base: Settings = NOTHING_SAID,
+        base: LineSettings = NOTHING_SAID,
         *,
         dialect: str = PLAIN,
         cells: bool = False,
@@ -101,7 +101,7 @@ class Reader:
         self._second = second or {}
         self._problems = problems or {}
 
-    def read(self, number: int, raw: bytes) -> Item | BadItem:
+    def read(self, number: int, raw: bytes) -> PromptRecord | BadPromptRecord:
         record: dict[str, Any] = {}
         name = "custom_id" if self.dialect == OPENAI else "id"
         try:
@@ -111,12 +111,14 @@ class Reader:
             if self.dialect == OPENAI:
                 return self._request(number, record)
             said = self._settings(record)
-            return Item(number, self._prompt(record), said, record.get("id"), "id" in record, self._kept(record))
+            return PromptRecord(
+                number, self._prompt(record), said, record.get("id"), "id" in record, self._kept(record)
+            )
         except BadRecord as bad:
             place = f"{self._where(number)}{bad.place if isinstance(bad, NotJson) else ''}"
             kept = self._kept(record) if self.dialect == PLAIN else {}
             none = isinstance(bad, NoPrompt)
-            return BadItem(number, place, bad.why, record.get(name), name in record, kept, bad.param, none)
+            return BadPromptRecord(number, place, bad.why, record.get(name), name in record, kept, bad.param, none)
 
     def prompt_text(self, raw: bytes) -> str:
         """What two records must have in common at their beginning to share anything; "" for those that are bad."""
@@ -130,7 +132,7 @@ class Reader:
             return ""
         return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
-    def _request(self, number: int, record: dict[str, Any]) -> Item:
+    def _request(self, number: int, record: dict[str, Any]) -> PromptRecord:
         if number in self._second:
             first = self._where(self._second[number])
             raise BadRecord(
@@ -138,9 +140,9 @@ class Reader:
                 "custom_id",
             )
         prompt, said, request = read_request(record)
-        return Item(number, prompt, said.over(self.base), record["custom_id"], True, request=request)
+        return PromptRecord(number, prompt, said.over(self.base), record["custom_id"], True, request=request)
 
-    def _settings(self, record: dict[str, Any]) -> Settings:
+    def _settings(self, record: dict[str, Any]) -> LineSettings:
         if not self.form.line_settings:
             return self.base
         template = self.form.template

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...errors import BatchLLMError
-from ...inputs.option_row import Fate, Kind, Takes
+from ...inputs.option_row import Fate, OptionKind, Takes
 from ...inputs.option_table import TABLE, names
 from ...wording import shown
 
@@ -26,7 +26,9 @@ ALIASES = {
     "stop": "stop_strings",
 }
 _BESIDE = ("seed", "adapter", "logprobs", "top_logprobs")  # what is no field of a GenerationConfig
-NAMES = frozenset(names(kind=Kind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_BESIDE))
+NAMES = frozenset(
+    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_BESIDE)
+)
 _HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_BESIDE))
 # A field of a record by such a name is a setting. The others are words that people have for data of their own.
 AT_THE_TOP = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
@@ -58,7 +60,7 @@ class SettingError(BatchLLMError, ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class LineSettings:
     """What was said in one place: in a line, or on the command line. What was not said is not in it."""
 
     options: Mapping[str, Any] = field(default_factory=dict)  # by the names of ``generate``
@@ -76,7 +78,7 @@ class Settings:
         """
         return (self.options.get("num_beams") or 1) > 1, self.logprobs is not None, self.adapter is not None
 
-    def over(self, base: Settings) -> Settings:
+    def over(self, base: LineSettings) -> LineSettings:
         """These where they say something, else those of ``base``."""
         options = {**base.options, **self.options}
         if "do_sample" in self.options and not self.options["do_sample"]:
@@ -87,7 +89,7 @@ class Settings:
                 options.pop(other, None)  # which would win over it
         if self.sampling_if_unsaid and "do_sample" not in options:
             options["do_sample"] = True
-        return Settings(
+        return LineSettings(
             {name: value for name, value in options.items() if value is not None},
             self.logprobs if self.logprobs is not None else base.logprobs,
             self.seed if self.seed is not None else base.seed,
@@ -95,7 +97,7 @@ class Settings:
         )
 
 
-NOTHING_SAID = Settings()
+NOTHING_SAID = LineSettings()
 
 
 @lru_cache(maxsize=4096)
@@ -125,7 +127,7 @@ def _bare(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter not in "_- ")
 
 
-def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> Settings:
+def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> LineSettings:
     """``fields``: settings and nothing else, by name.
 
     ``cells``: of a table, whose numbers may be text, and where an empty one says nothing. ``settle``: a temperature
@@ -153,10 +155,10 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             options[known] = _checked(name, known, value)
     if settle:
         _settle_temperature(options)
-    return Settings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
+    return LineSettings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
 
 
-def settings_of(record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()) -> Settings:
+def settings_of(record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()) -> LineSettings:
     """Those that a record says: at its top, or in its ``settings``. ``data``: fields that are none, by their place."""
     own = set(data)
     top = {name: value for name, value in record.items() if name in AT_THE_TOP and name not in own}
