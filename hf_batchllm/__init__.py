@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .files.run_file import run_file
     from .generator import BatchGenerator
     from .integrations.accelerated import accelerated
+    from .planning.base_scheduler import BaseScheduler
     from .planning.sharing import plan_prompts
     from .results.generations import BatchResult, Generation
     from .results.run_report import RunReport
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .results.sharing_plan import SharingPlan
 
 _HOME = {  # public name -> the module that holds it
+    "BaseScheduler": "planning.base_scheduler",
     "BatchConfig": "config",
     "BatchGenerator": "generator",
     "BatchLLMError": "errors",
@@ -70,6 +72,7 @@ _HOME = {  # public name -> the module that holds it
 }
 
 __all__ = [
+    "BaseScheduler",
     "BatchConfig",
     "BatchGenerator",
     "BatchLLMError",

@@ -54,7 +54,7 @@ class BatchConfig:
     min_shared_tokens: a shared prefix must save at least this many tokens to be kept apart. Raise it when
         there are many tiny groups.
     scheduler: "groups" (fills memory, sharers together), "fifo" (in the order given, never preempts), or an
-        object with the methods of ``hf_batchllm.Scheduler``.
+        object with the methods of ``hf_batchllm.BaseScheduler``.
     steps_per_sync: how many steps may be on their way before the host waits for tokens. On a GPU decode steps come in
         bursts of half as many: the host prepares the next burst while one runs. Lower it where answers are short and
         stop early, as what runs beyond an end is wasted (the report counts it); 1 to debug. None: up to 32 on a GPU,
@@ -98,7 +98,7 @@ class BatchConfig:
         elif not all(callable(getattr(self.scheduler, name, None)) for name in ("start", "next", "finish")):
             raise ConfigError(
                 f'`scheduler` must be "groups", "fifo" or an object with start(), next() and finish() '
-                f"(see hf_batchllm.Scheduler), not {shown(self.scheduler)}"
+                f"(see hf_batchllm.BaseScheduler), not {shown(self.scheduler)}"
             )
         _choice(self, "backend", ("auto", "torch", "triton"))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, overload
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from .config import BatchConfig
 from .engine.beams.outputs import beam_output, filling
@@ -19,6 +20,7 @@ from .engine.extra_outputs import ExtraOutputs
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
+from .engine.turns import STILL_RUNNING, Turn, Turns
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .inputs.adapters import AS_IT_IS, adapter_of_each
 from .inputs.base_model import base_model
@@ -38,15 +40,6 @@ from .results.run_report import RunReport
 from .results.scores import Score, ScoreResult
 from .results.sharing_plan import SharingPlan
 from .wording import a_kind
-
-_STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
-
-
-@dataclass
-class _Turn:
-    """Who has the generator."""
-
-    call: Call | None = None
 
 
 class BatchGenerator:
@@ -77,11 +70,11 @@ class BatchGenerator:
         self.model = model
         self.architecture = inspect_model(model)
         check_backend(self.config, self.architecture.device, self._notices)
-        self._home = KVMemory(model, self.architecture, self.config, self._notices)
+        self._kv = KVMemory(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
-        self._running: _Turn | None = None
+        self._turns = Turns()
         self._closed = False
 
     @property
@@ -140,34 +133,45 @@ class BatchGenerator:
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
-        done: dict[tuple[int, int], Generation] = {}
-        sequences, report, turn = 0, None, None
-        try:  # everything: an interrupt may come at any moment
-            turn = _Turn()
-            _check_progress(progress)
-            with self._busy(turn) as call:
-                padded = take_padded(prompts, generate_kwargs)
-                given = prompts if padded is None else padded
-                job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
-                sequences, self.interrupted = job.sequences, None
-                call.begin(job, strict=on_error == "raise")
-                try:
-                    with call.progress(progress) as bar:
-                        for request in call.run(bar.step):
-                            generation = self._generation(request, call.extras, decode=padded is None)
-                            done[request.index, request.sample] = generation
-                            bar.finish(request)
-                finally:
-                    self.last_report = report = self._report(call)
-            rows = done | {(failure.index, failure.sample): failure for failure in self._failures(job)}
-            result = BatchResult([rows[key] for key in sorted(rows)], report, self._tokenizer.decode_if_loaded)
-            return result if padded is None else _as_tensors(padded, result, job.options[0], call)
-        except KeyboardInterrupt:
-            self._end(turn)
-        # Out here the interrupt is gone, and with it the frames that it came through: they hold the KV cache.
-        call = turn = None
-        self.interrupted = BatchResult([done[key] for key in sorted(done)], report, self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(done), sequences)
+        finished: _Finished[Generation] = _Finished()
+        body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
+        result, interrupt = self._turns.run(body)
+        if interrupt is None:
+            return result
+        generations = [finished.results[key] for key in sorted(finished.results)]
+        self.interrupted = BatchResult(generations, finished.report, self._tokenizer.decode_if_loaded)
+        raise GenerationInterrupted(self.interrupted, len(generations), finished.expected)
+
+    def _generate(
+        self,
+        finished: _Finished[Generation],
+        prompts: Any,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        seed: Seeds | None,
+        on_error: str,
+        progress: bool | None,
+        generate_kwargs: dict[str, Any],
+        turn: Turn,
+    ) -> Any:
+        _check_progress(progress)
+        with self._taking(turn) as call:
+            padded = take_padded(prompts, generate_kwargs)
+            given = prompts if padded is None else padded
+            job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
+            finished.expected, self.interrupted = job.sequences, None
+            outputs = ExtraOutputs(job.options)
+            call.begin(job, outputs, strict=on_error == "raise")
+            try:
+                with call.progress(progress) as bar:
+                    for request in call.run(bar.step):
+                        generation = self._generation(request, outputs, decode=padded is None)
+                        finished.results[request.index, request.sample] = generation
+                        bar.finish(request)
+            finally:
+                self.last_report = finished.report = self._report(call)
+        rows = finished.results | {(failure.index, failure.sample): failure for failure in self._failures(job)}
+        result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
+        return result if padded is None else _as_tensors(padded, result, job.options[0], call)
 
     def stream(
         self,
@@ -185,16 +189,44 @@ class BatchGenerator:
         as a plain KeyboardInterrupt: what had finished has been handed out already. A bar is shown with
         ``progress=True`` only.
         """
-        turn = _Turn()
-        try:
-            with self._busy(turn):
-                if take_padded(prompts, generate_kwargs) is not None:
-                    raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-                job = self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
-        except KeyboardInterrupt:
-            self._end(turn)
-            raise
-        return self._results(job, on_error == "raise", progress or False)
+        job, interrupt = self._turns.run(
+            partial(self._checked, prompts, generation_config, seed, on_error, generate_kwargs)
+        )
+        if interrupt is not None:
+            raise interrupt
+        assert job is not None
+        return self._turns.stream(partial(self._streamed, job, on_error == "raise", progress or False))
+
+    def _checked(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        seed: Seeds | None,
+        on_error: str,
+        generate_kwargs: dict[str, Any],
+        turn: Turn,
+    ) -> Job:
+        with self._taking(turn):
+            if take_padded(prompts, generate_kwargs) is not None:
+                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
+            return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
+
+    def _streamed(self, job: Job, strict: bool, progress: bool, turn: Turn) -> Iterator[Generation]:
+        with self._taking(turn) as call:
+            self.interrupted = None
+            outputs = ExtraOutputs(job.options)
+            call.begin(job, outputs, strict)
+            yield from self._failures(job)
+            try:
+                with call.progress(progress) as bar:
+                    for request in call.run(bar.step):
+                        bar.finish(request)
+                        generation = self._generation(request, outputs)
+                        call.timekeeper.switch("outside")
+                        yield generation
+                        call.timekeeper.switch("results")
+            finally:
+                self.last_report = self._report(call)
 
     def score(
         self,
@@ -222,32 +254,44 @@ class BatchGenerator:
         the context by itself does not begin with: a token that goes over the end of the context belongs to the
         continuation. After token ids and chats, continuations are encoded by themselves, without special tokens.
         """
-        done: list[Score] = []
-        total, report, turn = 0, None, None
-        try:  # everything: an interrupt may come at any moment
-            turn = _Turn()
-            _check_progress(progress)
-            with self._busy(turn) as call:
-                inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
-                job = ScoreJob.of(inputs)
-                total, self.interrupted = len(inputs.items), None
-                extras = ScoreOutputs(job)
-                with job.problems_named():
-                    call.begin(job.job, on_error == "raise", extras)
-                try:
-                    with call.progress(progress) as bar:
-                        for request in call.run(bar.step):
-                            scores = list(extras.lookups.scores(request, self._tokenizer.decode))
-                            done += scores
-                            bar.finish(request, len(scores))
-                finally:
-                    self.last_report = report = self._report(call)
-            return ScoreResult([*done, *job.failures()], report)
-        except KeyboardInterrupt:
-            self._end(turn)
-        call = turn = job = extras = None  # out here, for the same reason as in `generate`
-        self.interrupted = ScoreResult(done, report, complete=False)
-        raise GenerationInterrupted(self.interrupted, len(done), total)
+        finished: _Finished[Score] = _Finished()
+        body = partial(self._score, finished, contexts, continuations, choices, adapter, on_error, progress)
+        result, interrupt = self._turns.run(body)
+        if interrupt is None:
+            assert result is not None
+            return result
+        scores = list(finished.results.values())
+        self.interrupted = ScoreResult(scores, finished.report, complete=False)
+        raise GenerationInterrupted(self.interrupted, len(scores), finished.expected)
+
+    def _score(
+        self,
+        finished: _Finished[Score],
+        contexts: Any,
+        continuations: Any,
+        choices: Any,
+        adapter: Any,
+        on_error: str,
+        progress: bool | None,
+        turn: Turn,
+    ) -> ScoreResult:
+        _check_progress(progress)
+        with self._taking(turn) as call:
+            inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
+            job = ScoreJob.of(inputs)
+            finished.expected, self.interrupted = len(inputs.items), None
+            outputs = ScoreOutputs(job)
+            with job.problems_named():
+                call.begin(job.job, outputs, on_error == "raise")
+            try:
+                with call.progress(progress) as bar:
+                    for request in call.run(bar.step):
+                        scores = list(outputs.lookups.scores(request, self._tokenizer.decode))
+                        finished.results.update({(score.index, score.choice): score for score in scores})
+                        bar.finish(request, len(scores))
+            finally:
+                self.last_report = finished.report = self._report(call)
+        return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
 
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
         """What sharing these prompts would save. Runs no model. ``adapter``: as in ``generate``."""
@@ -263,17 +307,17 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
-        if self._running is not None:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}, then close()")
-        self._home.close()
+        if self._turns.running is not None:
+            raise GeneratorBusyError(f"{STILL_RUNNING}, then close()")
+        self._kv.close()
         self._fusion.unmerge()
         self._closed = True
 
     def forget_prefixes(self) -> None:
         """Drop the prefixes kept from earlier calls, after a change that is not to be seen: a hook that steers, say."""
-        if self._running is not None:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}, then forget_prefixes()")
-        self._home.clear()
+        if self._turns.running is not None:
+            raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
+        self._kv.clear()
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -296,59 +340,19 @@ class BatchGenerator:
             raise GeneratorBusyError("this BatchGenerator is closed: make a new one for the model")
 
     @contextmanager
-    def _busy(self, turn: _Turn) -> Iterator[Call]:
+    def _taking(self, turn: Turn) -> Iterator[Call]:
         self._refuse_if_closed()
-        if self._running is not None:
-            raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
-        try:
-            # A plain flag: between acquiring a lock and noting that one has it, an interrupt could leave it locked.
-            # Neither an interrupt nor another thread comes between the test above and this.
-            self._running = turn
-            self.last_report = None
-            self.architecture = self._home.architecture = look_again(self.architecture, self.model)
-            turn.call = Call(self.model, self.architecture, self.config, self._home, self._notices, self._fusion)
-            with turn.call:
-                yield turn.call
-        finally:
-            self._end(turn)
+        with self._turns.take(turn, self._new_call) as call:
+            yield call
 
-    def _end(self, turn: _Turn | None) -> None:
-        """After a call; and once more after an interrupt, which may have come in the way of the first time."""
-        if turn is None or self._running is not turn:
-            return
-        try:
-            if turn.call is not None:
-                turn.call.make_sure()
-        finally:
-            self._running = None
+    def _new_call(self) -> Call:
+        self.last_report = None
+        self.architecture = self._kv.architecture = look_again(self.architecture, self.model)
+        return Call(self.model, self.architecture, self.config, self._kv, self._notices, self._fusion)
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _results(self, job: Job, strict: bool, progress: bool) -> Iterator[Generation]:
-        turn = _Turn()
-        try:
-            with self._busy(turn) as call:
-                self.interrupted = None
-                call.begin(job, strict)
-                yield from self._failures(job)
-                try:
-                    with call.progress(progress) as bar:
-                        for request in call.run(bar.step):
-                            bar.finish(request)
-                            generation = self._generation(request, call.extras)
-                            call.timekeeper.switch("outside")
-                            yield generation
-                            call.timekeeper.switch("results")
-                finally:
-                    self.last_report = self._report(call)
-            return
-        except KeyboardInterrupt as interrupt:
-            self._end(turn)
-            kept = interrupt.with_traceback(None)
-        call = turn = None  # out here, for the same reason as in `generate`
-        raise kept
-
-    def _generation(self, request: Request, extras: ExtraOutputs, decode: bool = True) -> Generation:
+    def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
             index=request.index,
@@ -357,15 +361,15 @@ class BatchGenerator:
             token_ids=request.generated,
             prompt_token_ids=request.prompt_ids.tolist(),
             finish_reason=request.finish_reason.value,
-            logprobs=extras.logprobs(request),
-            prompt_logprobs=extras.prompt_logprobs(request),
+            logprobs=outputs.logprobs(request),
+            prompt_logprobs=outputs.prompt_logprobs(request),
             score=request.score,
         )
 
     def _report(self, call: Call) -> RunReport | None:
         report = call.report()
         if report is not None:
-            report.plan.add_labels(call.prompts, self._tokenizer.decode_if_loaded)
+            report.plan.add_labels(call.plan.prompts, self._tokenizer.decode_if_loaded)
         return report
 
     def _failures(self, job: Job) -> Iterator[Generation]:
@@ -374,17 +378,29 @@ class BatchGenerator:
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
 
 
+R = TypeVar("R")
+
+
+@dataclass
+class _Finished(Generic[R]):
+    """What there is of a call when an interrupt comes."""
+
+    results: dict[tuple[int, int], R] = field(default_factory=dict)  # by prompt and sample, or context and choice
+    report: RunReport | None = None
+    expected: int = 0  # results, all in all
+
+
 def _as_tensors(
     padded: PaddedBatch, result: BatchResult, options: Options, call: Call
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
     sequences = padded.continued(result.token_ids, filling(options))
     if not options.config.return_dict_in_generate:
         return sequences
-    longest, tensors = sequences.shape[1] - padded.width, call.extras.tensors
+    longest, tensors = sequences.shape[1] - padded.width, call.outputs.tensors
     if options.num_beams > 1:
         return beam_output(sequences, longest, call.answers, options, tensors)
-    beside = {} if tensors is None else tensors.outputs(longest, sequences.device)
-    return GenerateDecoderOnlyOutput(sequences=sequences, **beside)
+    beside: dict[str, Any] = {} if tensors is None else dict(tensors.outputs(longest, sequences.device))
+    return GenerateDecoderOnlyOutput(**{"sequences": sequences, **beside})
 
 
 def _check_progress(progress: Any) -> None:

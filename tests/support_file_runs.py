@@ -1,6 +1,6 @@
 """Runs from a file to a file with answers made up on the spot, and ways to kill them. No torch.
 
-As a program it kills runs (``python -m file_runs ...``): it forks, so it must not be a process with threads.
+As a program it kills runs (``python -m support_file_runs ...``): it forks, so it must not be a process with threads.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
         return TWINS if config.fuse else None
 
-    monkeypatch.setattr("hf_batchllm.engine.call.fused_kernels", fused_kernels)
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.fused_kernels", fused_kernels)
     monkeypatch.setattr(FusedLayers, "_put_in_place", noted_put)
     return steps
 

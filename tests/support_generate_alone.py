@@ -14,8 +14,8 @@ from support_parity import NEAR_TIE
 from transformers import SynthIDTextWatermarkingConfig
 
 from hf_batchllm import BatchResult
-from hf_batchllm.engine import wiring
 from hf_batchllm.planning.units import Request
+from hf_batchllm.sampling import token_picking
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 FAMILY = "llama"
@@ -63,7 +63,9 @@ class Trace:
 @pytest.fixture
 def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     trace = Trace()
-    monkeypatch.setattr(wiring, "HostSampler", lambda *args, **given: HostSampler(*args, **given | {"record": trace}))
+    monkeypatch.setattr(
+        token_picking, "HostSampler", lambda *args, **given: HostSampler(*args, **given | {"record": trace})
+    )
     return trace
 
 

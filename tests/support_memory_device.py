@@ -90,7 +90,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr("hf_batchllm.engine.rehearsal._UNSEEN", 0)
     monkeypatch.setattr("hf_batchllm.engine.rehearsal._PARTS", 0)
     monkeypatch.setattr("hf_batchllm.engine.rehearsal._ROUNDING", 0)
-    monkeypatch.setattr("hf_batchllm.engine.call.make_backend", over_twins(TWINS))
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_twins(TWINS))
     yield made
     gc.collect()
     assert not made.tensors, "tensors of the cache are left"
@@ -137,5 +137,5 @@ def tight(device: Device, prompts: list[list[int]], part: float, model: Any = No
     with BatchGenerator(model or build(FAMILY), page_size=PAGE) as generator:
         listed: list[Any] = [SimpleNamespace(ids=prompt) for prompt in prompts]
         pages = pages_at_once(listed, generator.plan(prompts), [NEW_TOKENS] * len(prompts), PAGE)
-        device.size = int(pages * generator._home.page_bytes * part)
+        device.size = int(pages * generator._kv.page_bytes * part)
     device.trims = 0

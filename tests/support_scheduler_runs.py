@@ -13,9 +13,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hf_batchllm.inputs.prompts import Prompt
+from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.lineup import Lineup, line_up
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, Scheduler
+from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.units import Prefix, Request, Step, Unit
 
@@ -42,7 +43,7 @@ class Drive:
     """A call of the engine, without its model, that checks each step before it takes it."""
 
     cache: PagedCache
-    scheduler: Scheduler
+    scheduler: BaseScheduler
     budget: int
     contents: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slot -> the tokens up to what it holds
     steps: list[Step] = field(default_factory=list)

@@ -379,12 +379,12 @@ def test_after_an_interrupt_all_pages_are_free(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(GenerationInterrupted) as caught:
             generator.generate(PROMPTS, lengths)
     assert [each.index for each in caught.value.result] == [0, 1]
-    assert generator._home.cache is None
+    assert generator._kv.cache is None
     assert generator.generate(PROMPTS[:1], **OPTIONS).token_ids
     stream = generator.stream(PROMPTS, lengths)
     next(stream)
     stream.close()
-    assert generator._home.cache is None
+    assert generator._kv.cache is None
 
 
 def test_nothing_was_computed_again_where_a_call_ends_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,8 +426,8 @@ def test_prefixes_are_kept_and_found() -> None:
         again = generator.generate(PROMPTS, **OPTIONS)
         assert again.token_ids == first.token_ids
         assert again.report is not None and again.report.cached_tokens == len(PREFIX) - 1
-        assert generator._home.cache is not None
-        generator._home.cache.check_integrity([])
+        assert generator._kv.cache is not None
+        generator._kv.cache.check_integrity([])
 
 
 # -- sampling --------------------------------------------------------------------------------------------------

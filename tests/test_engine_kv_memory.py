@@ -45,13 +45,13 @@ def test_the_cache_takes_what_steps_leave(
 ) -> None:
     prompts = mixed_prompts(6)
     tight(device, prompts, 0.9)
-    monkeypatch.setattr("hf_batchllm.engine.call.picking_bytes", lambda *_, **__: 0)
-    monkeypatch.setattr("hf_batchllm.engine.wiring.picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.picked_by_host", lambda *_: None)
     device.step = device.size // 4
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, max_batch_tokens=100, cuda_graphs=graphs)
     result = generate(generator, prompts)
     left = device.size - 1.1 * device.step * (1 + graphs)
-    assert left - generator._home.page_bytes < result.report.kv_memory <= left
+    assert left - generator._kv.page_bytes < result.report.kv_memory <= left
     assert rehearsed[0] == 100 and (len(rehearsed) > 1) == graphs
     assert_parity(FAMILY, prompts, result, NEW_TOKENS)
 
@@ -87,7 +87,7 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
     each: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither is more taken than is left, nor as much left as all sequences at once would take."""
-    monkeypatch.setattr("hf_batchllm.engine.call.picking_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr("hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0)
     prompts = mixed_prompts(20)
     tight(device, prompts, 0.9)
     monkeypatch.setattr(
@@ -109,15 +109,15 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
     if each in (0, 500):
         assert len(asked) == 1
     if each == 5000:
-        pages = memory // generator._home.page_bytes
-        assert pages > (device.size - asked[0][1]) // generator._home.page_bytes
+        pages = memory // generator._kv.page_bytes
+        assert pages > (device.size - asked[0][1]) // generator._kv.page_bytes
         assert memory + max(taken for most, taken in asked if most <= pages + 1) <= device.size
 
 
 def test_what_is_known_is_not_tried_again(
     device: Device, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.engine.wiring.picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.picked_by_host", lambda *_: None)
     prompts = mixed_prompts(6)
     tight(device, prompts, 1.5)
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
@@ -279,7 +279,7 @@ def test_layers_in_plain_torch_are_not_reckoned_with(
     odd = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "too odd"}))
     prompts, model = mixed_prompts(6), build(FAMILY)
     tight(device, prompts, 0.8)
-    monkeypatch.setattr("hf_batchllm.engine.call.make_backend", over_twins(odd))
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_twins(odd))
     generator, page = BatchGenerator(model, page_size=PAGE), pages_of_memory(model, 1, PAGE)
     rehearsed = []
     for _ in range(2):

@@ -167,7 +167,7 @@ def test_graphs_that_do_not_close_leave_the_generator_free(
     generator = BatchGenerator(build("llama"), steps_per_sync=2)
     with pytest.raises(RuntimeError, match="CUDA error"):
         generator.generate(some(3), max_new_tokens=12, progress=False)
-    assert generator._running is None
+    assert generator._turns.running is None
     generator.close()
 
 
@@ -197,8 +197,12 @@ def test_a_request_that_has_stopped_waits_for_nothing() -> None:
 
 
 def test_a_scheduler_that_cannot_say_what_it_must_know_does_not_run_ahead() -> None:
-    class Forgetful(GroupScheduler):
-        must_know = None  # type: ignore[assignment]
+    class Forgetful:
+        runs_ahead = True
+
+        def __init__(self) -> None:
+            inner = GroupScheduler()
+            self.start, self.next, self.finish = inner.start, inner.next, inner.finish
 
     prompts = some(4)
     generator = BatchGenerator(build("llama"), steps_per_sync=4, scheduler=Forgetful())

@@ -148,7 +148,7 @@ KILLED = {
 
 
 def test_killed_before_any_call_that_changes_a_file_and_in_the_middle_of_any_write(folder) -> None:
-    done = program("-m", "file_runs", "every", str(folder), json.dumps(KILLED))
+    done = program("-m", "support_file_runs", "every", str(folder), json.dumps(KILLED))
     reports = json.loads(done.stdout or "null")
     assert reports is not None, done.stderr
     assert {name: report["wrong"] for name, report in reports.items()} == {name: [] for name in KILLED}
@@ -156,7 +156,7 @@ def test_killed_before_any_call_that_changes_a_file_and_in_the_middle_of_any_wri
 
 
 def test_killed_at_random_again_and_again(folder) -> None:
-    done = program("-m", "file_runs", "random", str(folder), "out.jsonl", "80", "300")
+    done = program("-m", "support_file_runs", "random", str(folder), "out.jsonl", "80", "300")
     assert json.loads(done.stdout or "null") == {"deaths": 80, "wrong": []}, done.stderr
 
 

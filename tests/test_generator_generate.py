@@ -251,7 +251,7 @@ def test_a_prompt_beyond_the_learned_positions_is_named() -> None:
 
 def test_a_cache_too_small_for_a_prompt_names_it() -> None:
     generator = BatchGenerator(build(FAMILY), kv_memory=1 << 14, page_size=4)
-    pages = (1 << 14) // generator._home.page_bytes
+    pages = (1 << 14) // generator._kv.page_bytes
     longest = pages * 4
     with pytest.raises(PromptError, match="`kv_memory`") as caught:
         generator.generate([[5] * longest, [6, 7]], max_new_tokens=8)

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.xdist_group("kernel")  # one kernel: most of the time g
 
 SETUP = """
 import sys, time, traceback
-from families import build
-from storages import Storages
-from untouched import fingerprint, prompts
+from support_families import build
+from support_live_tensors import Storages
+from support_untouched import fingerprint, prompts
 storages = Storages()
 storages.watch()
 model, given, options = build("gemma2"), prompts(count=14), {"max_new_tokens": 8}
@@ -201,7 +201,7 @@ def test_close_gives_everything_back_whatever_ipython_keeps(kernel: Kernel, ende
     kernel.check("""
 gen, had = new_generator(keep_prefixes=4), len(storages.seen)
 gen.generate(given, **options)
-storages.note_kept(gen._home.storage)
+storages.note_kept(gen._kv.storage)
 assert storages.alive()
 """)
     kernel.check("gen.generate(given, **options)")  # now there are _, Out[...] and so on

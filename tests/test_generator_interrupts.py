@@ -54,7 +54,7 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
     with contextlib.suppress(RuntimeError):
         free.release()
         raise AssertionError("the model's lock is still held")
-    cache = generator._home.cache
+    cache = generator._kv.cache
     if cache is not None:  # kept prefixes, and nothing else
         cache.check_integrity(alive=[])
     result = generator.generate(GIVEN, **OPTIONS)
@@ -382,7 +382,7 @@ def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[
     leave(stream, how)
     del stream
     gc.collect()
-    assert generator._home.cache is None
+    assert generator._kv.cache is None
     assert_as_before(generator, before, expected)
 
 

@@ -156,7 +156,7 @@ def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any])
         assert result.report.cached_tokens == shared
         assert result.report.computed_tokens == own
     # Between calls there is memory for the kept prefix and for nothing else.
-    home = generator._home
+    home = generator._kv
     assert home.cache is not None and home.storage is not None
     assert home.cache.num_pages == -(-60 // page_size) and home.cache.free_pages == 0
     assert home.storage.bytes == home.cache.num_pages * home.page_bytes

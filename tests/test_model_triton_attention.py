@@ -54,7 +54,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen["lists"].append(work)
         return work
 
-    monkeypatch.setattr("hf_batchllm.engine.call.make_backend", make_backend)
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)
     monkeypatch.setattr(StepWork, "lists", noted_lists)
     return seen
 
@@ -214,7 +214,7 @@ def test_bfloat16_is_refused_under_the_interpreter() -> None:
     script = """if True:
         import copy, sys; sys.path.insert(0, "tests")
         import torch
-        from families import build
+        from support_families import build
         from hf_batchllm import BatchGenerator
         prompts = [[5, 6, 7, 8] * 6 + [i] for i in range(3)]
         tokens = []

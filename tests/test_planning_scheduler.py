@@ -12,9 +12,10 @@ from support_families import build
 from support_scheduler_runs import BUDGETS, PAGE_SIZES, Drive, Job, bare_minimum, jobs_strategy
 
 from hf_batchllm import BatchConfig, BatchGenerator
+from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.memory_forecast import Forecast
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.scheduler import ExpectedLength, FifoScheduler, GroupScheduler, Scheduler, make_scheduler
+from hf_batchllm.planning.scheduler import ExpectedLength, FifoScheduler, GroupScheduler, make_scheduler
 from hf_batchllm.planning.units import Chunk, Request, Step
 
 
@@ -36,7 +37,7 @@ SCHEDULERS = [GroupScheduler, GatheringScheduler, FifoScheduler]
     kind=st.sampled_from(SCHEDULERS),
 )
 def test_everything_is_run_once_and_ends(
-    jobs: list[Job], page_size: int, budget: int, spare: int, fee: int, kind: Callable[[], Scheduler]
+    jobs: list[Job], page_size: int, budget: int, spare: int, fee: int, kind: Callable[[], BaseScheduler]
 ) -> None:
     cache = PagedCache(bare_minimum(jobs, page_size) + spare, page_size)
     drive = Drive(cache, kind(), budget)
@@ -61,7 +62,7 @@ def test_calls_in_a_row_on_a_cache_that_keeps_prefixes(
     budget: int,
     spare: int,
     keep: int,
-    kinds: list[Callable[[], Scheduler]],
+    kinds: list[Callable[[], BaseScheduler]],
     grow: bool,
 ) -> None:
     least = [bare_minimum(jobs, page_size) for jobs in calls]
@@ -125,7 +126,7 @@ def members_of_one_document(count: int = 8, document: int = 60) -> list[Job]:
 def test_pages_that_are_there_are_not_counted_again() -> None:
     """Eight members of a document: 15 pages for it and one for each, where whole prompts would take 16 each."""
 
-    def most_running(scheduler: Scheduler) -> int:
+    def most_running(scheduler: BaseScheduler) -> int:
         return Drive(PagedCache(15 + 8, 4), scheduler, 10_000).call(members_of_one_document()).most_running
 
     assert most_running(GroupScheduler()) == 8
@@ -136,7 +137,7 @@ def test_pages_that_are_there_are_not_counted_again() -> None:
 def test_tokens_that_are_there_are_not_charged_again() -> None:
     """With the document computed, its members bring a token each: all enter one step, though whole they would not."""
 
-    def prompt_steps(scheduler: Scheduler) -> list[int]:
+    def prompt_steps(scheduler: BaseScheduler) -> list[int]:
         drive = Drive(PagedCache(200, 4, keep_prefixes=1), scheduler, 64)
         drive.call(members_of_one_document(2))
         drive.scheduler = type(scheduler)()
@@ -235,7 +236,7 @@ def test_a_kept_prefix_that_fills_the_cache_gives_way_to_who_reads_a_little_of_i
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_kept_prefixes_do_not_keep_newcomers_out(kind: Callable[[], Scheduler]) -> None:
+def test_kept_prefixes_do_not_keep_newcomers_out(kind: Callable[[], BaseScheduler]) -> None:
     cache = PagedCache(20, 1, keep_prefixes=5)
     drive = Drive(cache, kind(), 1000)
     for document in range(4):
@@ -335,8 +336,15 @@ def test_a_scheduler_of_ones_own_is_used() -> None:
 def test_schedulers_by_name() -> None:
     assert isinstance(make_scheduler("groups"), GroupScheduler)
     assert isinstance(make_scheduler("fifo"), FifoScheduler)
-    mine = OneByOne()
+    mine = GroupScheduler()
     assert make_scheduler(BatchConfig(scheduler=mine).scheduler) is mine
+
+
+def test_a_scheduler_of_another_class_has_the_defaults_of_a_base_scheduler() -> None:
+    made = make_scheduler(BatchConfig(scheduler=OneByOne()).scheduler)
+    assert isinstance(made, BaseScheduler) and made.name == "OneByOne"
+    assert not made.runs_ahead and not made.ends_waiting and made.preemptions == 0
+    assert made.repeat(Step(), 5) == 1
 
 
 # --- decode rows that wait for each other -------------------------------------------------------------------------

@@ -416,7 +416,9 @@ assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["plan", "report", "result", "course", "tree", "axes", "markup", "theme"])
+@pytest.mark.parametrize(
+    "module", ["plan", "report", "result", "scores", "timeline", "icicle", "axes", "markup", "theme"]
+)
 def test_each_view_can_be_imported_first(module):
     code = f"import hf_batchllm.results.views.{module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -203,7 +203,7 @@ def test_each_token_is_run_once_and_the_head_only_where_it_is_asked(config: dict
 
 
 def test_steps_are_small_where_the_vocabulary_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_outputs, "_MOST_LOGITS", 9 * 101 + 100)
+    monkeypatch.setattr(extra_outputs, "MOST_LOGITS", 9 * 101 + 100)
     monkeypatch.setattr(logprobs_module, "_AT_ONCE", 2 * 101)
     with counted_tokens(build(FAMILY)) as sizes:
         result = generate(FAMILY, mixed_prompts())
@@ -219,13 +219,13 @@ def test_nothing_is_held_of_prompts_that_were_handed_out() -> None:
     prompts = random_prompts(random.Random(1), 97, "distinct", 12)
     stream = generator.stream(prompts, max_new_tokens=3, logprobs=1, prompt_logprobs=1)
     for count, _ in enumerate(stream, start=1):
-        running = generator._running
+        running = generator._turns.running
         assert running is not None and running.call is not None
-        extras = running.call.extras
-        assert extras.prompts is not None and extras.new_tokens is not None
-        assert len(extras.prompts._chains) == len(prompts) - count
-        assert len(extras.prompts._known) <= len(prompts) - count
-        assert len(extras.new_tokens._of) <= len(prompts) - count
+        outputs = running.call.outputs
+        assert outputs._prompts is not None and outputs._new_tokens is not None
+        assert len(outputs._prompts._chains) == len(prompts) - count
+        assert len(outputs._prompts._known) <= len(prompts) - count
+        assert len(outputs._new_tokens._of) <= len(prompts) - count
 
 
 # -- kept prefixes ---------------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def test_kept_prefixes_are_not_made_use_of_and_stay() -> None:
     generator.generate([*first, [*other, 7], [*other, 8]], max_new_tokens=3)
 
     def kept() -> list[tuple[int, ...]]:
-        assert generator._home.cache is not None
-        return [tuple(prefix.ids.tolist()) for prefix in generator._home.cache._kept]
+        assert generator._kv.cache is not None
+        return [tuple(prefix.ids.tolist()) for prefix in generator._kv.cache._kept]
 
     before = kept()
     # One prompt parts from the document half-way, where a kept prefix would be cut.

@@ -28,9 +28,10 @@ from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.timekeeper import Timekeeper
 from hf_batchllm.inputs.prompts import Prompt
+from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.lineup import line_up
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, Scheduler
+from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.units import Step
 from hf_batchllm.results.timeline import Timeline
@@ -75,7 +76,7 @@ class _NoBuilder:
         return step
 
 
-def simulate(case: Case, scheduler: Scheduler, budget: int = _BUDGET) -> Outcome:
+def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Outcome:
     began = time.perf_counter()
     answers = case.workload.answers
     prompts = [Prompt(np.array(ids, np.int32)) for ids in case.workload.prompts(_VOCABULARY)]
@@ -140,7 +141,7 @@ def cases() -> list[Case]:
     return found
 
 
-SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+SCHEDULERS: dict[str, Callable[[], BaseScheduler]] = {
     "groups": GroupScheduler,
     "static": StaticAdmission,
     "fifo": FifoScheduler,

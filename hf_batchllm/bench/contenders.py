@@ -19,7 +19,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from ..engine.wiring import scheduler_for
 from ..generator import BatchGenerator
-from ..planning.scheduler import Scheduler
+from ..planning.base_scheduler import BaseScheduler
 from ..planning.units import Request, Step
 from ..results.run_report import RunReport
 
@@ -50,7 +50,7 @@ class RecordingScheduler:
     a scheduler sees the requests before they run.
     """
 
-    def __init__(self, inner: Scheduler) -> None:
+    def __init__(self, inner: BaseScheduler) -> None:
         self.inner = inner
         self.sizes: list[StepSize] = []
         self.answers: Sequence[int] | None = None

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from torch import nn
-
-from ..inputs.adapters import adapter_configs
 from ..inputs.prompts import Prompt
-from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
+from ..model.model_in_use import ModelInUse
 from ..planning.units import Request
 
 
 class AdapterTurns:
-    """The adapters of a call: ``adapters`` as Work has them. Where nobody says which, the model is used as it is."""
+    """The adapters of a call. ``adapters``: of each prompt, as Job has them; None: the model is used as it is."""
 
-    def __init__(self, model: nn.Module, adapters: Sequence[str | None] | None) -> None:
-        self._model = model
+    def __init__(self, use: ModelInUse, adapters: Sequence[str | None] | None) -> None:
+        self._use = use
         self._adapters = adapters
-        self._active = active_in(adapted_layers(model))
-        self.swap = None if adapters is None else AdapterSwap(model, adapter_configs(model))
+        self._active = use.active_adapters()
+        self.swap = None if adapters is None else use.adapter_swap()
 
     def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
         """With the adapter as their key: what is computed with one is no good for another."""
@@ -42,8 +39,8 @@ class AdapterTurns:
 
     @property
     def were_switched(self) -> bool:
-        """Whether the owner has, meanwhile, and it made a difference."""
-        return self.swap is None and self._active != active_in(adapted_layers(self._model))
+        """Whether the owner has switched adapters meanwhile, on a model that is used as it is."""
+        return self.swap is None and self._active != self._use.active_adapters()
 
     def restore(self) -> None:
         if self.swap is not None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ..inputs.seeds import Seeds
 from ..planning.lineup import Lineup
 from ..planning.paged_cache import PagedCache
-from ..planning.scheduler import Scheduler
 from ..planning.units import Request
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
@@ -18,13 +17,13 @@ from .timekeeper import Timekeeper
 
 def report_of(
     engine: Engine | BeamEngine,
-    scheduler: Scheduler,
     cache: PagedCache,
     lineup: Lineup,
     requests: Sequence[Request],
     plan: SharingPlan,
     timekeeper: Timekeeper,
     *,
+    preemptions: int,
     page_bytes: int,
     planning_seconds: float,
     capture_seconds: float,
@@ -56,7 +55,7 @@ def report_of(
         new_tokens=sum(len(request.generated) for request in requests),
         model_tokens=engine.model_tokens,
         steps=engine.steps,
-        preemptions=getattr(scheduler, "preemptions", 0),
+        preemptions=preemptions,
         seconds=seconds,
         planning_seconds=planning_seconds,
         peak_memory=cache.peak_pages * page_bytes,

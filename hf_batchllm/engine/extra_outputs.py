@@ -1,60 +1,27 @@
-"""What a call gives back beside tokens: scores and logits as ``generate`` shapes them, and log-probabilities.
+"""What ``generate`` gives back beside tokens: scores and logits as its ModelOutput has them, and log-probabilities.
 
-All of it is worked out by the host, step by step. Log-probabilities are those of the model's raw logits in float32.
+The host works all of it out, step by step. Log-probabilities are those of the model's raw logits in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+
+import torch
 
 from ..inputs.options import Options
-from ..inputs.prompts import Prompt
 from ..planning.units import Chunk, Request
+from ..results.sharing_plan import SharingPlan
 from ..sampling.logprobs import _AT_ONCE, LogProbs, NewTokenLogProbs, PromptLogProbs, Sample, StepTensors
-
-if TYPE_CHECKING:
-    from ..model.runner import ModelRunner
-    from ..results.run_report import RunReport
-    from ..results.sharing_plan import SharingPlan
-    from .loop import Launcher
-    from .timekeeper import Timekeeper
+from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
 
 
-_MOST_LOGITS = 1 << 28  # numbers that a step gives where each of its tokens is asked for
-
-
-class Watched(Protocol):
-    """Looks at logits of prompts."""
-
-    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
-        """Of each prompt of the call, the tokens at its beginning at which no logits are needed."""
-
-    def start(self, requests: Sequence[Request]) -> None:
-        """The call's requests, attached to their prefixes."""
-
-    def wanted(self, chunk: Chunk) -> Sequence[Chunk]:
-        """The parts of a chunk, which is about to be run, whose logits are asked for."""
-
-
-@dataclass(frozen=True)
-class ScoreCounts:
-    """Scores that are to be read from a call's sequences."""
-
-    scores: int
-    prompt_tokens: int  # that each of them would have to run by itself, added up
-    scored_tokens: int
-
-
-class ExtraOutputs:
+class ExtraOutputs(CallOutputs):
     """``options``: of each prompt of the call; what is asked for here is the same for all of them."""
 
     def __init__(self, options: Sequence[Options]) -> None:
-        self.tensors: StepTensors | None = None
-        self.new_tokens: NewTokenLogProbs | None = None
-        self.prompts: PromptLogProbs | None = None
-        self.scores: ScoreCounts | None = None  # where tokens are not what is wanted
+        self._new_tokens: NewTokenLogProbs | None = None
+        self._prompts: PromptLogProbs | None = None
         if not options:
             return
         config, given = options[0].config, options[0].given
@@ -63,60 +30,52 @@ class ExtraOutputs:
             samples = beams if beams > 1 else options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))
         if given.logprobs is not None:
-            self.new_tokens = NewTokenLogProbs(int(given.logprobs))
+            self._new_tokens = NewTokenLogProbs(int(given.logprobs))
         if given.prompt_logprobs is not None:
-            self.prompts = PromptLogProbs(int(given.prompt_logprobs))
+            self._prompts = PromptLogProbs(int(given.prompt_logprobs))
 
     @property
-    def watched(self) -> Watched | None:
-        """What wants to see the logits of prompts."""
-        return self.prompts
+    def watcher(self) -> PromptWatcher | None:
+        return self._prompts
 
-    def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
-        """In the terms of whoever reads it. ``requests``: of the call."""
-        return report
+    @property
+    def record_prompts(self) -> Callable[[Sequence[Chunk], torch.Tensor], None] | None:
+        return None if self._prompts is None else self._prompts.record
 
-    def launcher(self, runner: ModelRunner, timekeeper: Timekeeper) -> Launcher | None:
-        """What runs the steps, where tokens are not what is wanted of them."""
+    def most_rows(self, vocabulary: int) -> int | None:
         return None
+
+    def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
+        return budget if self._prompts is None else max(1, min(budget, MOST_LOGITS // vocabulary))
+
+    def step_bytes(self, tokens: int, vocabulary: int) -> int:
+        logits = 0 if self._prompts is None else tokens * vocabulary
+        return 4 * (logits + 3 * min(logits, _AT_ONCE))
+
+    def results_bytes(self, steps: int, vocabulary: int) -> int:
+        return 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
 
     @property
     def why_by_host(self) -> str | None:
-        """Why tokens have to be picked by the host; None where nothing is asked for."""
         names = [] if self.tensors is None else list(self.tensors.names)
-        names += ["logprobs"] * (self.new_tokens is not None) + ["prompt_logprobs"] * (self.prompts is not None)
+        names += ["logprobs"] * (self._new_tokens is not None) + ["prompt_logprobs"] * (self._prompts is not None)
         if not names:
             return None
         quoted = " and ".join(f"`{name}`" for name in names)
         return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
 
-    def most_rows(self, vocabulary: int) -> int | None:
-        """How many rows of logits a step gives at most; None where that is as many as there are sequences."""
-        return None
-
-    def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
-        """How many tokens a step may have, of the ``budget`` that there is.
-
-        ``plan``: in whose order prompts run, if they do, and from their beginning.
-        """
-        return budget if self.prompts is None else max(1, min(budget, _MOST_LOGITS // vocabulary))
-
-    def results_bytes(self, steps: int, vocabulary: int) -> int:
-        """What is kept on the device to be handed out, at most. ``steps``: the new tokens of the longest row."""
-        return 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
-
-    def step_bytes(self, tokens: int, vocabulary: int) -> int:
-        """What looking at a step of so many tokens takes on the device."""
-        logits = 0 if self.prompts is None else tokens * vocabulary
-        return 4 * (logits + 3 * min(logits, _AT_ONCE))
-
     def around(self, sample: Sample) -> Sample:
-        """``sample``, with the log-probabilities of what it picks taken down."""
-        return sample if self.new_tokens is None else self.new_tokens.around(sample)
+        """``sample``, with the log-probabilities of the tokens that it picks taken down."""
+        return sample if self._new_tokens is None else self._new_tokens.around(sample)
 
     def logprobs(self, request: Request) -> list[LogProbs] | None:
-        """To be asked for once, when the request has ended; so is the next one."""
-        return None if self.new_tokens is None else self.new_tokens.take(request)
+        """Of a request that has ended. Can be asked for once."""
+        return None if self._new_tokens is None else self._new_tokens.take(request)
 
     def prompt_logprobs(self, request: Request) -> list[LogProbs | None] | None:
-        return None if self.prompts is None else self.prompts.take(request)
+        """Of a request that has ended. Can be asked for once."""
+        return None if self._prompts is None else self._prompts.take(request)
+
+    def release(self) -> None:
+        if self.tensors is not None:
+            self.tensors.release()

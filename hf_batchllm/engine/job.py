@@ -24,7 +24,6 @@ from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.architecture import Architecture
 from ..notices import Notices
-from ..sampling.device_sampler import penalised_by
 from ..sampling.stop_strings import KnownStrings
 from ..sampling.stopping import StopRules, rules_of_each
 from .scoring.score_inputs import Reading, ScoreInputs, check_scores
@@ -65,19 +64,6 @@ class Job:
     @property
     def sequences(self) -> int:
         return sum(self.samples)
-
-    @property
-    def penalised(self) -> int:
-        """How many of them have a repetition penalty."""
-        penalised = {options for options in self.kinds if penalised_by(options)}
-        return sum(
-            count for place, count in zip(self.places, self.samples, strict=True) if self.options[place] in penalised
-        )
-
-    @property
-    def kinds(self) -> list[Options]:
-        """The different options that there are."""
-        return list(dict.fromkeys(self.options[place] for place in self.places))
 
 
 class JobChecks:
@@ -169,7 +155,8 @@ class JobChecks:
         # Lists: what interrupts a generator while it closes is lost.
         drops = [module.p for module in self._model.modules() if isinstance(module, nn.Dropout)]
         config = base_model(self._model).config.get_text_config(decoder=True)
-        if any(drops) or getattr(config, "attention_dropout", 0):
+        in_attention: float = getattr(config, "attention_dropout", 0.0)
+        if any(drops) or in_attention:
             self._notices(
                 "dropout",
                 "the model is in training mode and has dropout: results are random in a way that no seed governs "

@@ -13,7 +13,7 @@ import torch
 
 from ..model.batch import BatchBuilder, ModelBatch
 from ..model.runner import ModelRunner, current_device
-from ..planning.scheduler import Scheduler
+from ..planning.base_scheduler import BaseScheduler
 from ..planning.units import FinishReason, Request, Step
 from ..sampling.stopping import Endings
 from .timekeeper import Stretch, Timekeeper
@@ -63,10 +63,6 @@ class AtOnce:
         """A step looks at everything anew."""
 
 
-def runs_ahead(scheduler: Scheduler) -> bool:
-    return getattr(scheduler, "runs_ahead", False) and callable(getattr(scheduler, "must_know", None))
-
-
 @dataclass
 class Flight:
     """A step on its way."""
@@ -83,7 +79,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: BaseScheduler,
         builder: BatchBuilder,
         launcher: Launcher,
         endings: Endings,
@@ -95,7 +91,7 @@ class Engine:
         self.launcher = launcher
         self.endings = endings
         self.timekeeper = timekeeper
-        self.depth = depth if runs_ahead(scheduler) else 1
+        self.depth = depth if scheduler.runs_ahead else 1
         # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
         self.flights = 2 if launcher.most_times > 1 else depth
         self.steps = 0
@@ -146,14 +142,14 @@ class Engine:
 
     def _next(self, must_wait: bool) -> Step | None:
         """The next step; None if what is on its way must be seen first, or if there is none."""
-        if must_wait and self.scheduler.must_know():  # type: ignore[attr-defined]
+        if must_wait and self.scheduler.must_know():
             return None
         return self.scheduler.next()
 
     def _launch(self, step: Step) -> Flight:
-        repeat, most = getattr(self.scheduler, "repeat", None), self.launcher.most_times
-        if most > 1 and not step.chunks and repeat is not None:
-            step.times = self._checked(repeat(step, most), step, most)
+        most = self.launcher.most_times
+        if most > 1 and not step.chunks:
+            step.times = self._checked(self.scheduler.repeat(step, most), step, most)
         batch = self.builder.build(step)
         sampling = step.sampling()
         counts = [step.times_of(request) for request in sampling]
@@ -171,17 +167,17 @@ class Engine:
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """What ``repeat`` gave: with another number, rows would run over pages that are not theirs."""
-        what = f"{type(self.scheduler).__name__}.repeat()"
+        what = f"{self.scheduler.name}.repeat()"
         if not hasattr(times, "__index__") or not 1 <= operator.index(times) <= most:
             raise TypeError(f"{what} gave {times!r}: it must give a whole number from 1 to {most}")
-        times = operator.index(times)  # NumPy's integers, too
+        number: int = operator.index(times)  # NumPy's integers, too
         for request in step.rows:
-            end = request.length + min(times, request.max_new_tokens - request.made) - 1
+            end = request.length + min(number, request.max_new_tokens - request.made) - 1
             if request.computed != end or len(request.pages) * self.builder.page_size < end - request.start:
                 raise ValueError(
-                    f"{what} gave {times}, so {request} needs pages up to position {end:,}, which its `computed` says"
+                    f"{what} gave {number}, so {request} needs pages up to position {end:,}, which its `computed` says"
                 )
-        return times
+        return number
 
     def collect(self, flight: Flight, tokens: np.ndarray) -> list[Request]:
         """Give each request its tokens; those that end with them leave the cache."""
@@ -189,7 +185,7 @@ class Engine:
         self.timekeeper.switch("tokens")
         ends = self.endings.find(flight.sampling, flight.counts, tokens)
         self.timekeeper.switch("scheduling")
-        finished = []
+        finished: list[Request] = []
         for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
             if request.done:  # it had ended before this step, which nobody knew when it was launched
                 self.idle_tokens += count

@@ -44,8 +44,8 @@ class TokenGenerator(BatchGenerator):
         super().__init__(model, tokenizer, config)
         self.given_tokenizer = tokenizer
 
-    def _generation(self, request: Request, recording: ExtraOutputs, decode: bool = True) -> Generation:
-        return super()._generation(request, recording, decode=False)
+    def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
+        return super()._generation(request, outputs, decode=False)
 
     def with_texts(self, result: BatchResult) -> BatchResult:
         texts = (None if each.error else self._tokenizer.decode(each.token_ids) for each in result)

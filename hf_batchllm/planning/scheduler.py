@@ -9,57 +9,23 @@ step must run, the pages that a request adds.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
+from .base_scheduler import BaseScheduler, as_base_scheduler
 from .memory_forecast import Forecast, Lifetimes
 from .paged_cache import PagedCache
 from .units import Chunk, FinishReason, Request, Step
 
 
-class Scheduler(Protocol):
-    """Implement these four, hand the object to ``BatchConfig(scheduler=...)``, and it decides.
-
-    After ``next()`` the engine runs the step as it stands: every chunk in it counts as computed from then on, and the
-    pages for it are reserved. A unit may be run beside the prefix that it stands on if that comes before it.
-    ``preemptions`` may count how often a request gave its pages back, for the report.
-
-    With ``runs_ahead`` (absent: False) steps are asked for before the tokens of earlier ones have been seen: requests
-    then have ``pending`` tokens, and those that are ``exhausted`` only wait for theirs. Where a request may be
-    preempted ``must_know()`` says so beforehand: it is computed again from its tokens.
-
-    With ``repeat(step, most)`` (absent: once) a step of nothing but rows may run several times in a row, before anybody
-    looks at the tokens. It gives that number, from 1 to ``most``. Each row then grows by as many tokens, or by those
-    that it may still have if they are fewer: up to position ``end = length + tokens - 1`` its pages must be reserved,
-    and its ``computed`` set to that.
-
-    With ``ends_waiting`` (absent: False) ``finish`` may come for a request that has not begun, or was preempted and
-    waits: its time is over (``max_time``). Else each request still gets a token then, as in ``generate``.
-    """
-
-    preemptions: int
-
-    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
-        """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready.
-
-        Where prompts have different adapters it begins with those of one, and again when none of them is left.
-        """
-
-    def next(self) -> Step | None:
-        """The next step, or None when every request has finished, or only waits for tokens that were not seen yet."""
-
-    def finish(self, request: Request) -> None:
-        """``request`` has ended: give back what it holds."""
-
-
-def make_scheduler(choice: str | Scheduler, gather_rows: int = 0) -> Scheduler:
+def make_scheduler(choice: Any, gather_rows: int = 0) -> BaseScheduler:
     """``gather_rows`` as GroupScheduler has it, where the choice is "groups"."""
     if choice == "groups":
         return GroupScheduler(gather_rows)
-    return FifoScheduler() if isinstance(choice, str) else choice
+    return FifoScheduler() if isinstance(choice, str) else as_base_scheduler(choice)
 
 
 _AT_FIRST = 4  # times that rows run in a row when answers that may stop begin
@@ -92,8 +58,8 @@ class ExpectedLength:
         return min(request.max_new_tokens, max(math.ceil(guess), request.made + 1))
 
 
-class _Base(ABC):
-    """What both schedulers do: keep the queues, cut prompts into chunks, give pages back."""
+class QueueScheduler(BaseScheduler):
+    """What the schedulers here have in common: they keep queues, cut prompts into chunks and give pages back."""
 
     runs_ahead = True
     ends_waiting = True
@@ -109,10 +75,6 @@ class _Base(ABC):
     @abstractmethod
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         """The order in which requests are let in."""
-
-    def must_know(self) -> bool:
-        """Whether the next step may take pages from a request whose tokens have not all been seen."""
-        return False
 
     def finish(self, request: Request) -> None:
         if request in self.running:
@@ -217,7 +179,7 @@ class _Base(ABC):
         return step if step.tokens else None
 
 
-class GroupScheduler(_Base):
+class GroupScheduler(QueueScheduler):
     """Decode rows first, then prompts as far as the token budget goes, then newcomers as far as memory goes.
 
     Newcomers are let in by memory alone: a request enters when the pages that it adds fit beside those running, at any
@@ -342,7 +304,7 @@ class GroupScheduler(_Base):
         return -(-left // max(1, self.max_batch_tokens - len(self.running)))
 
 
-class FifoScheduler(_Base):
+class FifoScheduler(QueueScheduler):
     """The plain one: in the order of the list, a step is either prompts or decode rows, and nothing is ever preempted,
     because a request enters only when its longest possible answer fits."""
 

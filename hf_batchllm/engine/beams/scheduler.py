@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ...planning.paged_cache import PagedCache
-from ...planning.scheduler import ExpectedLength, _Base
+from ...planning.scheduler import ExpectedLength, QueueScheduler
 from ...planning.units import Branch, Request, Step
 from .group import BeamGroup
 
 
-class BeamScheduler(_Base):
+class BeamScheduler(QueueScheduler):
     """Beams that go on first, then prompts as far as the token budget goes, then newcomers as far as memory goes.
 
     When memory runs short the youngest prompt gives up what it holds and is computed again later, its beams with it.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,13 +26,11 @@ from ...results.run_report import RunReport
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
 from ...sampling.stopping import StopRules
-from ..extra_outputs import ExtraOutputs, ScoreCounts
+from ..call_outputs import MOST_LOGITS, CallOutputs, ScoreCounts
 from ..job import Job
 from ..timekeeper import Timekeeper
 from .score_inputs import ScoreInputs, ScoreItem
 from .token_lookups import AT_ONCE, Lookups, looked_up
-
-_MOST_LOGITS = 1 << 28  # numbers that a step gives, at most
 
 
 def options_of_scores() -> Options:
@@ -66,7 +65,7 @@ class ScoreJob:
             [1] * count,
             None,
             [StopRules()] * count,
-            adapters=None if inputs.adapters is None else [prompt.key for prompt in prompts],
+            adapters=None if inputs.adapters is None else [cast("str | None", prompt.key) for prompt in prompts],
         )
         return cls(inputs, job, sources)
 
@@ -129,17 +128,16 @@ def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarr
     return prompts, place[longest]
 
 
-class ScoreOutputs(ExtraOutputs):
+class ScoreOutputs(CallOutputs):
     """What a call of ``score`` takes down."""
 
     def __init__(self, job: ScoreJob) -> None:
-        super().__init__([])
         self._work = job
         self.lookups = Lookups(job.inputs.items, job.readers)
-        self.scores = self._counts(range(len(job.job.prompts)))
+        self.counts = self._counts(range(len(job.job.prompts)))
 
     @property
-    def watched(self) -> Lookups:
+    def watcher(self) -> Lookups:
         return self.lookups
 
     def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
@@ -168,7 +166,7 @@ class ScoreOutputs(ExtraOutputs):
         )
 
     def most_rows(self, vocabulary: int) -> int:
-        return max(1, _MOST_LOGITS // vocabulary)
+        return max(1, MOST_LOGITS // vocabulary)
 
     def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
         return self.lookups.most_tokens(budget, self.most_rows(vocabulary), plan)

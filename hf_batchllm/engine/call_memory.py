@@ -1,0 +1,84 @@
+"""The memory of one call: the size of its steps, what they take beside the KV cache, and the cache itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from ..config import BatchConfig
+from ..model.kv_storage import KVStorage
+from ..model.model_in_use import ModelInUse
+from ..planning.call_plan import CallPlan
+from ..planning.paged_cache import PagedCache
+from .call_outputs import CallOutputs
+from .job import Job
+from .kv_memory import KVMemory
+from .rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
+from .step_size import tokens_in_a_step
+from .wiring import picking_of, why_by_host
+
+
+class CallMemory:
+    def __init__(
+        self, job: Job, plan: CallPlan, outputs: CallOutputs, use: ModelInUse, kv: KVMemory, config: BatchConfig
+    ) -> None:
+        self._job = job
+        self._plan = plan
+        self._outputs = outputs
+        self._use = use
+        self._kv = kv
+        self._config = config
+        self._vocabulary = use.architecture.vocab_size
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """The most tokens of a step."""
+        budget = self._config.max_batch_tokens
+        if budget is None:
+            budget = tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach())
+        config, job = self._config, self._job
+        in_order = config.scheduler == "groups" and not config.keep_prefixes and job.adapters is None
+        return self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)
+
+    def open(self) -> tuple[PagedCache, KVStorage]:
+        """The cache of the call, as large as the call can use and as memory allows."""
+        wanted = self._plan.pages_at_once
+        return self._kv.open(
+            pages_wanted=max(wanted, 1),
+            pages_needed=self._plan.pages_needed,
+            beside=lambda most: self._beside_the_cache(wanted, most),
+            results=self._outputs.results_bytes(max(self._plan.new_tokens, default=0), self._vocabulary),
+        )
+
+    def _beside_the_cache(self, wanted: int, most: int) -> int | None:
+        """Bytes that the call takes beside a cache of at most ``most`` pages; None where that cannot be found out.
+
+        wanted: pages that the whole list takes at the same time.
+        """
+        use, plan = self._use, self._plan
+        if cannot_rehearse(use.model):
+            return None
+        step = largest_step(plan.prompts, plan.sharing, self.step_tokens, self._config, (wanted, most))
+        if self._job.widths is not None:
+            step = replace(step, samples=min(step.tokens, step.samples * max(self._job.widths)))
+        step, picking, by_host = self._with_picking(step)
+        picking += self._outputs.step_bytes(step.tokens, self._vocabulary)
+        storage = stage(step, self._config.page_size)
+        try:
+            runner = use.run_over(storage)
+            graphs = self._config.cuda_graphs and not by_host
+            return self._kv.rehearsals.beside_the_cache(runner, step, graphs, picking, self._kv.memory)
+        finally:
+            storage.release()
+            use.drop_runner()
+
+    def _with_picking(self, step: LargestStep) -> tuple[LargestStep, int, bool]:
+        """The step, the bytes that picking its tokens takes beside it, and whether the host picks them."""
+        rows = self._outputs.most_rows(self._vocabulary)
+        if rows is not None:  # no token is picked, and all logits are the step's own
+            return replace(step, samples=min(step.tokens, rows)), 0, True
+        picking = picking_of(self._job, self._use)
+        by_host = why_by_host(self._job, self._outputs, picking) is not None
+        copied = picking.changes_logits
+        taken = picking_bytes(step.samples, self._vocabulary, picking.penalised, copied=copied, by_host=by_host)
+        return step, taken, by_host

@@ -1,0 +1,112 @@
+"""What a call gives back, and what that asks of its steps: one answer for each question that the engine asks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..inputs.prompts import Prompt
+from ..planning.units import Chunk, Request
+
+if TYPE_CHECKING:
+    from ..model.runner import ModelRunner
+    from ..results.run_report import RunReport
+    from ..results.sharing_plan import SharingPlan
+    from ..sampling.logprobs import Sample, StepTensors
+    from .loop import Launcher
+    from .timekeeper import Timekeeper
+
+MOST_LOGITS = 1 << 28  # numbers that a step may give where logits of prompts are asked for
+
+
+class PromptWatcher(Protocol):
+    """Looks at logits of prompts."""
+
+    def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """For each prompt of the call, the tokens at its beginning at which no logits are needed."""
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """The call's requests, attached to their prefixes."""
+
+    def wanted(self, chunk: Chunk) -> Sequence[Chunk]:
+        """The parts of a chunk, which is about to run, whose logits are asked for."""
+
+
+@dataclass(frozen=True)
+class ScoreCounts:
+    """Scores that are read from a call's sequences."""
+
+    scores: int
+    prompt_tokens: int  # that each score would have to run by itself, added up
+    scored_tokens: int
+
+
+class CallOutputs(ABC):
+    """What is asked of a call. ``ExtraOutputs`` answers for ``generate``, ``ScoreOutputs`` for ``score``."""
+
+    tensors: StepTensors | None = None
+    """Scores and logits of every step, where a ModelOutput is to hold them."""
+
+    counts: ScoreCounts | None = None
+    """What is read from the sequences, where tokens are not what is wanted."""
+
+    # -- logits of prompts ---------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def watcher(self) -> PromptWatcher | None:
+        """Looks at the logits of prompts; None where nobody does."""
+
+    @property
+    def record_prompts(self) -> Callable[[Sequence[Chunk], torch.Tensor], None] | None:
+        """Is given those logits, where the launcher does not read them itself."""
+        return None
+
+    # -- the size of steps ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def most_rows(self, vocabulary: int) -> int | None:
+        """The most rows of logits of a step; None where that is one for each sequence."""
+
+    @abstractmethod
+    def most_tokens(self, budget: int, vocabulary: int, plan: SharingPlan | None) -> int:
+        """The most tokens of a step, of the ``budget`` that there is.
+
+        plan: in whose order prompts run from their beginning, if they do.
+        """
+
+    @abstractmethod
+    def step_bytes(self, tokens: int, vocabulary: int) -> int:
+        """Bytes on the device that looking at a step of so many tokens takes."""
+
+    def results_bytes(self, steps: int, vocabulary: int) -> int:
+        """Bytes on the device that are handed out in the end, at most. ``steps``: new tokens of the longest row."""
+        return 0
+
+    # -- running steps -------------------------------------------------------------------------------------------
+
+    def launcher(self, runner: ModelRunner, timekeeper: Timekeeper) -> Launcher | None:
+        """What runs the steps; None where tokens are picked, as usual."""
+        return None
+
+    def around(self, sample: Sample) -> Sample:
+        """``sample``, which picks the tokens of a step, with whatever is to be taken down of them."""
+        return sample
+
+    @property
+    def why_by_host(self) -> str | None:
+        """Why the host has to pick the tokens; None if it need not."""
+        return None
+
+    # -- afterwards ----------------------------------------------------------------------------------------------
+
+    def in_report(self, report: RunReport, requests: Sequence[Request]) -> RunReport:
+        """The report in the reader's terms. ``requests``: of the call."""
+        return report
+
+    def release(self) -> None:  # noqa: B027 -- most hold none
+        """The call has failed: let go of the tensors of its steps, as a traceback may hold on to this object."""

@@ -1,0 +1,85 @@
+"""One call at a time, and an interrupt that leaves nothing of the call behind.
+
+Ctrl-C may come between any two lines, those that clean up included. So a call is left twice: as a context, and by
+``Turns.end``, which finds out whether something is still to be done. The interrupt itself holds the frames that it came
+through, and with them the KV cache: it goes on only where these frames have been left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import GeneratorBusyError
+from .call import Call
+
+STILL_RUNNING = "a call is running already, or a stream is still open: let it end (a stream also by its close())"
+
+T = TypeVar("T")
+
+
+@dataclass
+class Turn:
+    call: Call | None = None
+
+
+class Turns:
+    def __init__(self) -> None:
+        self.running: Turn | None = None
+
+    @contextmanager
+    def take(self, turn: Turn, make: Callable[[], Call]) -> Iterator[Call]:
+        """The call of ``turn``, made by ``make``, while no other one runs."""
+        if self.running is not None:
+            raise GeneratorBusyError(f"{STILL_RUNNING}. One call at a time")
+        try:
+            # A plain attribute: an interrupt between acquiring a lock and noting that could leave it locked. Neither an
+            # interrupt nor another thread comes between the test above and this.
+            self.running = turn
+            turn.call = make()
+            with turn.call:
+                yield turn.call
+        finally:
+            self.end(turn)
+
+    def end(self, turn: Turn | None) -> None:
+        """After a call; and once more after an interrupt, which may have come in the way of the first time."""
+        if turn is None or self.running is not turn:
+            return
+        try:
+            if turn.call is not None:
+                turn.call.make_sure()
+        finally:
+            self.running = None
+
+    def run(self, body: Callable[[Turn], T]) -> tuple[T | None, KeyboardInterrupt | None]:
+        """What ``body`` gives, or the interrupt that broke it off, without the frames that it came through."""
+        turn = None
+        try:
+            turn = Turn()
+            return body(turn), None
+        except KeyboardInterrupt as interrupt:
+            self.end(turn)
+            kept = _bare(interrupt)
+        return None, kept
+
+    def stream(self, body: Callable[[Turn], Iterator[T]]) -> Iterator[T]:
+        """What ``body`` yields. An interrupt goes on as it is, without the frames that it came through."""
+        turn = None
+        try:
+            turn = Turn()
+            yield from body(turn)
+            return
+        except KeyboardInterrupt as interrupt:
+            self.end(turn)
+            kept = _bare(interrupt)
+        turn = None
+        raise kept
+
+
+def _bare(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """Without the frames of the call, and without errors that hold them."""
+    interrupt.__context__ = interrupt.__cause__ = None
+    return interrupt.with_traceback(None)

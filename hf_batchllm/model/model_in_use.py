@@ -1,0 +1,92 @@
+"""The user's model for the length of a call: its layers fused, its runner over the call's KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from torch import nn
+
+from ..config import BatchConfig
+from ..inputs.adapters import adapter_configs
+from ..notices import Notices
+from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
+from ..patches.fused import FusedLayers, Fusion
+from ..planning.units import Chunk
+from .architecture import Architecture
+from .batch import BatchBuilder
+from .choose_backend import check_backend, fused_kernels, make_backend
+from .kv_storage import KVStorage
+from .runner import ModelRunner
+
+
+class ModelInUse:
+    """Makes runners over storages, and lets go of the model when the call is over. ``runner``: the latest one."""
+
+    def __init__(
+        self, model: nn.Module, architecture: Architecture, config: BatchConfig, fusion: Fusion, notices: Notices
+    ) -> None:
+        self.model = model
+        self.architecture = architecture
+        self.device = architecture.device
+        self._config = config
+        self._fusion = fusion
+        self._notices = notices
+        self._fused: FusedLayers | None = None
+        self.runner: ModelRunner | None = None
+
+    def check(self) -> None:
+        """Refuse a backend that cannot be used."""
+        check_backend(self._config, self.device, self._notices)
+
+    def fuse(self) -> None:
+        """Merge the weights of fused layers: before the KV cache takes the memory that is free."""
+        kernels = fused_kernels(self._config, self.device)
+        if kernels is not None:
+            self._fused = self._fusion.merge(kernels)
+
+    def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:
+        """A runner whose attention reads and writes ``storage``."""
+        backend = make_backend(self._config, self.device, storage, self._notices)
+        self.runner = ModelRunner(self.model, self.architecture, backend, self._fused)
+        self.runner.adapters = adapters
+        return self.runner
+
+    def builder(self, most_times: int = 0, wanted: Callable[[Chunk], Sequence[Chunk]] | None = None) -> BatchBuilder:
+        """Makes batches for the latest runner. ``most_times`` and ``wanted`` as BatchBuilder has them."""
+        assert self.runner is not None
+        return BatchBuilder(
+            self._config.page_size,
+            pin_memory=self.device.type == "cuda",
+            short_chunk=self.runner.backend.short_chunk,
+            most_times=most_times,
+            wanted=wanted,
+        )
+
+    def drop_runner(self) -> None:
+        """The runner goes, with the storage that it holds."""
+        if self.runner is not None:
+            self.runner.restore()
+            self.runner = None
+
+    def active_adapters(self) -> Hashable:
+        """The adapters that are active on the model, as its owner has them."""
+        return active_in(adapted_layers(self.model))
+
+    def adapter_swap(self) -> AdapterSwap:
+        """What has the model's steps run with another adapter."""
+        return AdapterSwap(self.model, adapter_configs(self.model))
+
+    def restore(self) -> None:
+        """After an interrupted step: the model's attention is its own again."""
+        if self.runner is not None:
+            self.runner.restore()
+
+    def release(self) -> None:
+        """A traceback may keep this object, and with it merged weights that ``close()`` takes apart."""
+        if self._fused is not None:
+            self._fused.release()
+
+    @property
+    def fused_summary(self) -> str:
+        """For the report; empty where nothing was to be fused."""
+        return self._fusion.summary if self._fused is not None else ""

@@ -1,0 +1,109 @@
+"""What a scheduler is: three methods that decide, and abilities that it may have beside them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from .paged_cache import PagedCache
+from .units import Request, Step
+
+
+class BaseScheduler(ABC):
+    """Decides what goes into the next step. Write its three methods and pass an object: ``BatchConfig(scheduler=...)``.
+
+    After ``next()`` the engine runs the step as it stands. Every chunk in it counts as computed from then on, and its
+    pages are reserved. A unit may be run beside the prefix that it stands on if the prefix comes before it.
+    """
+
+    preemptions: int = 0
+    """How often a request gave its pages back, for the report."""
+
+    runs_ahead: bool = False
+    """Whether ``next()`` may be called before the tokens of earlier steps have been seen.
+
+    Requests then have ``pending`` tokens. Those that are ``exhausted`` only wait for theirs.
+    """
+
+    ends_waiting: bool = False
+    """Whether ``finish()`` may come for a request that has not begun, or was preempted, because its time is over.
+
+    Otherwise each request still gets a token when ``max_time`` is over, as in ``generate``.
+    """
+
+    @property
+    def name(self) -> str:
+        """The scheduler in a message."""
+        return type(self).__name__
+
+    @abstractmethod
+    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
+        """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready.
+
+        Where prompts have different adapters, the call begins with the requests of one adapter. It begins again with
+        those of the next one when the first are done.
+        """
+
+    @abstractmethod
+    def next(self) -> Step | None:
+        """The next step; None when every request has finished, or only waits for tokens that were not seen yet."""
+
+    @abstractmethod
+    def finish(self, request: Request) -> None:
+        """``request`` has ended: give back what it holds."""
+
+    def must_know(self) -> bool:
+        """Whether the next step may preempt a request whose tokens have not all been seen.
+
+        A preempted request is computed again from its tokens, so these must be known. Asked where ``runs_ahead``.
+        """
+        return False
+
+    def repeat(self, step: Step, most: int) -> int:
+        """How many times in a row a step of rows alone runs before its tokens are looked at, from 1 to ``most``.
+
+        Each row grows by as many tokens, or by those that it may still have if these are fewer. Reserve its pages up to
+        position ``end = length + tokens - 1``, and set its ``computed`` to ``end``.
+        """
+        return 1
+
+
+def as_base_scheduler(given: Any) -> BaseScheduler:
+    """``given`` itself, or around an object of another class, which need not have the optional abilities."""
+    return given if isinstance(given, BaseScheduler) else _Adapted(given)
+
+
+class _Adapted(BaseScheduler):
+    """A scheduler that does not inherit from BaseScheduler: what it lacks is as BaseScheduler has it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        # Without `must_know` it cannot be told whether running ahead is safe.
+        self.runs_ahead = bool(getattr(inner, "runs_ahead", False)) and callable(getattr(inner, "must_know", None))
+        self.ends_waiting = bool(getattr(inner, "ends_waiting", False))
+        self._repeats = callable(getattr(inner, "repeat", None))
+
+    @property
+    def name(self) -> str:
+        return type(self._inner).__name__
+
+    @property
+    def preemptions(self) -> int:  # type: ignore[override]
+        return int(getattr(self._inner, "preemptions", 0))
+
+    def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
+        self._inner.start(requests, cache, max_batch_tokens)
+
+    def next(self) -> Step | None:
+        step: Step | None = self._inner.next()
+        return step
+
+    def finish(self, request: Request) -> None:
+        self._inner.finish(request)
+
+    def must_know(self) -> bool:
+        return bool(self._inner.must_know())
+
+    def repeat(self, step: Step, most: int) -> Any:  # the engine checks what comes back
+        return self._inner.repeat(step, most) if self._repeats else 1

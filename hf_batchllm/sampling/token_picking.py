@@ -1,0 +1,62 @@
+"""Where a call's tokens are picked, on the device or by the host, and what picks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..inputs.options import Options
+from ..inputs.seeds import Seeds
+from ..notices import Notices
+from ..planning.units import Request
+from .device_sampler import penalised_by, picked_by_host
+from .host_sampler import HostSampler, Record
+from .sampling_kernels import sampling_kernels
+from .seated_sampler import SeatedSampler
+
+
+@dataclass(frozen=True)
+class TokenPicking:
+    """options: of each prompt of the list, by a request's ``index``. places: the prompts that run. samples: of each."""
+
+    model: nn.Module
+    device: torch.device
+    vocabulary: int
+    options: Sequence[Options]
+    places: Sequence[int]
+    samples: Sequence[int]
+    seed: Seeds | None
+
+    @property
+    def different_options(self) -> list[Options]:
+        return list(dict.fromkeys(self.options[place] for place in self.places))
+
+    @property
+    def penalised(self) -> int:
+        """How many sequences have a repetition penalty."""
+        penalised = {options for options in self.different_options if penalised_by(options)}
+        return sum(
+            count for place, count in zip(self.places, self.samples, strict=True) if self.options[place] in penalised
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether something is changed in the logits before a token is picked on the device."""
+        different = self.different_options
+        return self.penalised > 0 or any(each.config.min_new_tokens or each.config.min_length for each in different)
+
+    def why_by_host(self, steps_on_their_way: int) -> str | None:
+        """Why the host picks the tokens; None if the device does."""
+        different = self.different_options
+        return picked_by_host(different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary)
+
+    def by_host(self, record: Record | None, notices: Notices) -> HostSampler:
+        return HostSampler(self.model, self.options, self.seed, record=record, notices=notices)
+
+    def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
+        """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
+        kernels = sampling_kernels(self.device)
+        return SeatedSampler(requests, self.options, self.seed, self.device, kernels), kernels.advance
