@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkou
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from attention_cases import TOLERANCE, Variant
-from decode_cases import check_decode, decode_case
-from prefill_cases import check_prefill, prefill_case
+from support_decode_cases import check_decode, decode_case
+from support_prefill_cases import check_prefill, prefill_case
 
 from hf_batchllm.kernels import cascade_triton, prefill_triton, sample_triton, small_torch, small_triton
 
