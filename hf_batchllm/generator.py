@@ -49,16 +49,16 @@ class BatchGenerator:
         out = gen.generate(prompts, max_new_tokens=100)
         out[0].text
 
-    What prompts have in common is found beforehand and computed once. ``config`` is a BatchConfig, or its fields are
-    given as keyword arguments. The tokenizer is the one given, else the one saved beside the model; it is needed for
-    prompts that are text, and for ``text`` in the results.
+    Prefixes that prompts share are found beforehand and computed once. ``config`` is a BatchConfig; its fields may be
+    given as keyword arguments instead. The tokenizer is the one given, else the one saved beside the model. It is needed
+    for prompts that are text, and for ``text`` in the results.
 
-    ``last_report`` says how the last call went (a RunReport); None before it, and if it was refused before any work.
-    ``interrupted`` has what had finished in it, if it was a ``generate`` that was interrupted (a BatchResult): it stays
-    until a call begins, whereas a notebook knows the exception, with its ``result``, only until there is another.
+    ``last_report``: how the last call went (a RunReport); None before it, and if the call was refused before any work.
+    ``interrupted``: the finished results of the last call, if that was interrupted (a BatchResult, or a ScoreResult). It
+    stays until the next call begins.
     """
 
-    checks = JobChecks  # what says of a call whether it can be served
+    checks = JobChecks  # decides whether a call can be served
 
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
@@ -79,7 +79,7 @@ class BatchGenerator:
 
     @property
     def tokenizer(self) -> Any:
-        """The one that was given, else the one saved beside the model; None if there is none to be had."""
+        """The tokenizer given, else the one saved beside the model; None if there is neither."""
         return self._tokenizer.found()
 
     # -- the public calls --------------------------------------------------------------------------------------
@@ -124,12 +124,12 @@ class BatchGenerator:
             as from ``model.generate``. A 2-D tensor in the place of ``prompts`` is taken for ``input_ids``.
         generation_config and further keyword arguments: as for ``model.generate``. ``scores`` and ``logits`` of a
             ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
-        adapter: of a model with PEFT adapters, the name of one, or None for the model without any; or a list, one for
-            each prompt. Left out, the active adapters are used as they are.
-        logprobs, prompt_logprobs: of a list of prompts, how many of the likeliest tokens are told at each place; see
+        adapter: the name of a PEFT adapter of the model, or None for the model without any; or a list, one for each
+            prompt. Left out, the active adapters are used as they are.
+        logprobs, prompt_logprobs: for a list of prompts, how many of the likeliest tokens to give at each position; see
             Generation.
-        seed: of the sampling noise; by default one is drawn from torch's generator. Or a list with one for each prompt,
-            whose samples then do not depend on where it stands in the list, nor on what else is in it.
+        seed: of the sampling noise; by default one is drawn from torch's generator. Or a list, one for each prompt: the
+            samples of a prompt then depend neither on its place in the list nor on the other prompts.
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
@@ -185,9 +185,9 @@ class BatchGenerator:
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
 
-        Whether each prompt fits into the KV cache is known when the first result is asked for. An interrupt comes out
-        as a plain KeyboardInterrupt: what had finished has been handed out already. A bar is shown with
-        ``progress=True`` only.
+        A prompt that does not fit into the KV cache is found when the first result is asked for. An interrupt raises a
+        plain KeyboardInterrupt, as finished results have been handed out already. A bar is shown with ``progress=True``
+        only.
         """
         job, interrupt = self._turns.run(
             partial(self._checked, prompts, generation_config, seed, on_error, generate_kwargs)
@@ -238,21 +238,21 @@ class BatchGenerator:
         on_error: str = "raise",
         progress: bool | None = None,
     ) -> ScoreResult:
-        """How likely continuations are: their tokens' log-probabilities, each given its context and those before it.
+        """How likely continuations are: the log-probability of each token, given its context and the tokens before it.
 
-        contexts: as the prompts of ``generate``; or None to score whole texts, from their second token on (the first
-            stands for nothing but itself, and is BOS where the tokenizer begins with one).
+        contexts: as the prompts of ``generate``; or None to score whole texts from their second token on. The first
+            token has nothing before it and is not scored; it is BOS where the tokenizer begins with one.
         continuations: one for each context, a string or token ids, or a list of several; or the texts.
-        choices: instead of continuations, a list of those that all contexts have.
+        choices: instead of continuations, a list of answers that is the same for every context.
         adapter: as for ``generate``; a list has one for each context (or text).
         on_error, progress: as for ``generate``.
 
-        What contexts have in common is computed once, and so is each context, however many continuations it has. The
-        LM head runs where a continuation is looked up and nowhere else.
+        Each context is computed once, however many continuations it has, and so is a prefix that contexts share. The LM
+        head runs only where a token is looked up.
 
-        A string after a string is encoded together with it, as one text, and is scored from the first token on that
-        the context by itself does not begin with: a token that goes over the end of the context belongs to the
-        continuation. After token ids and chats, continuations are encoded by themselves, without special tokens.
+        A string after a string is encoded together with it, as one text. A token that spans both is scored as the
+        continuation's first token. After token ids and chats, continuations are encoded by themselves, without special
+        tokens.
         """
         finished: _Finished[Score] = _Finished()
         body = partial(self._score, finished, contexts, continuations, choices, adapter, on_error, progress)
@@ -294,7 +294,7 @@ class BatchGenerator:
         return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
 
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
-        """What sharing these prompts would save. Runs no model. ``adapter``: as in ``generate``."""
+        """What these prompts share, and what that would save. Runs no model. ``adapter``: as in ``generate``."""
         self._refuse_if_closed()
         checked, problems = self._checks.prompts(prompts, self.architecture)
         if problems:
@@ -306,7 +306,7 @@ class BatchGenerator:
         return plan
 
     def close(self) -> None:
-        """Give back what is kept between calls. The generator cannot be used afterwards; the model can."""
+        """Give back all memory that is kept between calls. The generator cannot be used afterwards; the model can."""
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then close()")
         self._kv.close()
@@ -314,7 +314,7 @@ class BatchGenerator:
         self._closed = True
 
     def forget_prefixes(self) -> None:
-        """Drop the prefixes kept from earlier calls, after a change that is not to be seen: a hook that steers, say."""
+        """Drop the prefixes kept from earlier calls. Needed after a change that cannot be noticed, such as a new hook."""
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
         self._kv.clear()
@@ -326,7 +326,7 @@ class BatchGenerator:
         try:
             self.close()
         except GeneratorBusyError:
-            if kind is None:  # else an error is on its way that says more
+            if kind is None:  # otherwise an error is on its way that says more
                 raise
 
     def __repr__(self) -> str:
@@ -383,11 +383,11 @@ R = TypeVar("R")
 
 @dataclass
 class _Finished(Generic[R]):
-    """What there is of a call when an interrupt comes."""
+    """The finished part of a call, for when an interrupt comes."""
 
     results: dict[tuple[int, int], R] = field(default_factory=dict)  # by prompt and sample, or context and choice
     report: RunReport | None = None
-    expected: int = 0  # results, all in all
+    expected: int = 0  # results of the whole call
 
 
 def _as_tensors(

@@ -73,7 +73,7 @@ def test_steps_are_joined_and_nothing_of_them_is_lost(
     timekeeper = Timekeeper(clock)
     timekeeper.start(held)  # type: ignore[arg-type]
     seen = []
-    with mock.patch("hf_batchllm.engine.timekeeper._MOST", most_stretches):
+    with mock.patch("hf_batchllm.engine.timekeeper._MOST_STRETCHES", most_stretches):
         for gap, count, prompt, decode in groups:
             for _ in range(count):
                 held.requests, held.free_pages = dice.randrange(100), dice.randrange(1000)

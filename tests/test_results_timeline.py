@@ -276,7 +276,7 @@ def test_what_is_on_its_way_at_an_interrupt_counts(
 
 
 def test_steps_are_few_stretches_and_the_counts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_batchllm.engine.timekeeper._MOST", 8)
+    monkeypatch.setattr("hf_batchllm.engine.timekeeper._MOST_STRETCHES", 8)
     result = BatchGenerator(build(FAMILY), max_batch_tokens=24).generate(PROMPTS, max_new_tokens=30, **GIVEN)
     timeline = timeline_of(result.report)
     assert 1 <= len(timeline) <= 8 < result.report.steps

@@ -1,4 +1,4 @@
-"""Which adapter's requests run now: those of one adapter after those of another."""
+"""The adapters of a call take turns: the requests of one adapter run after those of another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AdapterTurns:
         self.swap = None if adapters is None else use.adapter_swap()
 
     def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
-        """With the adapter as their key: what is computed with one is no good for another."""
+        """The prompts with their adapter as the key: keys and values of one adapter are of no use to another."""
         if self._adapters is None or self.swap is None:
             return [Prompt(prompt.ids, self._active) for prompt in prompts]
         names = [self._adapters[place] for place in places]
@@ -27,7 +27,7 @@ class AdapterTurns:
         return [Prompt(prompt.ids, keys[name]) for prompt, name in zip(prompts, names, strict=True)]
 
     def turns(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Those of one adapter after those of another, in the order of the plan; meanwhile steps have that adapter."""
+        """The requests of each adapter, in the order of the plan. Steps run with that adapter until the next turn."""
         if self._adapters is None or self.swap is None or not requests:
             yield requests
             return

@@ -1,4 +1,4 @@
-"""What there is to say of a call when it is over, or has been broken off."""
+"""The report of a call that is over, or was interrupted."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def report_of(
         recomputed += engine.beam_tokens - decoded
     else:
         decoded = sum(max(request.made - 1, 0) for request in requests)
-    # A step that failed has no tokens, though what it was to compute again is taken for computed.
+    # A failed step brought no tokens, but its share of recomputed tokens was counted: hence no less than 0.
     computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
-    # What was planned, for a call that was interrupted; what was done, where requests had to go apart.
+    # The plan's figure for an interrupted call; the actual figure where requests ran without their prefixes.
     needed = max(computed, plan.computed_tokens - lineup.cached_tokens)
     return RunReport(
         sequences=len(requests),

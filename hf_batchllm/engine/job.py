@@ -1,4 +1,4 @@
-"""What a call is asked for: everything that can be said before any work is said here."""
+"""Validates a call: whatever can be refused is refused here, before any computation."""
 
 from __future__ import annotations
 
@@ -32,33 +32,36 @@ from .streamer import Feed, feed_for
 
 @dataclass(frozen=True)
 class Job:
-    """What a call is asked for, checked."""
+    """What a call is asked for, checked.
 
-    prompts: list[Prompt]  # those that can be run
-    places: list[int]  # where each of them stands in the list that was passed in
-    problems: dict[int, str]  # why the others cannot
-    options: list[Options]  # of each prompt of that list, those that cannot be run included; many have the same
-    max_new_tokens: list[int]
-    seed: Seeds | None  # of the sampling noise
-    rules: list[StopRules]  # what ends the sequences, as ``options``
-    feed: Feed | None = None  # where somebody is told of the tokens as they come
-    rows: np.ndarray | None = None  # [prompts, tokens] as they were passed, padding included; None for a list
-    adapters: list[str | None] | None = None  # as ``options``; None: whatever is active, for all of them
+    Some lists have an entry for each *good* prompt, which can run; others for each prompt of the list passed in.
+    """
+
+    prompts: list[Prompt]  # the good ones
+    places: list[int]  # [good prompts]  index in the list passed in
+    problems: dict[int, str]  # index in the list passed in -> why the prompt cannot run
+    options: list[Options]  # [all prompts]  prompts with equal settings have the same object
+    max_new_tokens: list[int]  # [good prompts]
+    seed: Seeds | None  # of the sampling noise; None where nothing is sampled
+    rules: list[StopRules]  # [all prompts]  what ends a sequence
+    feed: Feed | None = None  # passes tokens on to a streamer
+    rows: np.ndarray | None = None  # [prompts, tokens] as passed, padding included; None for a list
+    adapters: list[str | None] | None = None  # [all prompts]; None: whatever is active, for all of them
 
     @property
     def samples(self) -> list[int]:
-        """How many sequences each of the prompts gets."""
+        """Sequences of each good prompt."""
         return [self.options[place].num_return_sequences for place in self.places]
 
     @property
     def widths(self) -> list[int] | None:
-        """How many beams each of them has; None where there is no beam search."""
+        """Beams of each good prompt; None where there is no beam search."""
         widths = [self.options[place].num_beams for place in self.places]
         return widths if any(width > 1 for width in widths) else None
 
     @property
     def runs(self) -> list[int]:
-        """How many sequences begin at the end of each of them: of a beam search one, which parts later."""
+        """Sequences that begin at the end of each good prompt: one for a beam search, which parts later."""
         return self.samples if self.widths is None else [1] * len(self.places)
 
     @property
@@ -82,7 +85,7 @@ class JobChecks:
         on_error: str,
         generate_kwargs: dict[str, Any],
     ) -> Job:
-        """Everything that can be said before any work."""
+        """The checked call of ``generate``."""
         _check_on_error(on_error)
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
@@ -139,7 +142,7 @@ class JobChecks:
     def scores(
         self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
     ) -> ScoreInputs:
-        """The same for a call of ``score``."""
+        """The checked call of ``score``."""
         _check_on_error(on_error)
         self._warn_of_dropout()
         read = Reading(self._tokenizer.required, architecture.vocab_size)
@@ -152,14 +155,14 @@ class JobChecks:
     def _warn_of_dropout(self) -> None:
         if not self._model.training:
             return
-        # Lists: what interrupts a generator while it closes is lost.
+        # Lists, not generators: an interrupt that comes while a generator closes is lost.
         drops = [module.p for module in self._model.modules() if isinstance(module, nn.Dropout)]
         config = base_model(self._model).config.get_text_config(decoder=True)
         in_attention: float = getattr(config, "attention_dropout", 0.0)
         if any(drops) or in_attention:
             self._notices(
                 "dropout",
-                "the model is in training mode and has dropout: results are random in a way that no seed governs "
+                "the model is in training mode and has dropout: results are random, and no seed repeats them "
                 "(and dropout inside attention is left out). Call model.eval() first",
             )
 
@@ -182,7 +185,7 @@ class JobChecks:
                 f"has {tokens:,} tokens already and `max_length` is {options.config.max_length:,}: "
                 "increase `max_length` or, better, set `max_new_tokens`"
             )
-        positions = tokens + new_tokens - 1  # the last token is never run
+        positions = tokens + new_tokens - 1  # the last token never runs through the model
         limit = architecture.max_positions
         if limit is not None and positions > limit:
             return (

@@ -1,4 +1,4 @@
-"""How large the KV cache becomes, and what of it outlives a call."""
+"""The size of the KV cache, and what of it is kept between calls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..planning.paged_cache import PagedCache
 from ..wording import shown_size
 from .rehearsal import Rehearsals
 
-_SMALLER = 0.9  # times what could not be had
-_MUCH = 10  # to leave more than one part in so many to steps is worth a closer look
+_SMALLER = 0.9  # of a size that could not be allocated: the next one to try
+_MUCH = 10  # leaving more than a tenth of the memory to steps is worth a closer look
 
 
 class KVMemory:
@@ -29,14 +29,14 @@ class KVMemory:
 
     def __init__(self, model: nn.Module, architecture: Architecture, config: BatchConfig, notices: Notices) -> None:
         self._model = model
-        self.architecture = architecture  # set anew by the generator before each call
+        self.architecture = architecture  # the generator sets it before each call
         self._config = config
         self._notices = notices
         self._fingerprint: object = None
         self.memory: DeviceMemory = device_memory(architecture.device)
         self.rehearsals = Rehearsals()
-        self._beside: int | None = None  # bytes to leave to the call's steps, if that is known
-        self._results = 0  # and to what it hands out
+        self._beside: int | None = None  # bytes to leave to the call's steps, if known
+        self._results = 0  # bytes to leave to tensors that the call hands out
         self.cache: PagedCache | None = None
         self.storage: KVStorage | None = None
 
@@ -54,9 +54,10 @@ class KVMemory:
     ) -> tuple[PagedCache, KVStorage]:
         """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes.
 
-        pages_needed: what its longest sequence takes. beside: the bytes that the call takes beside a cache of so many
-        pages at most, if that can be found out; asked for only where memory may run short. results: bytes on the device
-        that are to be handed out, whatever the steps are.
+        pages_needed: pages of the longest sequence.
+        beside: from the most pages that the cache may have to the bytes that the call takes beside it; None where that
+            cannot be found out. It is asked only where memory may run short.
+        results: bytes on the device that the call hands out in the end.
         """
         self._beside = None
         self._results = 0
@@ -70,7 +71,7 @@ class KVMemory:
             )
         self._results = min(results, free // 2)
         if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
-            self.cache.forget_kept()  # computed with other weights
+            self.cache.forget_kept()  # other weights computed them
             self.clear()
         if self.cache is None or self.storage is None:
             self._make(min(pages_wanted, self._affordable(pages_wanted, pages_needed, beside)), pages_needed)
@@ -85,7 +86,7 @@ class KVMemory:
         return self.cache, self.storage
 
     def settle(self) -> None:
-        """A call has ended well: whatever holds no kept prefix goes."""
+        """A call has ended well: keep the pages of kept prefixes, free the others."""
         if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
             return
@@ -108,20 +109,20 @@ class KVMemory:
         self.cache = self.storage = None
 
     def within_reach(self) -> int:
-        """Bytes that there are for the cache and for steps, what it holds already included."""
+        """Bytes for the cache and for steps: free ones, and those that the cache holds already."""
         return self.memory.free() + (0 if self.storage is None else self.storage.bytes)
 
     def _free(self) -> int:
-        """Bytes that there are, without those that results will take."""
+        """Free bytes, without those that results will take."""
         return max(self.memory.free() - self._results, 0)
 
     def close(self) -> None:
-        """Nothing more will be asked for: other processes may have the memory as well."""
+        """No call will follow: give the memory back to other processes, too."""
         self.clear()
         self.memory.trim()
 
     def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
-        """Pages that the memory allows, ``held`` bytes being ours already."""
+        """Pages that fit into memory. ``held``: bytes that the cache has already."""
         free = held + self._free()
         size = self._config.kv_bytes(free)
         if size is None:
@@ -137,7 +138,7 @@ class KVMemory:
         return pages
 
     def _left_over(self, share: int, needed: int, beside: Callable[[int], int | None], held: int) -> int:
-        """Bytes that nothing but the cache has a use for; ``share`` of them where that cannot be found out."""
+        """Bytes that the call's steps leave to the cache; ``share`` where that cannot be found out."""
         self.memory.trim()
         try:
             self._beside = self._found(beside, held)
@@ -149,7 +150,7 @@ class KVMemory:
                 "the largest step that this call may come to does not fit into the memory that is free on "
                 f"{self.architecture.device}, even without a KV cache: set a smaller `max_batch_tokens`",
             )
-            return share // 2  # fewer sequences at a time, whose steps may do
+            return share // 2  # fewer sequences at a time make smaller steps, which may fit
         finally:
             self.memory.trim()
         room, enough = self._room(held + self._free()), max(share // 2, needed * self.page_bytes)
@@ -157,7 +158,7 @@ class KVMemory:
             enough = share // 2
         if room >= enough:
             return room
-        # It is reckoned with the largest step that could be, and hardly ever is.
+        # The largest possible step was assumed, which hardly ever comes.
         self._notices(
             "step",
             f"steps of this call may take most of the memory that is free on {self.architecture.device}, beside a KV "
@@ -166,25 +167,26 @@ class KVMemory:
         return enough
 
     def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
-        """Bytes to leave to steps: a larger cache holds more sequences, which make larger steps."""
+        """Bytes to leave to steps. A larger cache holds more sequences, and they make larger steps."""
         most = beside((held + self._free()) // self.page_bytes)
         self.memory.trim()
-        free = held + self._free()  # without what was made on first use, and stays
+        free = held + self._free()  # less what the first step allocated for good
         if most is None or most < free // _MUCH:
             return most
-        # Far too much where few sequences fit into the rest. What those take is too little, as then more would fit.
+        # `most` leaves room for few sequences, whose steps need less. Reserving only that lets more in, and is too
+        # little. Try half-way.
         least = beside(max(free - most, 0) // self.page_bytes)
         between = (most + (most if least is None else least)) // 2
         taken = beside(max(free - between, 0) // self.page_bytes)
         return between if taken is not None and taken <= between else most
 
     def _room(self, free: int) -> int:
-        """Bytes of ``free`` that the cache may have."""
+        """The part of ``free`` bytes that the cache may take."""
         return int(free * self.memory.share) if self._beside is None else free - self._beside
 
     def _make(self, planned: int, needed: int) -> None:
-        """A cache of ``planned`` pages; of fewer, if meanwhile there is no memory for so many."""
-        # A sequence that needs more than all of it is refused later, by name.
+        """Make a cache of ``planned`` pages, or of fewer if there is no memory for so many by now."""
+        # A sequence that needs more pages than the whole cache is refused later, by name.
         size, pages, least = self._config.page_size, planned, needed if needed <= planned else 1
         while True:
             self.storage = KVStorage(pages, size)
@@ -215,14 +217,14 @@ class KVMemory:
 
     def _reserve(self, storage: KVStorage) -> None:
         if not self.memory.taken_at_once:
-            return  # in vain: a CPU hands out memory when it is first written to
+            return  # a CPU hands out memory only when it is written to
         device = self.architecture.device
         storage.reserve(self.architecture.attention, kv_dtype(base_model(self._model).dtype, device), device)
 
     def _grow(self, pages: int, needed: int) -> None:
         assert self.cache is not None and self.storage is not None
         try:
-            self.storage.grow(pages)  # first, as it may fail for want of memory
+            self.storage.grow(pages)  # first: it may run out of memory
         except Exception as error:
             if not (self.memory.taken_at_once and is_out_of_memory(error)):
                 raise
@@ -244,13 +246,14 @@ class KVMemory:
 
 
 def weights_fingerprint(model: nn.Module) -> object:
-    """Changes when weights do (in place and behind PyTorch's back, too), when adapters are merged or scaled, and when
-    autocast has keys and values computed in another dtype. Which adapters are active is in the prompts' keys.
+    """A value that changes whenever kept keys and values would be computed differently.
 
-    Hooks are left out: most only watch, and what one does cannot be seen.
+    It changes with the weights (also in place, and behind PyTorch's back), with adapters that are merged or scaled, and
+    with autocast's dtype. The prompts' keys tell which adapters are active. Hooks are left out: most only watch, and
+    their effect cannot be seen from outside.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    # Writing through .data moves no version counter: what the weights add up to shows it.
+    # Writing through .data moves no version counter, but it changes the sums of the weights.
     sums = [_added_up(tensor.detach()) for tensor in tensors]
     identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
     adapters = [
@@ -262,13 +265,15 @@ def weights_fingerprint(model: nn.Module) -> object:
 
 
 def _added_up(tensor: torch.Tensor) -> torch.Tensor:
-    """On a CPU the bits, as whole numbers: a tenth of the time of float64, and no change of one row is too small to
-    show. Rows count differently: two that change places show as well.
+    """A sum that changes with the tensor.
+
+    On a CPU it adds the bits as whole numbers. That takes a tenth of the time of a sum in float64, and shows every
+    change of a row. Each row has a factor of its own, so exchanging two rows shows as well.
     """
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if plain and tensor.is_contiguous() and tensor.numel():
         size = tensor.element_size()
-        # A float64 fills a word, at whose upper end signs and powers of two are lost: negating two adds nothing.
+        # Not for 8-byte numbers: in a sum of words the sign bits of two negated numbers cancel out.
         if size < 8 and tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
             words = tensor.view(-1).view(torch.int64)
             rows = tensor.numel() // tensor.shape[-1]

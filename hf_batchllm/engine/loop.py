@@ -1,4 +1,4 @@
-"""The loop and nothing else: next step, build, launch, collect; some steps are on their way at a time."""
+"""The loop: next step, build, launch, collect. Several steps may be launched before the oldest is collected."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .timekeeper import Stretch, Timekeeper
 
 
 class Launcher(Protocol):
-    """Has a step run and its tokens picked: at once, or ahead of what the host has seen."""
+    """Runs a step and picks its tokens: at once, or ahead of the tokens that the host has seen."""
 
     @property
     def most_times(self) -> int:
-        """How often the rows of a step may run in a row."""
+        """The most times that the rows of a step may run in a row."""
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        """Start. What comes back waits for the tokens of ``sampling``, [samples, times], when it is called.
+        """Start a step. The function that comes back waits for the tokens of ``sampling``, [samples, times].
 
-        -1 stands where there is none: the row had ended before, or there is no token to be had.
+        -1 stands for no token: the row had ended before, or the logits allow none.
         """
 
     def back(self) -> None:
-        """Results have been handed out, and whoever took them may have done anything meanwhile."""
+        """Results were handed out: the caller may have changed the model since."""
 
 
 class AtOnce:
-    """Tokens are picked by the host, from logits that it waits for."""
+    """The host picks tokens, from logits that it waits for."""
 
     most_times = 1
 
@@ -60,22 +60,22 @@ class AtOnce:
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
 
     def back(self) -> None:
-        """A step looks at everything anew."""
+        """Each step looks at the model anew."""
 
 
 @dataclass
 class Flight:
-    """A step on its way."""
+    """A step that was launched and not collected yet."""
 
     step: Step
     sampling: list[Request]
-    counts: list[int]  # how many tokens each of them may get
+    counts: list[int]  # the most tokens that each of them may get
     wait: Callable[[], np.ndarray]
     record: Stretch
 
 
 class Engine:
-    """``depth``: how many steps may be on their way before the host waits for the oldest, times in a row counted."""
+    """``depth``: launched steps after which the host waits for the oldest; a burst counts as many as it runs."""
 
     def __init__(
         self,
@@ -92,23 +92,20 @@ class Engine:
         self.endings = endings
         self.timekeeper = timekeeper
         self.depth = depth if scheduler.runs_ahead else 1
-        # Where rows run several times, one step runs and one waits for its turn: more would only be looked at later.
+        # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
         self.flights = 2 if launcher.most_times > 1 else depth
         self.steps = 0
         self.model_tokens = 0
-        self.idle_tokens = 0  # of requests that turned out to have ended before
+        self.idle_tokens = 0  # run for requests that had ended before
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
-        """Requests as they finish, until there are none.
-
-        ``watch`` is told of every step that has been run, and how many tokens of answers it brought.
-        """
+        """Requests as they finish. ``watch`` is told of each collected step, and of its number of new tokens."""
         flights: deque[Flight] = deque()
         switch = self.timekeeper.switch
         try:
             while True:
                 switch("scheduling")
-                late = self.endings.late()  # nothing is launched before they have been let go
+                late = self.endings.late()  # these go first: nothing is launched before
                 step = None if late else self._next(must_wait=bool(flights))
                 finished: list[Request] = []
                 if step is not None:
@@ -118,7 +115,7 @@ class Engine:
                 elif not flights:
                     return
                 if flights and (step is None or self._enough(flights)):
-                    flight = flights[0]  # where an interrupt, or an error of a criterion, finds it still on its way
+                    flight = flights[0]  # left in the queue: an interrupt in between must find it
                     idle = self.idle_tokens
                     switch("model")
                     finished = self.collect(flight, flight.wait())
@@ -131,7 +128,7 @@ class Engine:
                     switch("results")
                     yield from finished
                     self.launcher.back()
-        finally:  # left half-way, it may have run more for those that had ended
+        finally:  # after an interrupt: launched steps may have run for requests that had ended
             for flight in flights:
                 self.timekeeper.collected(flight.record)
                 pairs = zip(flight.sampling, flight.counts, strict=True)
@@ -141,7 +138,7 @@ class Engine:
         return len(flights) >= self.flights or sum(flight.step.times for flight in flights) >= self.depth
 
     def _next(self, must_wait: bool) -> Step | None:
-        """The next step; None if what is on its way must be seen first, or if there is none."""
+        """The next step; None if there is none, or if launched steps must be seen first."""
         if must_wait and self.scheduler.must_know():
             return None
         return self.scheduler.next()
@@ -166,7 +163,7 @@ class Engine:
         return Flight(step, sampling, counts, wait, self.timekeeper.launched(step.times, prompt_tokens, decode_tokens))
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
-        """What ``repeat`` gave: with another number, rows would run over pages that are not theirs."""
+        """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""
         what = f"{self.scheduler.name}.repeat()"
         if not hasattr(times, "__index__") or not 1 <= operator.index(times) <= most:
             raise TypeError(f"{what} gave {times!r}: it must give a whole number from 1 to {most}")
@@ -187,7 +184,7 @@ class Engine:
         self.timekeeper.switch("scheduling")
         finished: list[Request] = []
         for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
-            if request.done:  # it had ended before this step, which nobody knew when it was launched
+            if request.done:  # it had ended before this step, unknown when the step was launched
                 self.idle_tokens += count
                 continue
             has, reason = ends.get(row, (count, None))
@@ -200,7 +197,7 @@ class Engine:
         return finished
 
     def _out_of_time(self, late: list[Request]) -> list[Request]:
-        """They keep the tokens that they have, if they have begun at all; nothing of theirs is on its way."""
+        """End requests whose time is over, with the tokens that they have. No launched step holds more of theirs."""
         for request in late:
             request.end(FinishReason.TIME)
             self.scheduler.finish(request)

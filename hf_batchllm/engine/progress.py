@@ -1,4 +1,4 @@
-"""The progress bar: it moves with every step, not only when something has finished."""
+"""The progress bar. It moves with every step, not only when a sequence finishes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.utils import logging
 from ..planning.units import Request, Step
 from ..results.notebook import in_notebook
 
-_LONG = 32  # sequences from which on a bar is shown unasked
+_LONG = 32  # sequences: from here on a bar is shown unasked
 _FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """Counts in tokens: those of prompts that are to be computed, and new ones. Shows sequences, speed and saving."""
+    """Counts tokens: prompt tokens to compute, and new tokens. Shows sequences, speed and saving."""
 
     def __init__(self, bar: tqdm, sequences: int, kind: str, prompt_tokens: int, saving: float) -> None:
         self._bar = bar
@@ -29,8 +29,8 @@ class Progress:
         self._finished = self._new_tokens = 0
 
     def step(self, step: Step, new_tokens: int) -> None:
-        """A step has been run, which brought so many tokens of answers."""
-        # What is computed again after a preemption is no progress.
+        """A step was collected. ``new_tokens``: the tokens of answers that it brought."""
+        # Tokens computed again after a preemption are no progress.
         prompt_tokens = min(step.tokens - len(step.rows), self._prompt_tokens)
         self._prompt_tokens -= prompt_tokens
         self._new_tokens += new_tokens
@@ -39,11 +39,11 @@ class Progress:
 
     def finish(self, request: Request, results: int = 1) -> None:
         self._finished += results
-        self._bar.total -= request.max_new_tokens - request.made  # it ended sooner than it might have
+        self._bar.total -= request.max_new_tokens - request.made  # it ended before its limit
         if self._finished == self._sequences:
-            self._bar.total = self._bar.n  # out of time, not all prompts have been computed
+            self._bar.total = self._bar.n  # when time is over, some prompts were never computed
         if (widget := getattr(self._bar, "container", None)) is not None:
-            widget.children[1].max = self._bar.total  # its own idea of it
+            widget.children[1].max = self._bar.total  # the widget keeps its own total
         self._show()
 
     def _show(self) -> None:
@@ -64,9 +64,10 @@ def progress_bar(
     wanted: bool | None,
     scores: int | None = None,
 ) -> Iterator[Progress]:
-    """``prompt_tokens`` are to be computed; ``wanted`` None: for long lists, where transformers shows bars, too.
+    """A bar over a call.
 
-    ``scores``: how many are read from the requests, where those are no answers.
+    prompt_tokens: to be computed. wanted: None shows a bar for long lists, if transformers' bars are on.
+    scores: how many scores are read from the requests, in a call of ``score``.
     """
     results = len(requests) if scores is None else scores
     show = results >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
@@ -74,7 +75,7 @@ def progress_bar(
     total = prompt_tokens + sum(request.max_new_tokens for request in requests)
     file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
     desc = f"0/{results:,} {kind}"
-    # Steps differ so much in their tokens that each of them is a chance to draw the bar anew.
+    # Steps differ widely in tokens, so the bar may be redrawn after each of them.
     with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=desc, file=file) as bar:
         yield Progress(bar, results, kind, prompt_tokens, saving)
         bar.refresh()

@@ -1,7 +1,7 @@
-"""What a call takes on a device beside the KV cache: found out by running a step that nobody sees.
+"""The memory that a call takes beside the KV cache, measured by running its largest step once, for nothing.
 
-The step is the largest that the call may come to, over a few pages of its own. What cannot be seen beforehand (CUDA
-graphs, and how tokens are picked) is reckoned from its size.
+The step runs over a few pages of its own. CUDA graphs and the picking of tokens cannot be measured beforehand: their
+memory is worked out from the size of the step.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from ..planning.units import Chunk, Request, Step
 from ..results.sharing_plan import SharingPlan
 from .device_loop.graph_sizes import size_of, sizes_up_to
 
-_LONGEST = 1024  # tokens of a sequence in the rehearsal, which needs as many slots of a cache
-_MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit the next
-_UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
-_ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
-_PARTS = 8  # partial results of attention that each decode row has, at most
-_PICKED_AT_ONCE = 1 << 25  # scores, where transformers' own code picks
-_COPIES = 48  # bytes that it takes for each of them
+_LONGEST = 1024  # tokens of a sequence in the rehearsal; it needs as many slots of a cache
+_MARGIN = 1.1  # steps differ in size, and memory that one step frees does not always fit the next
+_UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs, unseen by PyTorch
+_ROUNDING = 2 << 20  # bytes: the allocator rounds large tensors up to a multiple
+_PARTS = 8  # the most partial results of attention that a decode row has
+_PICKED_AT_ONCE = 1 << 25  # scores that transformers' own code looks at in one go
+_COPIES = 48  # bytes that it takes for each of these scores
 
 
 @dataclass(frozen=True)
 class LargestStep:
     tokens: int
     samples: int  # tokens whose logits are asked for
-    longest: int  # tokens of a sequence, at most
+    longest: int  # the most tokens of a sequence
 
 
 def largest_step(
     prompts: Sequence[Prompt], plan: SharingPlan, budget: int, config: BatchConfig, pages: tuple[int, int]
 ) -> LargestStep:
-    """``budget``: of tokens in a step. ``pages``: as many as the call could use, and as many as there could be."""
+    """``budget``: the most tokens of a step. ``pages``: those that the call could use, and those that could exist."""
     (wanted, most), page_size = pages, config.page_size
     lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
-    own = np.ones_like(lengths)  # pages: a kept prefix may leave it at that
+    own = np.ones_like(lengths)  # pages: with kept prefixes, a sequence may own a single one
     if not config.keep_prefixes:
-        ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
+        ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last entry: no segment
         own = -(-(lengths - ends[plan.parents]) // page_size)
     at_once = int(np.searchsorted(np.cumsum(np.sort(own)), min(wanted, most), side="right"))
-    # All that is ever in the cache may have to be computed anew, after a preemption.
+    # After a preemption, everything in the cache may have to be computed again.
     tokens = min(budget, _rounded(wanted * page_size))
     samples = min(tokens, _rounded(max(at_once, 1)))
     longest = min(int(lengths.max(initial=1)), _LONGEST)  # the model may not have more positions
@@ -63,18 +63,18 @@ def largest_step(
 
 
 def _rounded(count: int) -> int:
-    """Up by an eighth at most, so that calls of nearly the same size share what is known."""
+    """Rounded up by an eighth at most: calls of nearly the same size then share a measurement."""
     unit = 1 << max(count.bit_length() - 4, 0)
     return -(-count // unit) * unit
 
 
 def cannot_rehearse(model: nn.Module) -> bool:
-    """Whether somebody would notice a step that is run for nothing: hooks, or layers that draw random numbers."""
+    """Whether a step run for nothing would be noticed: by hooks, or by layers that draw random numbers."""
     return not_in_graphs(model) is not None or any(module.training for module in model.modules())
 
 
 class Rehearsals:
-    """What has been found out is kept for later calls."""
+    """Measurements, kept for later calls."""
 
     def __init__(self) -> None:
         self._known: dict[object, int | None] = {}
@@ -82,16 +82,16 @@ class Rehearsals:
     def beside_the_cache(
         self, runner: ModelRunner, step: LargestStep, graphs: bool, picking: int, memory: DeviceMemory
     ) -> int | None:
-        """Bytes, or None where they cannot be found out. ``picking``: bytes that picking tokens takes; logits count."""
+        """Bytes; None where they cannot be measured. ``picking``: bytes that picking tokens takes, logits included."""
         architecture, backend = runner.architecture, runner.backend
         if not isinstance(backend, TritonBackend):
-            return None  # in plain PyTorch a step takes the more memory the longer the sequences before it are
+            return None  # in plain PyTorch, the memory of a step grows with the sequences that it attends to
         most = self._step(runner, backend, step, memory)
         if most is None:
             return None
         rows = size_of(step.samples)
         part = sum(4 * heads * v_dim for heads, v_dim in {(each.heads, each.v_dim) for each in architecture.attention})
-        # A step of prompts has its own, and decode steps of ever fewer rows keep theirs, one for each size.
+        # Partial results: a step of prompts has its own, and so has each size of decode steps.
         places = sum(size + backend.multiprocessors + 1 for size in (rows, *sizes_up_to(rows)))
         total = most + picking + _PARTS * places * part
         if graphs:
@@ -102,16 +102,16 @@ class Rehearsals:
         return int(_MARGIN * total) + _UNSEEN + 2 * architecture.layers * _ROUNDING
 
     def _step(self, runner: ModelRunner, backend: TritonBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
-        """Bytes that a step takes while it runs, and leaves free afterwards."""
+        """Bytes that a step takes only while it runs."""
         cast = autocast_dtype(runner.architecture.device)
-        # What is fused hangs on the config, the device and the model's hooks, of which there are none.
+        # Fused layers depend on the config, the device and hooks: the first two are fixed, and there are no hooks.
         key = runner.architecture, step, base_model(runner.model).dtype, cast
         if key in self._known:
             return self._known[key]
         found = _rehearsed(runner, backend.storage, step, memory)
         if not backend.does_all:
-            found = None  # some layers run in plain PyTorch
-        if cast is None:  # autocast keeps copies of weights as long as its block lasts: the next makes them again
+            found = None  # some layers run in plain PyTorch, whose memory depends on the sequences
+        if cast is None:  # autocast keeps copies of weights until its block ends; the next block makes them again
             self._known[key] = found
         return found
 
@@ -127,24 +127,24 @@ def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memor
             runner.step(batch)
     except Exception as error:
         runner.restore()
-        traceback.clear_frames(error.__traceback__)  # they hold what the step was about
+        traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
         if is_out_of_memory(error):
             raise
-        return None  # a model that is particular about its tokens: what it says of real ones counts
+        return None  # the model objects to these made-up tokens: only its errors about real ones count
     peak = memory.peak()
     memory.trim()
-    # Against what there is afterwards: what was made on first use is not taken a second time.
+    # Compared with the memory in use afterwards: what the first run allocates for good is not needed a second time.
     left = memory.used()
     return max(peak.allocated - left.allocated, peak.reserved - left.reserved, 0)
 
 
 def stage(step: LargestStep, page_size: int) -> KVStorage:
-    """The pages for it."""
+    """A storage with the pages of the rehearsed step."""
     return KVStorage(-(-min(step.longest, step.tokens) // page_size), page_size)
 
 
 def _made_up(step: LargestStep, pages: int, page_size: int) -> Step:
-    """Sequences of zeros: as many as are sampled, and more where those would become too long; most of one token."""
+    """Sequences of zeros, most of one token: one for each sample, and more where these would become too long."""
     longest = min(step.longest, pages * page_size)
     lengths = [1] * step.samples
     left = step.tokens - step.samples
@@ -156,7 +156,7 @@ def _made_up(step: LargestStep, pages: int, page_size: int) -> Step:
     made = Step()
     for index, length in enumerate(lengths):
         request = Request(index, np.zeros(length, dtype=np.int32), 1)
-        # All in the same pages: whatever one reads there, another has written in this step, so that it is a number.
+        # All use the same pages: each slot that is read was written in this step, so it holds a number.
         request.pages = list(range(-(-length // page_size)))
         request.computed = length
         made.chunks.append(Chunk(request, 0, length))
@@ -164,9 +164,9 @@ def _made_up(step: LargestStep, pages: int, page_size: int) -> Step:
 
 
 def picking_bytes(samples: int, vocabulary: int, sequences: int, *, copied: bool, by_host: bool) -> int:
-    """What becoming tokens takes of logits, beside the logits.
+    """Bytes that picking tokens takes beside the logits.
 
-    ``sequences``: of which it is known which tokens they have had. ``copied``: something is changed in the logits.
+    sequences: with a record of the tokens that they have had, for penalties. copied: whether the logits are changed.
     """
     scores = samples * vocabulary
     kept = 4 * scores if copied or by_host else scores // 2  # in float32; else the best of each few

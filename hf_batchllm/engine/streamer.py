@@ -1,4 +1,4 @@
-"""A streamer of transformers, told of one sequence what ``generate`` would tell it."""
+"""Passes the tokens of a sequence on to a streamer of transformers, as ``generate`` does."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..planning.units import Request
 
 
 class Feed:
-    """``prompt``: [1, tokens]; None if it cannot be run, and then the streamer is only told that nothing comes."""
+    """``prompt``: [1, tokens]; None if it cannot run: the streamer is then only told of the end."""
 
     def __init__(self, streamer: Any, prompt: torch.Tensor | None) -> None:
         self._streamer = streamer
         self._prompt = prompt
-        self._told = 0  # new tokens
+        self._told = 0  # new tokens that were passed on
         self._begun = self._ended = False
 
     def begin(self) -> None:
-        """Once a step has run: a model whose first one fails may be left to ``generate``, which begins anew."""
+        """Pass the prompt on, after the first step: where that fails, ``generate`` may run instead, and begins anew."""
         if self._begun:
             return
         self._begun = True
@@ -32,7 +32,7 @@ class Feed:
             self._streamer.put(self._prompt.cpu())
 
     def tell(self, request: Request) -> None:
-        """Whatever there is of it by now."""
+        """Pass new tokens on."""
         self.begin()
         for token in request.generated[self._told :]:
             self._told += 1
@@ -46,7 +46,7 @@ class Feed:
 
 
 def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padded: PaddedBatch | None) -> Feed | None:
-    """Of a call for those prompts; None if it has no streamer."""
+    """The feed of a call; None where it has no streamer."""
     streamer = options[0].given.streamer if options else None
     if streamer is None:
         return None

@@ -1,6 +1,7 @@
-"""Takes down how a call goes, while it goes: it costs a few microseconds a step, and as much memory after a million.
+"""Records how a call goes over its time: phases, and stretches of steps.
 
-It asks nothing of the device. On a GPU, where the host is ahead, a step's time is when its tokens have come back.
+A step costs a few microseconds, and a million steps take as much memory as a few hundred. The device is asked for
+nothing: on a GPU, a step's time is the moment at which its tokens arrived at the host.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy as np
 from ..planning.paged_cache import PagedCache
 from ..results.timeline import PHASES, Timeline
 
-_MOST = 512  # stretches
+_MOST_STRETCHES = 512
 
 
 class Stretch(NamedTuple):
-    """Some steps that follow each other, up to ``end`` (seconds)."""
+    """Consecutive steps, up to ``end`` (seconds)."""
 
     end: float
     steps: int
@@ -40,18 +41,18 @@ class Stretch(NamedTuple):
 
 
 class Timekeeper:
-    """From when it is made on. ``ahead``: whether the model runs on a device while the host goes on."""
+    """Starts when it is made. ``ahead``: whether the model runs on a device while the host goes on."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, ahead: bool = False) -> None:
         self._clock = clock
         self._began = self._since = clock()
         self._phase = next(iter(PHASES))
         self._spent = dict.fromkeys(PHASES, 0.0)
-        self.launching = "launching" if ahead else "model"  # the phase in which the model is called
+        self.launching = "launching" if ahead else "model"  # the phase of calling the model
         self._cache: PagedCache | None = None
         self._first: float | None = None  # when steps began
         self._stretches: list[Stretch] = []
-        self._width = 0.0  # seconds that steps fit into to be in one stretch
+        self._width = 0.0  # seconds: consecutive steps that fit into it are one stretch
 
     @property
     def seconds(self) -> float:
@@ -60,16 +61,16 @@ class Timekeeper:
     # -- phases ------------------------------------------------------------------------------------------------
 
     def switch(self, phase: str) -> None:
-        """From now on it is this phase, until the next one."""
+        """Begin a phase, which ends the one before."""
         now = self._clock()
-        # In this order: what an interrupt keeps from being counted here is found missing in the end.
+        # Set `_since` first: time lost to an interrupt in between then appears as the remainder in `timeline()`.
         passed, self._since = now - self._since, now
         self._spent[self._phase] += passed
         self._phase = phase
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Something within another phase, which goes on afterwards."""
+        """A phase within another one, which goes on afterwards."""
         before = self._phase
         self.switch(phase)
         try:
@@ -93,7 +94,7 @@ class Timekeeper:
         self._first = self.seconds
 
     def launched(self, steps: int, prompt_tokens: int, decode_tokens: int) -> Stretch:
-        """To be handed to ``collected`` when it is over; what the cache holds now is what it holds meanwhile."""
+        """A stretch of one launch, for ``collected``. The cache holds as much during the step as it does now."""
         cache = self._cache
         assert cache is not None
         return Stretch(0.0, steps, prompt_tokens, decode_tokens, cache.requests, cache.num_pages - cache.free_pages)
@@ -105,15 +106,15 @@ class Timekeeper:
             stretches[-1] = stretches[-1].then(stretch)
             return
         stretches.append(stretch)
-        if len(stretches) > _MOST:
+        if len(stretches) > _MOST_STRETCHES:
             self._join()
 
     def _begin_of_last(self, stretches: Sequence[Stretch]) -> float:
         return stretches[-2].end if len(stretches) > 1 else self._first or 0.0
 
     def _join(self) -> None:
-        """Neighbours that are short. Any two of those left are longer together than the new width: few are left."""
-        self._width = 4 * (self._stretches[-1].end - (self._first or 0.0)) / _MOST
+        """Join short neighbours. Any two that remain are longer together than the new width, so few remain."""
+        self._width = 4 * (self._stretches[-1].end - (self._first or 0.0)) / _MOST_STRETCHES
         joined: list[Stretch] = []
         for stretch in self._stretches:
             if joined and stretch.end - self._begin_of_last(joined) <= self._width:
@@ -125,7 +126,7 @@ class Timekeeper:
     # -- afterwards --------------------------------------------------------------------------------------------
 
     def timeline(self, seconds: float, page_bytes: int, capture: float = 0.0) -> Timeline:
-        """Of the first so many seconds. ``capture``: those within launching that captures of graphs took."""
+        """The first ``seconds`` of the call. ``capture``: seconds of launching that went into capturing graphs."""
         phases = dict(self._spent)
         phases[self.launching] -= capture
         phases["capture"] += capture

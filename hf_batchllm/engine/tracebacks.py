@@ -1,8 +1,7 @@
-"""A notebook keeps the last traceback, and with it the locals of every frame: those must not keep the KV cache alive,
-nor weights that were merged for a call.
+"""Empties the frames of a traceback that hold the KV cache, or weights that were merged for a call.
 
-Releasing the storage under the tensors instead would be shorter, and end the process of whoever looks at one of them
-in a debugger: PyTorch reads such a tensor without asking whether there is anything.
+A notebook keeps the last traceback, and with it the locals of every frame. Releasing the storage under the tensors
+would be shorter, but PyTorch reads such a tensor without a check: looking at one in a debugger would end the process.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in (*_WITH_LOGITS, "patches"))
 
 
 def forget_tensors(error: BaseException | None) -> None:
-    """Empty the frames of the step that an error came through, and of whatever attention called in it.
+    """Empty the frames of the engine's step, and of attention and everything that it called.
 
-    The frames of the model, of hooks and of the caller stay as they are: their owners may want to look at them.
+    The frames of the model, of hooks and of the caller stay: their owners may want to look at them.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -41,8 +40,8 @@ def forget_tensors(error: BaseException | None) -> None:
         waiting += [error.__cause__, error.__context__]
         inside = False
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            name = str(frame.f_globals.get("__name__"))  # of code that was made up, it may be anything
+            name = str(frame.f_globals.get("__name__"))  # in generated code it may be anything
             inside = inside or name.startswith(_ATTENTION)
             if inside or name.startswith(_AROUND_IT):
-                with contextlib.suppress(RuntimeError):  # it is still running: an error on its way through
+                with contextlib.suppress(RuntimeError):  # a frame that is still running cannot be emptied
                     frame.clear()

@@ -1,7 +1,7 @@
-"""How ``score`` is run: few sequences from which all items are read, and logits nowhere but where one of them needs it.
+"""How ``score`` runs: few sequences from which all items are read, with logits only where an item needs them.
 
-The logits at a position tell of the next token, so the last token of an item is looked up and never run. Items that
-differ in that one alone (answers of a single token) are read from one sequence: their context.
+The logits at a position tell of the next token, so the last token of an item is looked up and never runs. Items that
+differ in their last token alone (answers of a single token) are read from one sequence: their context.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .token_lookups import AT_ONCE, Lookups, looked_up
 
 
 def options_of_scores() -> Options:
-    """Each sequence gets one token, which nobody looks at: the logits that it is picked from are what is wanted."""
+    """Each sequence gets one token, which is ignored: its logits are what is wanted."""
     return Options(
         config=GenerationConfig(max_new_tokens=1, do_sample=False),
         eos_token_ids=frozenset(),
@@ -47,11 +47,11 @@ def options_of_scores() -> Options:
 
 @dataclass
 class ScoreJob:
-    """What a call of ``score`` is asked for: ``work`` is what the engine runs, and each item is read from a part."""
+    """What a call of ``score`` is asked for. The engine runs ``job``; each item is read from one of its prompts."""
 
     inputs: ScoreInputs
     job: Job
-    sources: np.ndarray  # [items]  from which of the work's prompts each one is read
+    sources: np.ndarray  # [items]  the job's prompt that each item is read from
 
     @classmethod
     def of(cls, inputs: ScoreInputs) -> ScoreJob:
@@ -71,13 +71,13 @@ class ScoreJob:
 
     @cached_property
     def readers(self) -> list[list[int]]:
-        """Of each prompt of the work, the items that are read from it."""
+        """For each prompt of the job, the items that are read from it."""
         order = np.argsort(self.sources, kind="stable")
         ends = np.cumsum(np.bincount(self.sources, minlength=len(self.job.prompts)))
         return [some.tolist() for some in np.split(order, ends[:-1])] if len(ends) else []
 
     def _move_problems(self, problems: Mapping[int, str], strict: bool) -> None:
-        """From sequences to the items that are read from them; ``strict``: those alone that are as long."""
+        """Turn problems of sequences into problems of items. ``strict``: only of items as long as their sequence."""
         for prompt, why in problems.items():
             for number in self.readers[prompt]:
                 item = self.inputs.items[number]
@@ -91,7 +91,7 @@ class ScoreJob:
 
     @contextmanager
     def problems_named(self) -> Iterator[None]:
-        """While the sequences are lined up: what does not fit is said of contexts, which people know."""
+        """Errors about sequences that do not fit speak of contexts, which the caller knows."""
         try:
             yield
         except PromptError as error:
@@ -105,21 +105,21 @@ class ScoreJob:
 
 
 def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarray]:
-    """The sequences that have to be run, none of which is the beginning of another; and which of them each item is in.
+    """The sequences to run, and for each item the number of its sequence. No sequence begins another one.
 
-    Sorted, a sequence stands right before those that begin with it.
+    In sorted order, a sequence stands right before the sequences that begin with it.
     """
     by_key: dict[Hashable, list[int]] = {}
     for number, item in enumerate(items):
         by_key.setdefault(item.key, []).append(number)
     packed = [np.ascontiguousarray(item.ids[:-1], np.int32).tobytes() for item in items]
-    longest = np.arange(len(items))  # the item with the longest sequence that an item's own is the beginning of
+    longest = np.arange(len(items))  # for each item, the item with the longest sequence that begins with its own
     for numbers in by_key.values():
         numbers.sort(key=packed.__getitem__)
         for number, following in zip(numbers[-2::-1], numbers[:0:-1], strict=True):
             if packed[following].startswith(packed[number]):
                 longest[number] = longest[following]
-    # In the order of the list, as far as there is one.
+    # In the order of the list.
     kept, first = np.unique(longest, return_index=True)
     order = np.argsort(first)
     place = np.empty(len(items), np.int64)
@@ -129,10 +129,10 @@ def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarr
 
 
 class ScoreOutputs(CallOutputs):
-    """What a call of ``score`` takes down."""
+    """Reads the scores of a call from the logits of its prompts."""
 
     def __init__(self, job: ScoreJob) -> None:
-        self._work = job
+        self._job = job
         self.lookups = Lookups(job.inputs.items, job.readers)
         self.counts = self._counts(range(len(job.job.prompts)))
 
@@ -156,8 +156,8 @@ class ScoreOutputs(CallOutputs):
         )
 
     def _counts(self, prompts: Iterable[int]) -> ScoreCounts:
-        """Of what is read from these prompts of the work."""
-        job = self._work
+        """The scores that are read from these prompts of the job."""
+        job = self._job
         items = [job.inputs.items[number] for prompt in prompts for number in job.readers[prompt]]
         return ScoreCounts(
             len(items),
@@ -179,7 +179,7 @@ class ScoreOutputs(CallOutputs):
 
 
 class ScoreLauncher:
-    """Looks tokens up on the device. What was found comes back later, behind an event: the next step need not wait."""
+    """Looks tokens up on the device. The figures come back later, behind an event: the next step need not wait."""
 
     most_times = 1
 
@@ -190,23 +190,23 @@ class ScoreLauncher:
         self._device = runner.architecture.device
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        nobody_looks = np.zeros((len(sampling), 1), np.int64)
+        ignored = np.zeros((len(sampling), 1), np.int64)
         rows, places = self._lookups.pairs(sampling, batch.asked)
         with current_device(self._device):
             logits = self._runner.every_row(batch)
             if not len(rows):
-                return lambda: nobody_looks
+                return lambda: ignored
             self._timekeeper.switch("tokens")
             found = self._on_its_way(*looked_up(logits, rows, self._lookups.targets(places)))
 
         def wait() -> np.ndarray:
             self._lookups.put(places, *found())
-            return nobody_looks
+            return ignored
 
         return wait
 
     def back(self) -> None:
-        """Every step looks at everything anew."""
+        """Each step looks at the model anew."""
 
     def _on_its_way(self, *tensors: torch.Tensor) -> Callable[[], list[np.ndarray]]:
         if self._device.type != "cuda":
