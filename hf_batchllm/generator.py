@@ -50,12 +50,12 @@ class BatchGenerator:
         out[0].text
 
     Prefixes that prompts share are found beforehand and computed once. ``config`` is a BatchConfig; its fields may be
-    given as keyword arguments instead. The tokenizer is the one given, else the one saved beside the model. It is needed
-    for prompts that are text, and for ``text`` in the results.
+    given as keyword arguments instead. The tokenizer is the one given, else the one saved beside the model. Prompts
+    that are text need it, and so does ``text`` in the results.
 
     ``last_report``: how the last call went (a RunReport); None before it, and if the call was refused before any work.
-    ``interrupted``: the finished results of the last call, if that was interrupted (a BatchResult, or a ScoreResult). It
-    stays until the next call begins.
+    ``interrupted``: the finished results of the last call, if that was interrupted (a BatchResult, or a ScoreResult).
+    It stays until the next call begins.
     """
 
     checks = JobChecks  # decides whether a call can be served
@@ -314,7 +314,7 @@ class BatchGenerator:
         self._closed = True
 
     def forget_prefixes(self) -> None:
-        """Drop the prefixes kept from earlier calls. Needed after a change that cannot be noticed, such as a new hook."""
+        """Drop the prefixes kept from earlier calls: needed after a change that goes unnoticed, such as a new hook."""
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
         self._kv.clear()
