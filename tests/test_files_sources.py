@@ -12,9 +12,9 @@ import pytest
 
 from hf_batchllm.errors import FilesError, InputFileError
 from hf_batchllm.files.store import lines as lines_module
-from hf_batchllm.files.store import tables
+from hf_batchllm.files.store import table_inputs
 from hf_batchllm.files.store.sources import open_source, record_key
-from hf_batchllm.files.store.windows import cut, fingerprints, prompt_bytes, sharing_order
+from hf_batchllm.files.store.windows import cut, fingerprints, sharing_order
 
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # of other processes
 
@@ -137,7 +137,7 @@ def test_a_pipe_is_read_through_a_copy(written, tmp_path) -> None:
 def test_stdin(written, how) -> None:
     program = """
 import os, sys
-import hf_batchllm.files.store.outputs
+import hf_batchllm.files.store.open_output
 from hf_batchllm.files.store.sources import open_source
 if len(sys.argv) > 1:
     os.read(0, 3)
@@ -326,28 +326,12 @@ def test_parquet_without_pyarrow_says_what_to_install(written, monkeypatch) -> N
 
 
 def test_the_limit_of_a_cell_is_put_back(written) -> None:
-    before = tables.csv.field_size_limit()
+    before = table_inputs.csv.field_size_limit()
     rows(written("a\n1\n", "in.csv"))
-    assert tables.csv.field_size_limit() == before
+    assert table_inputs.csv.field_size_limit() == before
 
 
 # Windows
-
-
-@pytest.mark.parametrize(
-    ("raw", "prompt"),
-    [
-        (b'{"id": 1, "prompt": "abc"}', b'"abc"}'),
-        (b'{"id": 1, "prompt" : "abc"}', b'"abc"}'),
-        (b'{"kind": "prompt", "prompt":"abc"}', b'"abc"}'),
-        (b'{"x": "\\"prompt\\": 1", "messages": [1]}', b"[1]}"),
-        (b'{"text": "abc"}', b'{"text": "abc"}'),
-        (b"not json \xff", b"not json \xff"),
-        (b'{"prompt"', b'{"prompt"'),
-    ],
-)
-def test_the_prompt_is_found_without_parsing(raw, prompt) -> None:
-    assert prompt_bytes(raw) == prompt
 
 
 def test_records_that_begin_alike_are_neighbours_and_families_stand_where_they_began() -> None:

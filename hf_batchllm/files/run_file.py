@@ -13,16 +13,16 @@ from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
 from ..notices import warn_user
-from ..wording import a_kind, shown
+from ..wording import a_kind
 from .file_report import FileReport
-from .readers import check_first, reader_for
-from .records.identity import identity_of
-from .records.line_configs import said_by
-from .records.records import ALL_FIELDS, Form
+from .first_records import check_first_records, make_reader
+from .record_loop import run_records
+from .records.line_configs import settings_in_config
+from .records.prompt_records import ALL_FIELDS, RecordLayout
+from .records.run_identity import run_identity
 from .records.settings import NAMES, read_settings
 from .records.templates import Template
-from .running import run_records
-from .store.outputs import ORDERS
+from .run_options import RunOptions
 from .store.sources import open_source
 
 
@@ -79,12 +79,6 @@ def run_file(
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
-    for name, value, good in (("order", order, ORDERS), ("on_error", on_error, ("record", "raise"))):
-        if value not in good:
-            raise FilesError(f"`{name}` must be {' or '.join(map(repr, good))}, not {shown(value)}")
-    for name, size in (("limit", limit), ("window_bytes", window_bytes)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(
             f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: options go by their "
@@ -92,44 +86,53 @@ def run_file(
         )
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:
-        base = base.over(said_by(generation_config))
-    kept = (keep,) if isinstance(keep, str) and keep != "all" else ALL_FIELDS if keep == "all" else tuple(keep)
-    form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)
+        base = base.over(settings_in_config(generation_config))
+    options = RunOptions(
+        output_format=output_format,
+        token_ids=token_ids,
+        order=order,
+        fsync=fsync,
+        window_bytes=window_bytes,
+        retry_errors=retry_errors,
+        restart=restart,
+        on_error=on_error,
+        limit=limit,
+        seed=base.seed,
+        progress=progress,
+    )
+    layout = RecordLayout(
+        prompt_field=prompt_field,
+        template=None if template is None else Template(template),
+        chat=chat,
+        system=system,
+        line_settings=line_settings,
+        keep=ALL_FIELDS if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
+    )
     with open_source(source, format, note=warn_user) as opened:
-        reader = reader_for(opened, form, base)
-        check_first(reader, opened, limit)
+        reader = make_reader(opened, layout, base)
+        check_first_records(reader, opened, limit)
         inner = base_model(gen.model)
-        name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
-        said = {"model": name, "dtype": str(inner.dtype).removeprefix("torch.")}
+        model_name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
+        model = {"model": model_name, "dtype": str(inner.dtype).removeprefix("torch.")}
         try:
             return run_records(
                 gen,
                 opened,
                 os.fspath(target),
                 reader=reader,
-                seed=base.seed,
-                identity=identity_of(said, form, base, reader.dialect, token_ids, **_of_its_own(gen)),
-                model_name=name,
-                output_format=output_format,
-                token_ids=token_ids,
-                order=order,
-                fsync=fsync,
-                window_bytes=window_bytes,
-                retry_errors=retry_errors,
-                restart=restart,
-                on_error=on_error,
-                limit=limit,
-                progress=progress,
+                options=options,
+                identity=run_identity(model, layout, base, reader.dialect, token_ids, **_model_state(gen)),
+                model_name=model_name,
                 note=warn_user,
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted: what had finished is in {os.fspath(target)}, and the same call goes on with it"
+                f"interrupted: the finished results are in {os.fspath(target)}, and the same call continues from them"
             ) from None
 
 
-def _of_its_own(gen: BatchGenerator) -> dict[str, Any]:
-    """What results depend on though nobody says it in the call: in a notebook, any of it may be another one later."""
+def _model_state(gen: BatchGenerator) -> dict[str, Any]:
+    """What else results depend on: state of the model that a notebook may change between calls."""
     inner = base_model(gen.model)
     config = {} if inner.generation_config is None else inner.generation_config.to_diff_dict()
     return {

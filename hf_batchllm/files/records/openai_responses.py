@@ -1,8 +1,8 @@
-"""Answers in the form that OpenAI's batch files have.
+"""Results in the form that OpenAI's batch files have.
 
-A request that is refused is a response with status 400 whose body holds the error, and the ``error`` beside it is null:
-there OpenAI tells of requests that were never answered at all, because a batch expired, say. Who reads such files looks
-at the status first.
+A refused request gets a response with status 400, whose body holds the error. The ``error`` beside the response is
+null: OpenAI uses it for requests without any response, as in a batch that expired. So programs that read such files
+look at the status first.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from .openai_requests import CHAT, OpenAIRequest
-from .records import BadPromptRecord, PromptRecord
+from .prompt_records import BadPromptRecord, PromptRecord
 from .token_texts import TokenTexts, finite, likeliest
 
 if TYPE_CHECKING:
     from ...results.generations import Generation
 
 
-def answer(
-    item: PromptRecord, key: str, generations: Sequence[Generation], tokens: TokenTexts, model: str, created: int
+def response(
+    record: PromptRecord, key: str, generations: Sequence[Generation], tokens: TokenTexts, model: str, created: int
 ) -> dict[str, Any]:
-    request = item.request
+    request = record.request
     assert request is not None
     chat = request.endpoint == CHAT
     prompt, new = len(generations[0].prompt_token_ids), sum(len(each.token_ids) for each in generations)
     body = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{item.number}-{key}",
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{record.number}-{key}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model or request.model or "",
-        "choices": [_choice(item, request, place, each, tokens) for place, each in enumerate(generations)],
+        "choices": [_choice(record, request, place, each, tokens) for place, each in enumerate(generations)],
         "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
     }
-    return _enveloped(item, key, 200, body)
+    return _enveloped(record, key, 200, body)
 
 
-def refusal(item: PromptRecord | BadPromptRecord, key: str, why: str) -> dict[str, Any]:
-    param = item.param if isinstance(item, BadPromptRecord) else None
+def error_response(record: PromptRecord | BadPromptRecord, key: str, why: str) -> dict[str, Any]:
+    param = record.param if isinstance(record, BadPromptRecord) else None
     error = {"message": why, "type": "invalid_request_error", "param": param, "code": None}
-    return _enveloped(item, key, 400, {"error": error})
+    return _enveloped(record, key, 400, {"error": error})
 
 
-def _enveloped(item: PromptRecord | BadPromptRecord, key: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+def _enveloped(record: PromptRecord | BadPromptRecord, key: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {
-        "id": f"batch_req_{item.number}_{key}",
-        "custom_id": item.id,
-        "response": {"status_code": status, "request_id": f"req_{item.number}_{key}", "body": body},
+        "id": f"batch_req_{record.number}_{key}",
+        "custom_id": record.id,
+        "response": {"status_code": status, "request_id": f"req_{record.number}_{key}", "body": body},
         "error": None,
     }
 
 
 def _choice(
-    item: PromptRecord, request: OpenAIRequest, place: int, generation: Generation, tokens: TokenTexts
+    record: PromptRecord, request: OpenAIRequest, place: int, generation: Generation, tokens: TokenTexts
 ) -> dict[str, Any]:
     whole = generation.text or ""
-    text = _before_stop(whole, item.settings.options.get("stop_strings") or ())
+    text = _before_stop(whole, record.settings.options.get("stop_strings") or ())
     stopped = generation.finish_reason == "stop" or len(text) < len(whole)
     logprobs = None
     if request.token_logprobs and generation.logprobs is not None:
         kept = _kept_tokens(generation, text, whole, tokens)
         logprobs = (_chat_logprobs if request.endpoint == CHAT else _completion_logprobs)(
-            generation, kept, item.settings.logprobs or 0, tokens
+            generation, kept, record.settings.logprobs or 0, tokens
         )
-    said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-    said = said if request.endpoint == CHAT else {"text": text}
-    return {"index": place, **said, "logprobs": logprobs, "finish_reason": "stop" if stopped else "length"}
+    message = {"role": "assistant", "content": text, "refusal": None}
+    content = {"message": message} if request.endpoint == CHAT else {"text": text}
+    return {"index": place, **content, "logprobs": logprobs, "finish_reason": "stop" if stopped else "length"}
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """Whatever completes a stop string ends an answer, so the first one there is the one that did."""
+    """The first stop string in a text is the one that ended it: generation ends as soon as one is complete."""
     places = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(places)] if places else text
 
 
 def _kept_tokens(generation: Generation, text: str, whole: str, tokens: TokenTexts) -> int:
-    """How many tokens begin within the text: neither those of a stop string nor the EOS."""
+    """How many tokens begin within the text. The tokens of a stop string and the EOS do not."""
     ids = generation.token_ids
     count = len(ids)
     while count and ids[count - 1] in tokens.special:
@@ -91,7 +91,7 @@ def _chat_logprobs(generation: Generation, kept: int, wanted: int, tokens: Token
     assert generation.logprobs is not None
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": tokens.text(token), "logprob": finite(logprob), "bytes": tokens.bytes(token)}
+        return {"token": tokens.text(token), "logprob": finite(logprob), "bytes": tokens.byte_values(token)}
 
     content = []
     for token, found in zip(generation.token_ids[:kept], generation.logprobs, strict=False):
