@@ -88,7 +88,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "maxNewTokens": 3}', "did you mean `max_new_tokens`?"),
         (b'{"prompt": "x", "temprature": 3}', "did you mean `temperature`?"),
         (b'{"prompt": "x", "settings": {"foo": 1}}', "`foo` is not a setting; settings are max_new_tokens"),
-        (b'{"prompt": "x", "settings": {"seed": 1}, "seed": 2}', "`seed` is there twice"),
+        (b'{"prompt": "x", "settings": {"seed": 1}, "seed": 2}', "`seed` is given twice"),
         (b'{"prompt": "x", "max_tokens": 1, "max_new_tokens": 2}', "says something else than `max_tokens`"),
         (b'{"prompt": "x", "max_tokens": 1.5}', "`max_tokens` must be a whole number, not 1.5"),
         (b'{"prompt": "x", "max_tokens": "5"}', "`max_tokens` must be a whole number, not '5'"),

@@ -67,9 +67,7 @@ def test_a_closed_pipe_and_a_full_device(given) -> None:
         process.stdout.close()
         said = process.stderr.read().decode()
     assert process.returncode == 1
-    assert said.startswith(
-        "OutputWriteError stdout cannot be written to any more: its reader has closed it"
-    )
+    assert said.startswith("OutputWriteError stdout cannot be written to any more: its reader has closed it")
     assert said.count("\n") == 1
     if os.path.exists("/dev/full"):
         with pytest.raises(OutputWriteError, match=r"/dev/full.*the disk is full. 0 results were written"):

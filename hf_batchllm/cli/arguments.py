@@ -51,9 +51,7 @@ def run_parser() -> Parser:
     parser.usage = "hf-batchllm run IN OUT --model MODEL [options]"
     files = parser.add_argument_group("files")
     files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, or - for stdin")
-    files.add_argument(
-        "target", metavar="OUT", help="the same kinds, or - for stdout. A run that was stopped continues"
-    )
+    files.add_argument("target", metavar="OUT", help="the same kinds, or - for stdout. An unfinished OUT is continued")
     add_reading(files)
     files.add_argument(
         "--output-format", metavar="KIND", help="format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"
@@ -200,7 +198,7 @@ def _add_results(group: Any) -> None:
         "--order",
         choices=("input", "finished"),
         default="input",
-        help="input (the default): when all is done, OUT gets the order of IN; finished: as they finished",
+        help="input (the default): in the end, results get the order of IN; finished: they stay as they came",
     )
 
 

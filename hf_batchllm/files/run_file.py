@@ -1,4 +1,4 @@
-"""``run_file``: from a file of prompts to a file of results, with a model that is there already."""
+"""``run_file``: from a file of prompts to a file of results, with a model object."""
 
 from __future__ import annotations
 
@@ -52,37 +52,37 @@ def run_file(
     progress: bool | None = None,
     **settings: Any,
 ) -> FileReport:
-    """Generate for every record of a file. Broken off anywhere, the same call goes on with what is there.
+    """Generate for every record of a file. If a run is stopped anywhere, the same call continues it.
 
     source: JSON lines (``{"prompt": ...}``, ``{"messages": [...]}`` or requests of an OpenAI batch), CSV or Parquet;
         "-" is stdin. A record may bring settings of its own: {"prompt": "...", "max_new_tokens": 5, "seed": 7}.
-    target: JSON lines, one for each record, written as they finish; or a .csv or .parquet, written at the end. How it
-        was made stands beside it, in ``<target>.run.json``.
-    format, output_format: "jsonl", "csv", "tsv" or "parquet", where the suffix does not say it.
+    target: JSON lines, one for each record, written as they finish; or a .csv or .parquet, written at the end. The
+        run record ``<target>.run.json`` beside it says how the results were made.
+    format, output_format: "jsonl", "csv", "tsv" or "parquet", if the suffix does not say it.
     prompt_field: the field that is the prompt; by default "prompt" or "messages".
     template: builds the prompt from fields, as in "{context}\\n\\nQ: {question}\\nA:".
-    chat, system: prompts that are text become a user's message, after this system message.
-    keep: fields of a record that its result is to have, too; "all" for all of them.
-    line_settings: turn off to take fields named as settings for data.
+    chat, system: prompts that are text become a user's message, after this system message if there is one.
+    keep: fields of a record that are copied into its result; "all" for all of them.
+    line_settings: turn off to treat fields named as settings as data.
     token_ids: whether results have the new tokens' ids.
-    order: "input", or "finished" to leave the results in the order in which they came.
-    fsync: "always", "never", or how often what was written is forced onto the disk. Whoever kills the process loses
-        nothing; a power cut loses at most so much.
-    window_bytes: of records that are in memory together. Prompts that begin alike are kept in the same window.
-    retry_errors: run records again that ended in an error.
-    restart: begin afresh; what is there is moved to ``<target>.bak-1``.
+    order: "input", or "finished" to leave the results in the order in which they finished.
+    fsync: "always", "never", or how often results are forced onto the disk. If the process is killed, nothing is lost;
+        a power cut loses at most the results of this time.
+    window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window.
+    retry_errors: run records whose result is an error again.
+    restart: begin afresh; the old results are moved to ``<target>.bak-1``.
     on_error: "record", or "raise" to stop at the first record that cannot be run.
-    limit: run only so many records, the first ones.
-    seed: of the sampling noise; by default one is drawn and kept in the run record.
-    generation_config, settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0
-        means sampling.
+    limit: run only the first records, this many.
+    seed: seed of sampling; by default a random one, kept in the run record.
+    generation_config, settings: as for ``model.generate``, for records without settings of their own. A temperature
+        above 0 means sampling.
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(
-            f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: options go by their "
-            "names, as in run_file(gen, source, target, max_new_tokens=100)"
+            f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: pass options by "
+            "name, as in run_file(gen, source, target, max_new_tokens=100)"
         )
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:

@@ -94,20 +94,22 @@ def _chat_logprobs(generation: Generation, kept: int, wanted: int, tokens: Token
         return {"token": tokens.text(token), "logprob": finite(logprob), "bytes": tokens.byte_values(token)}
 
     content = []
-    for token, found in zip(generation.token_ids[:kept], generation.logprobs, strict=False):
-        top = [one(each, value) for each, value in likeliest(found, wanted)]
-        content.append({**one(token, found[token]), "top_logprobs": top})
+    for token, logprobs in zip(generation.token_ids[:kept], generation.logprobs, strict=False):
+        top = [one(each, value) for each, value in likeliest(logprobs, wanted)]
+        content.append({**one(token, logprobs[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def _completion_logprobs(generation: Generation, kept: int, wanted: int, tokens: TokenTexts) -> dict[str, Any]:
     assert generation.logprobs is not None
-    ids, found = generation.token_ids[:kept], generation.logprobs[:kept]
+    ids, logprobs = generation.token_ids[:kept], generation.logprobs[:kept]
     texts = [tokens.text(token) for token in ids]
-    top = [{tokens.text(each): finite(value) for each, value in likeliest(places, wanted)} for places in found]
+    top = [
+        {tokens.text(each): finite(value) for each, value in likeliest(each_token, wanted)} for each_token in logprobs
+    ]
     return {
         "tokens": texts,
-        "token_logprobs": [finite(places[token]) for token, places in zip(ids, found, strict=True)],
+        "token_logprobs": [finite(each_token[token]) for token, each_token in zip(ids, logprobs, strict=True)],
         "top_logprobs": top if wanted else None,
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
     }

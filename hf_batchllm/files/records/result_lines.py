@@ -91,16 +91,16 @@ class ResultWriter:
         wanted = record.settings.logprobs
         if wanted is not None and generation.logprobs is not None:
             made["logprobs"] = [
-                self._token_logprobs(token, found, wanted)
-                for token, found in zip(generation.token_ids, generation.logprobs, strict=True)
+                self._token_logprobs(token, logprobs, wanted)
+                for token, logprobs in zip(generation.token_ids, generation.logprobs, strict=True)
             ]
         return made
 
-    def _token_logprobs(self, token: int, found: Mapping[int, float], wanted: int) -> dict[str, Any]:
-        logprobs = self._logprob(token, found[token])
+    def _token_logprobs(self, token: int, logprobs: Mapping[int, float], wanted: int) -> dict[str, Any]:
+        entry = self._logprob(token, logprobs[token])
         if wanted:
-            logprobs["top"] = [self._logprob(each, value) for each, value in likeliest(found, wanted)]
-        return logprobs
+            entry["top"] = [self._logprob(each, value) for each, value in likeliest(logprobs, wanted)]
+        return entry
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token_id": token, "token": self._tokens.text(token), "logprob": finite(logprob)}

@@ -176,7 +176,7 @@ def settings_in_record(
     if isinstance(nested, Mapping) and "settings" not in own:
         double = next((name for name, value in nested.items() if value is not None and _is_given(top.get(name))), None)
         if double is not None:
-            raise SettingError(double, "is there twice: in `settings` and beside it")
+            raise SettingError(double, "is given twice: in `settings` and beside it")
         top |= nested
     return read_settings(top, cells=cells) if top else NO_SETTINGS
 

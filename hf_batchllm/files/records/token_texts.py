@@ -26,8 +26,8 @@ class TokenTexts:
 
     def byte_values(self, token: int) -> list[int] | None:
         """None if the tokenizer does not tell."""
-        found = self._text_and_bytes(token)[1]
-        return None if found is None else list(found)
+        known = self._text_and_bytes(token)[1]
+        return None if known is None else list(known)
 
     @cached_property
     def special(self) -> frozenset[int]:
@@ -56,15 +56,16 @@ class TokenTexts:
         return text, None
 
     def _piece(self, token: int) -> str:
-        found = (
-            self._tokenizer.convert_ids_to_tokens(token) if hasattr(self._tokenizer, "convert_ids_to_tokens") else ""
-        )
-        return found if isinstance(found, str) else ""
+        """The token as the vocabulary writes it."""
+        if not hasattr(self._tokenizer, "convert_ids_to_tokens"):
+            return ""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        return piece if isinstance(piece, str) else ""
 
 
-def likeliest(found: Mapping[int, float], wanted: int) -> list[tuple[int, float]]:
+def likeliest(logprobs: Mapping[int, float], wanted: int) -> list[tuple[int, float]]:
     """At one position, as many as this record asked for: another record of the same call may have asked for more."""
-    return sorted(found.items(), key=lambda pair: -pair[1])[:wanted]
+    return sorted(logprobs.items(), key=lambda pair: -pair[1])[:wanted]
 
 
 def finite(logprob: float) -> float:

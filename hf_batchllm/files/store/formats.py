@@ -13,7 +13,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 def format_of(path: str, format: str | None, error: type[Exception]) -> str:
-    """``format`` if there is one, else by the suffix. ``error``: InputFileError for an input, else of an output."""
+    """``format`` if it is given; else the suffix decides. ``error``: what to raise; InputFileError means an input."""
     if format is not None:
         if format not in FORMATS.values():
             raise error(f"format {format!r}: it is one of {', '.join(dict.fromkeys(FORMATS.values()))}")

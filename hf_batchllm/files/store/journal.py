@@ -216,7 +216,7 @@ class Journal:
         self._syncing.end()
         try:
             with replacing(self.path) as descriptor:
-                lock(descriptor, self.path)  # before it can be found by its name
+                lock(descriptor, self.path)  # before it has its name, so that no other run can lock it first
                 sizes = array("q")
                 for lines in self._read(places):
                     sizes.extend(len(line) + 1 for line in lines)
@@ -320,7 +320,7 @@ class Journal:
             descriptor, self._descriptor = self._descriptor, -1
             try:
                 os.close(descriptor)
-            except OSError as error:  # some network file systems say only now that there was no space
+            except OSError as error:  # some network file systems notice only now that there was no space
                 raise self._write_error(error, "could not be forced onto the disk") from error
 
 

@@ -38,7 +38,7 @@ class Output(ABC):
     path: str
     streams: bool  # cannot be continued, and has no order
     complete = False  # a finished table: nothing to do
-    _count = 0  # records that are asked for
+    _count = 0  # records that the run has
 
     @abstractmethod
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class Output(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """What was appended stays."""
+        """Appended results stay."""
 
     def __enter__(self) -> Output:
         return self

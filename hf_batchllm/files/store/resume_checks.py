@@ -1,4 +1,4 @@
-"""Whether a run may continue with the results that are there: the same settings, and the same records in the input."""
+"""Whether a run may continue with the results of an earlier one: its settings and its records must be the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .run_record import RunRecord
 from .sources import Source, record_key
 
 RESTART_HINT = (
-    "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
+    "`--restart` begins afresh (the old results are moved to {path}.bak-1 or the next free number, never deleted)"
 )
 
 

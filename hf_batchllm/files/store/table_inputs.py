@@ -18,7 +18,7 @@ from ...errors import FilesError, InputFileError
 
 Row = tuple[bytes, str]  # a JSON object; the problem of the row, or ""
 
-_NO_TEXT = (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
+_NOT_TEXT = (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
 _ROWS_AT_ONCE = 1024  # of a Parquet file
 INSTALL = "pip install 'hf-batchllm[files]'"
 
@@ -50,10 +50,8 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
         header = text.readline()
     if not header:
         return
-    if any(
-        map(header.encode("utf-8", "surrogateescape").startswith, (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\xff\xfe"))
-    ):
-        raise InputFileError(f"{path} is no text (compressed, a spreadsheet, UTF-16?): CSV is plain UTF-8 text")
+    if header.encode("utf-8", "surrogateescape").startswith(_NOT_TEXT):
+        raise InputFileError(f"{path} is not text (compressed, a spreadsheet, UTF-16?): CSV is plain UTF-8 text")
     if delimiter == "," and "," not in header and ";" in header:
         delimiter = ";"  # spreadsheets write it where the comma is the decimal point
     reader = csv.reader(_with_header(header, text), delimiter=delimiter, strict=True)
@@ -64,7 +62,7 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
     names = _column_names([name.strip() for name in columns], path)
     rows = 0
     while True:
-        begun = reader.line_num + 1
+        first_line = reader.line_num + 1
         try:
             cells = next(reader)
         except StopIteration:
@@ -72,7 +70,7 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
         except csv.Error as error:
             if "unexpected end" in str(error):
                 raise InputFileError(
-                    f"{path}: the row that begins on line {begun:,} has a quote that is never closed"
+                    f"{path}: the row that begins on line {first_line:,} has a quote that is never closed"
                 ) from None
             cells = []
             problem = f"is not CSV: {error}"
@@ -123,8 +121,8 @@ def parquet_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
                 record = dict(zip(names, map(_plain, cells), strict=True))
                 yield json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace"), ""
     except pyarrow.ArrowException as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputFileError(f"{path} cannot be read as Parquet: {said[0]}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputFileError(f"{path} cannot be read as Parquet: {lines[0]}") from error
 
 
 def _column(column: Any, pyarrow: Any) -> list[Any]:

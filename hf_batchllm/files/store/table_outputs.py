@@ -33,9 +33,8 @@ def write_csv(descriptor: int, results: ReadResults, delimiter: str, layout: Res
     """Lists and objects are JSON in their cell; a missing value is an empty cell."""
     names = _ordered(dict.fromkeys(name for row in _rows(results(), layout) for name in row), layout)
     text = io.StringIO(newline="")
-    writer = csv.writer(
-        text, delimiter=delimiter, lineterminator="\r\n"
-    )  # so that cells with either character are quoted
+    # "\r\n", so that cells with either character are quoted; written to the file as "\n".
+    writer = csv.writer(text, delimiter=delimiter, lineterminator="\r\n")
     written: list[str] = []
     for row in itertools.chain([dict(zip(names, names, strict=True))], _rows(results(), layout)):
         writer.writerow([_cell(row.get(name)) for name in names])
