@@ -135,7 +135,7 @@ def test_help_and_refusals_come_without_torch() -> None:
         ("run in out.jsonl --model m --template @/nowhere", "--template @/nowhere: No such file"),
         ("run in out.jsonl --model m --generation-config /nowhere", "--generation-config /nowhere: No such file"),
         ("run in out.xyz --model m", "its name does not say what it is"),
-        ("run in out.jsonl --model m --output-format xml", "format 'xml': it is one of jsonl, csv"),
+        ("run in out.jsonl --model m --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "--restart needs an output that can be continued"),
         ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),
         ("plan in --html /nowhere/a.html", "--html /nowhere/a.html: No such file"),
@@ -262,7 +262,7 @@ def test_a_tokenizer_that_is_missing_or_has_no_template(
         tokenizer.chat_template = template
     written({"prompt": "w5"})
     said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
-    assert "has no chat template, and there are chats in the file" in said
+    assert "has no chat template, and the file has chats" in said
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

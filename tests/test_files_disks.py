@@ -207,7 +207,7 @@ def test_places_that_cannot_be(given, folder) -> None:
         (folder / "in3.jsonl", "is the input"),
         (folder / "circle.jsonl", "circle"),
         (folder / "out.txt", "pass the format"),
-        (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz away"),
+        (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz out"),
         (folder / ("x" * 300 + ".jsonl"), "too long"),
     ]:
         with open_source(given) as source, pytest.raises(OutputFileError, match=said):

@@ -39,9 +39,9 @@ def read(record: Any, base: GenerationSettings | None = None, **more: Any) -> An
 
 
 def options(record: Any, base: GenerationSettings | None = None) -> dict[str, Any]:
-    item = read(record, base)
-    assert isinstance(item, PromptRecord), item
-    return dict(item.settings.options)
+    prompt_record = read(record, base)
+    assert isinstance(prompt_record, PromptRecord), prompt_record
+    return dict(prompt_record.settings.options)
 
 
 def test_the_first_record_says_what_a_file_is() -> None:
@@ -53,9 +53,9 @@ def test_the_first_record_says_what_a_file_is() -> None:
 def test_what_a_request_says() -> None:
     body = {"max_completion_tokens": 9, "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": -1, "top_k": 7}
     silent = {"stream": False, "user": "u", "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}}
-    item = read(request(**body, **silent, logprobs=True, top_logprobs=3, logit_bias={"5": -100}))
-    assert item.prompt == HELLO
-    assert item.settings.options == {
+    prompt_record = read(request(**body, **silent, logprobs=True, top_logprobs=3, logit_bias={"5": -100}))
+    assert prompt_record.prompt == HELLO
+    assert prompt_record.settings.options == {
         "max_new_tokens": 9,
         "temperature": 0.5,
         "do_sample": True,
@@ -65,7 +65,7 @@ def test_what_a_request_says() -> None:
         "top_k": 7,
         "sequence_bias": [[[5], -100.0]],
     }
-    assert (item.settings.seed, item.settings.logprobs, item.id) == (2**64 - 1, 3, "a")
+    assert (prompt_record.settings.seed, prompt_record.settings.logprobs, prompt_record.id) == (2**64 - 1, 3, "a")
 
 
 def test_what_openai_draws_is_drawn() -> None:
@@ -112,12 +112,12 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
             "`response_format` of type 'json_object'",
             "response_format",
         ),
-        (request(stream=True), "`stream` is not supported: a file has nobody to stream to", "stream"),
+        (request(stream=True), "`stream` is not supported: results go to a file", "stream"),
         (request(audio={}), "`audio` is not supported", "audio"),
         (request(presence_penalty=0.5), "`presence_penalty` is not supported: only 0 is", "presence_penalty"),
         (request(max_token=5), "`max_token` is not supported; did you mean `max_tokens`?", "max_token"),
         (request(foo=5), "`foo` is not supported: leave it out", "foo"),
-        (request(top_logprobs=5), "`top_logprobs` goes with `logprobs`", "top_logprobs"),
+        (request(top_logprobs=5), "`top_logprobs` needs `logprobs`", "top_logprobs"),
         (request(logprobs=True, top_logprobs=21), "`top_logprobs` is 21: at most 20", "top_logprobs"),
         (request(logprobs=5), "`logprobs` must be true or false", "logprobs"),
         (request(COMPLETIONS, logprobs=True), "`logprobs` must be a whole number", "logprobs"),
@@ -129,15 +129,15 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(record: Any, why: str, param: str) -> None:
-    item = read(record)
-    assert isinstance(item, BadPromptRecord)
-    assert str(item).startswith("line 3: ")
-    assert why in str(item)
-    line = json.loads(ResultWriter(OPENAI).error(item, KEY))
+    prompt_record = read(record)
+    assert isinstance(prompt_record, BadPromptRecord)
+    assert str(prompt_record).startswith("line 3: ")
+    assert why in str(prompt_record)
+    line = json.loads(ResultWriter(OPENAI).error(prompt_record, KEY))
     assert line["custom_id"] == record.get("custom_id")
     assert line["response"]["status_code"] == 400
     told = line["response"]["body"]["error"]
-    assert told == {"message": str(item), "type": "invalid_request_error", "param": param, "code": None}
+    assert told == {"message": str(prompt_record), "type": "invalid_request_error", "param": param, "code": None}
     assert line["error"] is None
     assert identify(line) == (2, KEY, True)
 
@@ -146,30 +146,30 @@ def test_an_id_that_was_there_before_is_a_bad_line() -> None:
     records = [(number, json.dumps(request(custom_id=name)).encode()) for number, name in enumerate("abacab")]
     second = repeated_ids([*records[3:], *records[:3], (6, b"no json"), (7, b'{"custom_id": 4}')])
     assert second == {2: 0, 4: 0, 5: 1}
-    item = read(request(), repeated={2: 0})
-    assert str(item) == "line 3: has the custom_id 'a', which line 1 has already: each needs its own"
+    prompt_record = read(request(), repeated={2: 0})
+    assert str(prompt_record) == "line 3: has the custom_id 'a', which line 1 has already: each needs its own"
     assert repeated_ids([]) == {}
 
 
 def test_a_stop_string_is_left_out_of_the_text() -> None:
     """``generate`` keeps it, and so do plain records."""
-    item = read(request(stop=["cd", "d"], logprobs=True))
+    prompt_record = read(request(stop=["cd", "d"], logprobs=True))
     tokens = TokenTexts(letter_tokenizer())
     ids = [tokens_id(letters) for letters in ("a", "bc", "da")]
     probabilities = [{token: -0.5} for token in ids]
     given = Generation(0, 0, "abcda", ids, [1], "stop", logprobs=probabilities)
-    choice = json.loads(ResultWriter(OPENAI, tokens=tokens).result(item, KEY, [given]))["response"]["body"]["choices"][
-        0
-    ]
+    choice = json.loads(ResultWriter(OPENAI, tokens=tokens).result(prompt_record, KEY, [given]))["response"]["body"][
+        "choices"
+    ][0]
     assert choice["message"]["content"] == "ab"
     assert choice["finish_reason"] == "stop"
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "bc"]
     plain = ResultWriter(PLAIN).result(RecordReader().read(0, b'{"prompt": "x", "stop": "cd"}'), KEY, [given])  # type: ignore[arg-type]
     assert json.loads(plain)["text"] == "abcda"
     ended = Generation(0, 0, "a", [ids[0], EOS], [1], "stop", logprobs=[{ids[0]: -0.5}, {EOS: -0.1}])
-    choice = json.loads(ResultWriter(OPENAI, tokens=tokens).result(item, KEY, [ended]))["response"]["body"]["choices"][
-        0
-    ]
+    choice = json.loads(ResultWriter(OPENAI, tokens=tokens).result(prompt_record, KEY, [ended]))["response"]["body"][
+        "choices"
+    ][0]
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a"]
 
 

@@ -40,15 +40,15 @@ def read(
 
 
 def good(record: Any, *given: Any, **named: Any) -> PromptRecord:
-    item = read(record, *given, **named)
-    assert isinstance(item, PromptRecord), item
-    return item
+    prompt_record = read(record, *given, **named)
+    assert isinstance(prompt_record, PromptRecord), prompt_record
+    return prompt_record
 
 
 def bad(record: Any, *given: Any, **named: Any) -> str:
-    item = read(record, *given, **named)
-    assert isinstance(item, BadPromptRecord)
-    return str(item)
+    prompt_record = read(record, *given, **named)
+    assert isinstance(prompt_record, BadPromptRecord)
+    return str(prompt_record)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
     assert good({"messages": chat}).prompt == chat
     assert good({"prompt": chat}).prompt == chat
     assert good({"prompt": None, "messages": chat}).prompt == chat
-    item = good({"prompt": "", "id": 7})
-    assert (item.number, item.prompt, item.id, item.has_id) == (16, "", 7, True)
+    prompt_record = good({"prompt": "", "id": 7})
+    assert (prompt_record.number, prompt_record.prompt, prompt_record.id, prompt_record.has_id) == (16, "", 7, True)
     assert not good({"prompt": "x"}).has_id
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "temprature": 3}', "did you mean `temperature`?"),
         (b'{"prompt": "x", "settings": {"foo": 1}}', "`foo` is not a setting; settings are max_new_tokens"),
         (b'{"prompt": "x", "settings": {"seed": 1}, "seed": 2}', "`seed` is given twice"),
-        (b'{"prompt": "x", "max_tokens": 1, "max_new_tokens": 2}', "says something else than `max_tokens`"),
+        (b'{"prompt": "x", "max_tokens": 1, "max_new_tokens": 2}', "contradicts `max_tokens`"),
         (b'{"prompt": "x", "max_tokens": 1.5}', "`max_tokens` must be a whole number, not 1.5"),
         (b'{"prompt": "x", "max_tokens": "5"}', "`max_tokens` must be a whole number, not '5'"),
         (b'{"prompt": "x", "max_tokens": 0}', "`max_tokens` must be at least 1, and is 0"),
@@ -101,7 +101,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "seed": -1}', "`seed` must be a whole number from 0"),
         (b'{"prompt": "x", "presence_penalty": 1}', "`presence_penalty` is not supported: see `repetition_penalty`"),
         (b'{"prompt": "x", "max_time": 1}', "`max_time` is not for files"),
-        (b'{"prompt": "x", "top_logprobs": 1}', "`top_logprobs` goes with `logprobs`"),
+        (b'{"prompt": "x", "top_logprobs": 1}', "`top_logprobs` needs `logprobs`"),
     ],
 )
 def test_a_line_that_cannot_be_run_says_where_and_why(line: bytes, why: str) -> None:
@@ -111,9 +111,9 @@ def test_a_line_that_cannot_be_run_says_where_and_why(line: bytes, why: str) -> 
 
 
 def test_a_bad_line_keeps_its_id() -> None:
-    item = read({"id": "a", "prompt": "x", "seed": "y"})
-    assert isinstance(item, BadPromptRecord)
-    assert (item.id, item.has_id, item.param) == ("a", True, "seed")
+    prompt_record = read({"id": "a", "prompt": "x", "seed": "y"})
+    assert isinstance(prompt_record, BadPromptRecord)
+    assert (prompt_record.id, prompt_record.has_id, prompt_record.param) == ("a", True, "seed")
 
 
 def test_settings_stand_beside_the_prompt_or_by_themselves() -> None:
@@ -228,7 +228,7 @@ def test_chats_are_made_of_prompts() -> None:
     assert good({"messages": [user]}, RecordLayout(system="Be brief.")).prompt == [system, user]
     own = [{"role": "system", "content": "Own."}, user]
     assert good({"messages": own}, RecordLayout(system="Be brief.")).prompt == own
-    assert "of which no chat can be made" in bad({"prompt": [1, 2]}, RecordLayout(chat=True))
+    assert "which cannot become a chat" in bad({"prompt": [1, 2]}, RecordLayout(chat=True))
     assert good({"q": "x"}, RecordLayout(prompt_field="q")).prompt == "x"
     assert "has no field 'q' (it has prompt)" in bad({"prompt": "x"}, RecordLayout(prompt_field="q"))
 
@@ -252,8 +252,8 @@ def generation(text: str = "t", sample: int = 0, **more: Any) -> Generation:
 
 def test_lines_of_the_output() -> None:
     writer = ResultWriter("plain")
-    item = good({"id": "a", "prompt": "x", "label": 3, "text": "old"}, RecordLayout(keep=("label", "text")))
-    line = json.loads(writer.result(item, KEY, [generation()]))
+    prompt_record = good({"id": "a", "prompt": "x", "label": 3, "text": "old"}, RecordLayout(keep=("label", "text")))
+    line = json.loads(writer.result(prompt_record, KEY, [generation()]))
     assert line == {
         "index": 16,
         "id": "a",
@@ -273,7 +273,9 @@ def test_lines_of_the_output() -> None:
     assert line == {"index": 16, "id": 4, "error": line["error"], "key": KEY}
     assert identify(line) == (16, KEY, True)
     failed = Generation(0, 0, None, [], [], "error", error="is empty: it has no token ids")
-    assert json.loads(writer.result(item, KEY, [failed]))["error"] == "the prompt is empty: it has no token ids"
+    assert (
+        json.loads(writer.result(prompt_record, KEY, [failed]))["error"] == "the prompt is empty: it has no token ids"
+    )
     assert identify({"text": "x"}) is None
     odd = good(b'{"prompt": "x", "a": "\\ud800", "b": NaN}', RecordLayout(keep=ALL_FIELDS))
     assert json.loads(writer.result(odd, KEY, [generation()]))["a"] == "\ud800"

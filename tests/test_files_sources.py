@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_rooms import imports
 
 from hf_batchllm.errors import FilesError, InputFileError
 from hf_batchllm.files.store import lines as lines_module
@@ -36,6 +37,13 @@ def raws(path: str, format: str | None = None) -> list[bytes]:
 
 def rows(path: str, format: str | None = None) -> list[dict]:
     return [json.loads(raw) for raw in raws(path, format)]
+
+
+def test_what_stores_bytes_knows_nothing_of_what_lines_mean() -> None:
+    store, records = "hf_batchllm.files.store", "hf_batchllm.files.records"
+    assert not [
+        str(each) for each in imports() if each.importer.startswith(store) and each.imported.startswith(records)
+    ]
 
 
 # JSON lines
@@ -168,7 +176,7 @@ with open_source("-") as source:
         ("in.json", b'[{"prompt": 1}, {"prompt": 2}]', r"one JSON array.*jq -c '\.\[\]'"),
         ("in.json", b'[\n  {"prompt": 1}\n]\n', "one JSON array"),
         ("in.json", b'{\n  "prompt": 1\n}\n', r"objects over several lines.*jq -c \."),
-        ("in.csv", b"PAR1\x15\x04", "no text"),
+        ("in.csv", b"PAR1\x15\x04", "not text"),
         ("in.parquet", b"{}\n", "cannot be read as Parquet"),
         ("in.parquet", b"", "cannot be read as Parquet"),
     ],

@@ -104,8 +104,8 @@ def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
 def check_template(tokenizer: Any, name: str) -> None:
     if getattr(tokenizer, "chat_template", None) is None:
         raise UsageError(
-            f"the tokenizer of {name} has no chat template, and there are chats in the file: it is no chat model, or "
-            "pass the --tokenizer of one that was trained with the same template. Prompts that are text need none"
+            f"the tokenizer of {name} has no chat template, and the file has chats: load a chat model, or pass the "
+            "--tokenizer of a model that was trained with the same template. Prompts that are text need no template"
         )
 
 

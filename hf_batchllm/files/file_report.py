@@ -55,7 +55,7 @@ class FileReport:
             return f"{where}: nothing to do, as the input has no records"
         if not self.written and not self.left:
             return f"{where}: complete already, {_counted(self.records, 'result')}{self._errors()}. Nothing to do"
-        beside = f", {self.before:,} were there" if self.before else ""
+        beside = f", {self.before:,} were there before" if self.before else ""
         lines = [f"{where}: {_counted(self.written, 'result')} written{beside}{self._errors()}"]
         if self.left:
             lines.append(f"{self.left:,} are missing: the same command continues")

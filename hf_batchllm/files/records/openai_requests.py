@@ -69,7 +69,7 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     **dict.fromkeys(("store", "parallel_tool_calls", "stream_options", "priority", "request_id"), _any_value),
     "presence_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
     "frequency_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
-    "stream": _only(False, hint="a file has nobody to stream to"),
+    "stream": _only(False, hint="results go to a file"),
     "tools": _only([], hint="calls of tools are not read out of answers"),
     "functions": _only([], hint="calls of functions are not read out of answers"),
     "tool_choice": _only("none", "auto", hint="calls of tools are not read out of answers"),

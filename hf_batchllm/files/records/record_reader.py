@@ -123,7 +123,7 @@ class RecordReader:
                 return prompt
             return [{"role": "system", "content": self.layout.system}, *prompt]
         if not isinstance(prompt, str):
-            raise NoPromptError("has token ids as its prompt, of which no chat can be made: leave out --chat")
+            raise NoPromptError("has token ids as its prompt, which cannot become a chat: leave out --chat")
         begins = [] if self.layout.system is None else [{"role": "system", "content": self.layout.system}]
         return [*begins, {"role": "user", "content": prompt}]
 
@@ -149,7 +149,9 @@ class RecordReader:
         if any(name in record for name in _PROMPT_FIELDS):
             return "has an empty `prompt`" if "prompt" in record else "has empty `messages`"
         if "custom_id" in record and "body" in record:
-            return "is a request of an OpenAI batch, and the first line of the file is none: put them into another file"
+            return (
+                "is a request of an OpenAI batch, but the first line of the file is not: keep the two in separate files"
+            )
         like = next((name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)), None)
         hint = f": pass --prompt-field {like}, or a --template" if like else ": pass --prompt-field, or a --template"
         return f"has no `prompt` and no `messages`{fields_in_words(record)}{hint}"
@@ -171,7 +173,8 @@ class RecordReader:
                 if why is not None:
                     raise RecordError(why, name)
             elif not prompt or name == "messages":
-                raise RecordError(f"has {'an empty' if not prompt else 'a strange'} list as its `{name}`", name)
+                what = f"a list as its `{name}` that is no chat" if prompt else f"an empty list as its `{name}`"
+                raise RecordError(f"has {what}", name)
             return prompt
         raise RecordError(f"has {a_kind(prompt)} as its `{name}`: a prompt is a string, token ids or a chat", name)
 

@@ -148,7 +148,7 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             raise SettingError(name, _NOT_FOR_FILES[name])
         known = ALIASES.get(name, name)
         if known in written and options.get(known) != value:
-            raise SettingError(name, f"says something else than `{written[known]}`: keep one of them")
+            raise SettingError(name, f"contradicts `{written[known]}`: keep one of them")
         written[known] = name
         if known in _NOT_IN_CONFIG:
             beside[known] = value
@@ -286,9 +286,9 @@ def _logprobs(beside: Mapping[str, Any]) -> int | None:
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
             raise SettingError("top_logprobs", f"must be a whole number of at least 0, not {shown(top)}")
         if asked is False or asked is None:
-            raise SettingError("top_logprobs", "goes with `logprobs`: set it to true")
+            raise SettingError("top_logprobs", "needs `logprobs`: set it to true")
         if asked is not True and asked != top:
-            raise SettingError("top_logprobs", "says something else than `logprobs`: keep one of them")
+            raise SettingError("top_logprobs", "contradicts `logprobs`: keep one of them")
         return top
     if asked is None or asked is False:
         return None

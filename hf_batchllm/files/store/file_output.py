@@ -224,8 +224,7 @@ class FileOutput(Output):
             if len(self) < count:
                 raise RunChangedError(
                     f"{self.path} is complete with {len(self):,} results, and {count:,} are asked for now. A table "
-                    f"cannot be continued (a .jsonl file can): give another output, or "
-                    f"{self._afresh}",
+                    f"cannot be continued (a .jsonl file can): give another output, or {self._afresh}",
                     [f"{count:,} records are asked for"],
                 )
             return np.zeros(0, dtype=np.int64)
@@ -239,7 +238,7 @@ class FileOutput(Output):
 
     def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
         if order not in ORDERS:
-            raise OutputFileError(f"order {order!r}: it is one of {', '.join(ORDERS)}")
+            raise OutputFileError(f"order {order!r}: it must be one of {', '.join(ORDERS)}")
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"

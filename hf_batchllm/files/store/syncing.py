@@ -18,7 +18,7 @@ def seconds_between_syncs(policy: str | float) -> float | None:
         return None
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*s?\s*", str(policy))
     if isinstance(policy, bool) or found is None:
-        raise ConfigError(f"fsync={policy!r}: it is `always`, `never`, or seconds between two of them, such as `5s`")
+        raise ConfigError(f"fsync={policy!r}: it must be `always`, `never`, or seconds such as `5s`")
     return float(found[1])
 
 
