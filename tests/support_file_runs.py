@@ -13,12 +13,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_batchllm.files.store.outputs import open_output
+from hf_batchllm.files.records.result_layout import RESULT_LAYOUT
+from hf_batchllm.files.store import open_output as opening
 from hf_batchllm.files.store.run_record import RunRecord
 from hf_batchllm.files.store.sources import open_source, record_key
+
+open_output = partial(opening.open_output, layout=RESULT_LAYOUT)
 
 _COUNT = 18  # records of a run that is killed at every call
 SETTINGS = {"max_new_tokens": 50, "model": {"name": "tiny"}}

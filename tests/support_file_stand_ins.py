@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_batchllm.files.records.answers import Writer
 from hf_batchllm.files.records.line_configs import LineConfigs
-from hf_batchllm.files.records.records import BadPromptRecord, Reader
+from hf_batchllm.files.records.prompt_records import BadPromptRecord
+from hf_batchllm.files.records.record_reader import RecordReader
+from hf_batchllm.files.records.result_lines import ResultWriter
 from hf_batchllm.files.records.token_texts import TokenTexts
+from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.store.sources import Source
 
 KEY = "0123456789ab"
@@ -33,7 +35,7 @@ class Runs:
     calls: list[dict[str, Any]] = field(default_factory=list)
     fail: Callable[[Any], None] | None = None  # raises, once the model is there
 
-    def run_file(self, gen: Any, source: Source, target: str, *, reader: Reader, **more: Any) -> Summary:
+    def run_file(self, gen: Any, source: Source, target: str, *, reader: RecordReader, **more: Any) -> Summary:
         self.calls.append({"reader": reader, **more})
         generator = gen()
         try:
@@ -47,13 +49,13 @@ class Runs:
 
 
 def run_lines(
-    generator: Any, source: Source, reader: Reader, *, token_ids: bool = False, model_name: str = "", **more: Any
+    generator: Any, source: Source, reader: RecordReader, *, options: RunOptions, model_name: str = "", **more: Any
 ) -> tuple[list[bytes], int]:
     tokens = TokenTexts(getattr(generator, "_tokenizer", SimpleNamespace(_tokenizer=None))._tokenizer)
-    writer = Writer(
+    writer = ResultWriter(
         reader.dialect,
         tokens=tokens,
-        token_ids=token_ids,
+        token_ids=options.token_ids,
         model=model_name,
         created=7,
         where=source.where,
@@ -62,16 +64,16 @@ def run_lines(
     configs = LineConfigs.of(generator)
     lines, errors = [], 0
     for number, raw in enumerate(source.records(range(source.count))):
-        item = reader.read(number, raw)
-        why = None if isinstance(item, BadPromptRecord) else configs.problem(item.settings)
-        if isinstance(item, BadPromptRecord) or why is not None:
+        record = reader.read(number, raw)
+        why = None if isinstance(record, BadPromptRecord) else configs.problem(record.settings)
+        if isinstance(record, BadPromptRecord) or why is not None:
             errors += 1
-            lines.append(writer.error(item, KEY, why))
+            lines.append(writer.error(record, KEY, why))
             continue
-        wanted = {} if item.settings.logprobs is None else {"logprobs": item.settings.logprobs}
-        seed = item.settings.seed if item.settings.seed is not None else number
-        config = configs.config(item.settings)
-        found = generator.generate([item.prompt], [config], seed=seed, on_error="record", progress=False, **wanted)
+        wanted = {} if record.settings.logprobs is None else {"logprobs": record.settings.logprobs}
+        seed = record.settings.seed if record.settings.seed is not None else number
+        config = configs.config(record.settings)
+        found = generator.generate([record.prompt], [config], seed=seed, on_error="record", progress=False, **wanted)
         errors += found[0].error is not None
-        lines.append(writer.result(item, KEY, list(found)))
+        lines.append(writer.result(record, KEY, list(found)))
     return lines, errors

@@ -19,7 +19,7 @@ from support_file_stand_ins import Runs
 import hf_batchllm
 from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.cli import main
-from hf_batchllm.cli.config_flags import field_words, shortened
+from hf_batchllm.cli.config_flags import field_docs, shortened
 from hf_batchllm.errors import OutputWriteError
 
 ROOT = Path(hf_batchllm.__file__).parents[1]
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr("hf_batchllm.files.running.run_records", made.run_file)
+    monkeypatch.setattr("hf_batchllm.files.record_loop.run_records", made.run_file)
     return made
 
 
@@ -104,7 +104,7 @@ def test_help_and_refusals_come_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "what is to be done? Commands are run, plan, bench, lm-eval"),
+        ("", "no command was given. Commands are run, plan, bench, lm-eval"),
         ("rum", "there is no command 'rum'; did you mean run?"),
         ("--model m", "the command comes first"),
         ("run in", "the following arguments are required: OUT, --model/-m"),
@@ -125,15 +125,18 @@ def test_help_and_refusals_come_without_torch() -> None:
         ("run in out.jsonl --model m --set temprature=1", "is not the name of a setting; did you mean --temperature?"),
         ("run in out.jsonl --model m --set foo=1", "`foo` is not a setting"),
         ("run in out.jsonl --model m --set foo", "takes NAME=VALUE"),
-        ("run in out.jsonl --model m --top-k 5 --set top_k=6", "--set top_k is there beside the option of its own"),
+        (
+            "run in out.jsonl --model m --top-k 5 --set top_k=6",
+            "top_k is given twice, with --set and with its own option",
+        ),
         ("run in out.jsonl --model m --window 5q", "--window must be a size such as 256MiB, not '5q'"),
         ("run in out.jsonl --model m --template x", "the template names no field"),
         ("run in out.jsonl --model m --template {x} --prompt-field x", "keep one of them"),
         ("run in out.jsonl --model m --template @/nowhere", "--template @/nowhere: No such file"),
         ("run in out.jsonl --model m --generation-config /nowhere", "--generation-config /nowhere: No such file"),
         ("run in out.xyz --model m", "its name does not say what it is"),
-        ("run in out.jsonl --model m --output-format xml", "format 'xml': it is one of jsonl, csv"),
-        ("run in - --model m --restart", "--restart needs an output that can be gone on with"),
+        ("run in out.jsonl --model m --output-format xml", "format 'xml': it must be one of jsonl, csv"),
+        ("run in - --model m --restart", "--restart needs an output that can be continued"),
         ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),
         ("plan in --html /nowhere/a.html", "--html /nowhere/a.html: No such file"),
     ],
@@ -147,7 +150,7 @@ def test_a_command_that_cannot_be_used_says_why(
 
 
 def test_every_field_of_the_config_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    words = field_words()
+    words = field_docs()
     assert list(words) == list(BatchConfig.__dataclass_fields__)
     assert shortened(words["page_size"]).startswith("tokens in a page of the KV cache. ")
     assert "object" not in words["scheduler"]
@@ -202,7 +205,7 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     run = ("run", "in.jsonl", "out.jsonl", "--model")
     assert "--model ./nowhere: there is no such folder" in refused(capsys, *run, "./nowhere")
     assert "there is no config.json in this folder" in refused(capsys, *run, str(tmp_path))
-    assert "it is a file: name the folder" in refused(capsys, *run, "in.jsonl")
+    assert "it is a file: give the folder" in refused(capsys, *run, "in.jsonl")
     assert "--model no-such-model" in refused(capsys, *run, "no-such-model")
     assert "--device warp: it is cpu" in refused(capsys, *run, saved, "--device", "warp")
     assert "CUDA device" in refused(capsys, *run, saved, "--device", "cuda:99")
@@ -259,7 +262,7 @@ def test_a_tokenizer_that_is_missing_or_has_no_template(
         tokenizer.chat_template = template
     written({"prompt": "w5"})
     said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
-    assert "has no chat template, and there are chats in the file" in said
+    assert "has no chat template, and the file has chats" in said
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -282,7 +285,8 @@ def test_a_run(runs: Runs, written: Callable[..., str], saved: str, capsys: pyte
     assert second["new_tokens"] == 2
     assert third["error"] == "line 3: has nothing in 'q' (it has q)"
     (call,) = runs.calls
-    assert (call["seed"], call["window_bytes"], call["fsync"], call["limit"]) == (5, 1 << 20, "never", 3)
+    options = call["options"]
+    assert (options.seed, options.window_bytes, options.fsync, options.limit) == (5, 1 << 20, "never", 3)
     assert call["identity"] == {
         "model": os.path.realpath(saved),
         "dtype": "float32",
@@ -360,12 +364,12 @@ def test_exit_codes_of_runs_that_stop(
     code, said = stops(raising(RuntimeError("shapes do not fit")))
     assert (code, said) == (
         1,
-        "hf-batchllm: error: the run stopped by RuntimeError: shapes do not fit (--traceback shows where)\n",
+        "hf-batchllm: error: the run was stopped by RuntimeError: shapes do not fit (--traceback shows where)\n",
     )
     code, said = stops(raising(KeyboardInterrupt()))
     assert code == 130
     assert said == (
-        "hf-batchllm: error: interrupted. What had finished is in out.jsonl: the same command goes on with it\n"
+        "hf-batchllm: error: interrupted. The finished results are in out.jsonl: the same command continues from them\n"
     )
     code, said = stops(lambda generator: os.kill(os.getpid(), signal.SIGTERM))
     assert code == 143

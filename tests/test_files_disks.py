@@ -14,11 +14,10 @@ from support_file_places import folder as folder  # fixtures, as are the next th
 from support_file_places import given as given
 from support_file_places import wanted as wanted
 from support_file_places import whole as whole
-from support_file_runs import answer, results, run
+from support_file_runs import answer, open_output, results, run
 
 from hf_batchllm.errors import ConfigError, OutputFileError, OutputWriteError
 from hf_batchllm.files.store import syncing
-from hf_batchllm.files.store.outputs import open_output
 from hf_batchllm.files.store.run_record import RunRecord
 from hf_batchllm.files.store.sources import open_source
 
@@ -56,7 +55,7 @@ def test_a_write_that_fails_keeps_whole_lines(given, wanted, whole, number, said
     with pytest.MonkeyPatch.context() as patch:
         full_after(patch, size, number)
         with pytest.raises(
-            OutputWriteError, match=rf"out.jsonl could not be written: .*{said}.*same command goes on"
+            OutputWriteError, match=rf"out.jsonl could not be written: .*{said}.*same command continues"
         ) as error:
             run(given, wanted, seed=7)
     content = Path(wanted).read_bytes()
@@ -187,7 +186,7 @@ def test_a_file_system_that_cannot_sync_is_none_the_worse(given, wanted, monkeyp
 def test_other_policies_are_refused(wanted, policy) -> None:
     with pytest.raises(ConfigError, match="`always`, `never`, or seconds"):
         open_output(wanted, fsync=policy)
-    assert syncing.seconds_of("2.5") == 2.5
+    assert syncing.seconds_between_syncs("2.5") == 2.5
     assert not os.path.exists(wanted)
 
 
@@ -208,7 +207,7 @@ def test_places_that_cannot_be(given, folder) -> None:
         (folder / "in3.jsonl", "is the input"),
         (folder / "circle.jsonl", "circle"),
         (folder / "out.txt", "pass the format"),
-        (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz away"),
+        (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz out"),
         (folder / ("x" * 300 + ".jsonl"), "too long"),
     ]:
         with open_source(given) as source, pytest.raises(OutputFileError, match=said):
@@ -233,7 +232,7 @@ def test_read_only_places_are_refused_before_anything_else(given, folder) -> Non
     script = """
 import sys
 from hf_batchllm.errors import OutputFileError
-from hf_batchllm.files.store.outputs import open_output
+from support_file_runs import open_output
 for path in sys.argv[1:]:
     try:
         open_output(path)
@@ -243,7 +242,7 @@ for path in sys.argv[1:]:
     places = [str(folder / "shut" / "out.jsonl"), str(folder / "open" / "shut.jsonl"), "/proc/out.jsonl"]
     code = f"import os\nos.geteuid() or os.setresuid(65534, 65534, 65534)\n{script}"
     # What is imported is found before the user is changed.
-    code = "import numpy, hf_batchllm.files.store.outputs\n" + code
+    code = "import numpy, support_file_runs\n" + code
     done = program("-c", code, *places)
     said = done.stdout.splitlines()
     assert len(said) == 3, done.stderr

@@ -13,11 +13,10 @@ from support_file_places import given as given
 from support_file_places import half_done, program
 from support_file_places import wanted as wanted
 from support_file_places import whole as whole
-from support_file_runs import SETTINGS, answer, results, run, write_input
+from support_file_runs import SETTINGS, answer, open_output, results, run, write_input
 
 from hf_batchllm.errors import OutputFileError, RunChangedError
-from hf_batchllm.files.store.journal import identify
-from hf_batchllm.files.store.outputs import open_output
+from hf_batchllm.files.records.result_layout import identify
 from hf_batchllm.files.store.run_record import RunRecord
 from hf_batchllm.files.store.sources import open_source, record_key
 
@@ -182,7 +181,7 @@ def test_interrupted_on_any_line_of_an_append(given, folder, half, monkeypatch) 
 
             def trace(frame, event, arg, at=at):
                 nonlocal count
-                if not frame.f_code.co_filename.endswith(("journal.py", "paths.py", "syncing.py")):
+                if not frame.f_code.co_filename.endswith(("journal.py", "journal_index.py", "paths.py", "syncing.py")):
                     return None
                 if event == "line":
                     count += 1
@@ -324,7 +323,7 @@ def test_a_changed_input_is_noticed_and_a_longer_one_is_gone_on_with(given, want
         with pytest.raises(RunChangedError, match=r"line 17: this record has changed since .*out.jsonl was begun"):
             run(given, wanted)
     Path(given).write_bytes(b"".join(lines[:20]))
-    with pytest.raises(RunChangedError, match=r"has 30 records or more to go by, and .*in.jsonl has only 20"):
+    with pytest.raises(RunChangedError, match=r"has a result for record 30, and .*in.jsonl has only 20"):
         run(given, wanted)
     Path(given).write_bytes(b"\n".join([*lines[:29], lines[29].strip(), b'{"prompt": "new"}']))
     todo: list[set[int]] = []

@@ -22,7 +22,7 @@ from hf_batchllm.files.store import locks
 def test_two_processes_on_one_output(given, wanted) -> None:
     holder = """
 import sys
-from hf_batchllm.files.store.outputs import open_output
+from support_file_runs import open_output
 from hf_batchllm.files.store.sources import open_source
 from hf_batchllm.files.store.run_record import RunRecord
 with open_source(sys.argv[1]) as source, open_output(sys.argv[2], source=source) as output:

@@ -12,19 +12,13 @@ from support_file_stand_ins import KEY, run_lines
 from support_letter_tokenizers import EOS, letter_tokenizer
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.records.answers import Writer
-from hf_batchllm.files.records.records import (
-    OPENAI,
-    PLAIN,
-    BadPromptRecord,
-    PromptRecord,
-    Reader,
-    dialect_of,
-    second_ids,
-)
-from hf_batchllm.files.records.settings import LineSettings
+from hf_batchllm.files.records.prompt_records import OPENAI, PLAIN, BadPromptRecord, PromptRecord
+from hf_batchllm.files.records.record_reader import RecordReader, dialect_of, repeated_ids
+from hf_batchllm.files.records.result_layout import identify
+from hf_batchllm.files.records.result_lines import ResultWriter
+from hf_batchllm.files.records.settings import GenerationSettings
 from hf_batchllm.files.records.token_texts import TokenTexts
-from hf_batchllm.files.store.journal import identify
+from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.store.sources import open_source
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,16 +30,18 @@ def request(url: str = CHAT, custom_id: Any = "a", **body: Any) -> dict[str, Any
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **source, **body}}
 
 
-def read(record: Any, base: LineSettings | None = None, **more: Any) -> Any:
+def read(record: Any, base: GenerationSettings | None = None, **more: Any) -> Any:
     raw = record if isinstance(record, bytes) else json.dumps(record).encode()
-    reader = Reader(None, base or LineSettings(), dialect=OPENAI, where=lambda number: f"line {number + 1}", **more)
+    reader = RecordReader(
+        None, base or GenerationSettings(), dialect=OPENAI, where=lambda number: f"line {number + 1}", **more
+    )
     return reader.read(2, raw)
 
 
-def options(record: Any, base: LineSettings | None = None) -> dict[str, Any]:
-    item = read(record, base)
-    assert isinstance(item, PromptRecord), item
-    return dict(item.settings.options)
+def options(record: Any, base: GenerationSettings | None = None) -> dict[str, Any]:
+    prompt_record = read(record, base)
+    assert isinstance(prompt_record, PromptRecord), prompt_record
+    return dict(prompt_record.settings.options)
 
 
 def test_the_first_record_says_what_a_file_is() -> None:
@@ -57,9 +53,9 @@ def test_the_first_record_says_what_a_file_is() -> None:
 def test_what_a_request_says() -> None:
     body = {"max_completion_tokens": 9, "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": -1, "top_k": 7}
     silent = {"stream": False, "user": "u", "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}}
-    item = read(request(**body, **silent, logprobs=True, top_logprobs=3, logit_bias={"5": -100}))
-    assert item.prompt == HELLO
-    assert item.settings.options == {
+    prompt_record = read(request(**body, **silent, logprobs=True, top_logprobs=3, logit_bias={"5": -100}))
+    assert prompt_record.prompt == HELLO
+    assert prompt_record.settings.options == {
         "max_new_tokens": 9,
         "temperature": 0.5,
         "do_sample": True,
@@ -69,7 +65,7 @@ def test_what_a_request_says() -> None:
         "top_k": 7,
         "sequence_bias": [[[5], -100.0]],
     }
-    assert (item.settings.seed, item.settings.logprobs, item.id) == (2**64 - 1, 3, "a")
+    assert (prompt_record.settings.seed, prompt_record.settings.logprobs, prompt_record.id) == (2**64 - 1, 3, "a")
 
 
 def test_what_openai_draws_is_drawn() -> None:
@@ -79,8 +75,8 @@ def test_what_openai_draws_is_drawn() -> None:
     assert "do_sample" not in options(request(n=1, top_p=1, min_p=0))
     assert options(request(top_k=-1)) == {"top_k": 0}
     assert not options(request(n=2, temperature=0))["do_sample"]
-    assert not options(request(n=2), LineSettings({"do_sample": False}))["do_sample"]
-    assert options(request(), LineSettings({"max_new_tokens": 3})) == {"max_new_tokens": 3}
+    assert not options(request(n=2), GenerationSettings({"do_sample": False}))["do_sample"]
+    assert options(request(), GenerationSettings({"max_new_tokens": 3})) == {"max_new_tokens": 3}
 
 
 def test_texts_of_a_message_are_joined() -> None:
@@ -116,12 +112,12 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
             "`response_format` of type 'json_object'",
             "response_format",
         ),
-        (request(stream=True), "`stream` is not supported: a file has nobody to stream to", "stream"),
+        (request(stream=True), "`stream` is not supported: results go to a file", "stream"),
         (request(audio={}), "`audio` is not supported", "audio"),
         (request(presence_penalty=0.5), "`presence_penalty` is not supported: only 0 is", "presence_penalty"),
         (request(max_token=5), "`max_token` is not supported; did you mean `max_tokens`?", "max_token"),
         (request(foo=5), "`foo` is not supported: leave it out", "foo"),
-        (request(top_logprobs=5), "`top_logprobs` goes with `logprobs`", "top_logprobs"),
+        (request(top_logprobs=5), "`top_logprobs` needs `logprobs`", "top_logprobs"),
         (request(logprobs=True, top_logprobs=21), "`top_logprobs` is 21: at most 20", "top_logprobs"),
         (request(logprobs=5), "`logprobs` must be true or false", "logprobs"),
         (request(COMPLETIONS, logprobs=True), "`logprobs` must be a whole number", "logprobs"),
@@ -133,43 +129,47 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(record: Any, why: str, param: str) -> None:
-    item = read(record)
-    assert isinstance(item, BadPromptRecord)
-    assert str(item).startswith("line 3: ")
-    assert why in str(item)
-    line = json.loads(Writer(OPENAI).error(item, KEY))
+    prompt_record = read(record)
+    assert isinstance(prompt_record, BadPromptRecord)
+    assert str(prompt_record).startswith("line 3: ")
+    assert why in str(prompt_record)
+    line = json.loads(ResultWriter(OPENAI).error(prompt_record, KEY))
     assert line["custom_id"] == record.get("custom_id")
     assert line["response"]["status_code"] == 400
     told = line["response"]["body"]["error"]
-    assert told == {"message": str(item), "type": "invalid_request_error", "param": param, "code": None}
+    assert told == {"message": str(prompt_record), "type": "invalid_request_error", "param": param, "code": None}
     assert line["error"] is None
     assert identify(line) == (2, KEY, True)
 
 
 def test_an_id_that_was_there_before_is_a_bad_line() -> None:
     records = [(number, json.dumps(request(custom_id=name)).encode()) for number, name in enumerate("abacab")]
-    second = second_ids([*records[3:], *records[:3], (6, b"no json"), (7, b'{"custom_id": 4}')])
+    second = repeated_ids([*records[3:], *records[:3], (6, b"no json"), (7, b'{"custom_id": 4}')])
     assert second == {2: 0, 4: 0, 5: 1}
-    item = read(request(), second={2: 0})
-    assert str(item) == "line 3: has the custom_id 'a', which line 1 has already: each needs its own"
-    assert second_ids([]) == {}
+    prompt_record = read(request(), repeated={2: 0})
+    assert str(prompt_record) == "line 3: has the custom_id 'a', which line 1 has already: each needs its own"
+    assert repeated_ids([]) == {}
 
 
 def test_a_stop_string_is_left_out_of_the_text() -> None:
     """``generate`` keeps it, and so do plain records."""
-    item = read(request(stop=["cd", "d"], logprobs=True))
+    prompt_record = read(request(stop=["cd", "d"], logprobs=True))
     tokens = TokenTexts(letter_tokenizer())
     ids = [tokens_id(letters) for letters in ("a", "bc", "da")]
     probabilities = [{token: -0.5} for token in ids]
     given = Generation(0, 0, "abcda", ids, [1], "stop", logprobs=probabilities)
-    choice = json.loads(Writer(OPENAI, tokens=tokens).result(item, KEY, [given]))["response"]["body"]["choices"][0]
+    choice = json.loads(ResultWriter(OPENAI, tokens=tokens).result(prompt_record, KEY, [given]))["response"]["body"][
+        "choices"
+    ][0]
     assert choice["message"]["content"] == "ab"
     assert choice["finish_reason"] == "stop"
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "bc"]
-    plain = Writer(PLAIN).result(Reader().read(0, b'{"prompt": "x", "stop": "cd"}'), KEY, [given])  # type: ignore[arg-type]
+    plain = ResultWriter(PLAIN).result(RecordReader().read(0, b'{"prompt": "x", "stop": "cd"}'), KEY, [given])  # type: ignore[arg-type]
     assert json.loads(plain)["text"] == "abcda"
     ended = Generation(0, 0, "a", [ids[0], EOS], [1], "stop", logprobs=[{ids[0]: -0.5}, {EOS: -0.1}])
-    choice = json.loads(Writer(OPENAI, tokens=tokens).result(item, KEY, [ended]))["response"]["body"]["choices"][0]
+    choice = json.loads(ResultWriter(OPENAI, tokens=tokens).result(prompt_record, KEY, [ended]))["response"]["body"][
+        "choices"
+    ][0]
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a"]
 
 
@@ -188,10 +188,10 @@ def test_tokens_that_are_parts_of_characters_have_bytes() -> None:
             return {0: "<0xE2>", 1: "\u00c3\u0122", 2: "\u2581a", 3: "??\u2603"}[token]
 
     tokens = TokenTexts(Pieces())
-    assert tokens.bytes(0) == [0xE2]
-    assert tokens.bytes(1) == [0xC3, 0x80]
-    assert (tokens.text(2), tokens.bytes(2)) == (" a", [32, 97])
-    assert tokens.bytes(3) is None
+    assert tokens.byte_values(0) == [0xE2]
+    assert tokens.byte_values(1) == [0xC3, 0x80]
+    assert (tokens.text(2), tokens.byte_values(2)) == (" a", [32, 97])
+    assert tokens.byte_values(3) is None
     assert TokenTexts(None).text(7) == "token_id:7"
 
 
@@ -210,8 +210,10 @@ def test_requests_are_answered_as_openai_answers(tmp_path: Any) -> None:
     notes: list[str] = []
     with BatchGenerator(build("llama"), tokenizer) as generator:
         source = open_source(path)
-        reader = Reader(dialect=OPENAI, where=source.where)
-        written, errors = run_lines(generator, source, reader, model_name="mine", note=notes.append)
+        reader = RecordReader(dialect=OPENAI, where=source.where)
+        written, errors = run_lines(
+            generator, source, reader, options=RunOptions(), model_name="mine", note=notes.append
+        )
         expected = generator.generate([chat], max_new_tokens=3)[0]
     lines = [json.loads(line) for line in written]
     assert [line["custom_id"] for line in lines] == ["chat", "text", "ids", "told", "bias"]

@@ -13,30 +13,42 @@ from support_file_stand_ins import KEY, run_lines
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.records.answers import Writer
-from hf_batchllm.files.records.line_configs import LineConfigs, said_by
-from hf_batchllm.files.records.records import ALL_FIELDS, BadPromptRecord, Form, PromptRecord, Reader
-from hf_batchllm.files.records.settings import LineSettings, SettingError, read_assignments, read_settings, settings_of
+from hf_batchllm.files.records.line_configs import LineConfigs, settings_in_config
+from hf_batchllm.files.records.prompt_records import ALL_FIELDS, BadPromptRecord, PromptRecord, RecordLayout
+from hf_batchllm.files.records.record_reader import RecordReader
+from hf_batchllm.files.records.result_layout import identify
+from hf_batchllm.files.records.result_lines import ResultWriter
+from hf_batchllm.files.records.settings import (
+    GenerationSettings,
+    SettingError,
+    read_assignments,
+    read_settings,
+    settings_in_record,
+)
 from hf_batchllm.files.records.templates import Template, TemplateError, unescaped
-from hf_batchllm.files.store.journal import identify
+from hf_batchllm.files.run_options import RunOptions
 from hf_batchllm.files.store.sources import open_source
 
 
-def read(record: Any, form: Form | None = None, base: LineSettings | None = None, cells: bool = False) -> Any:
+def read(
+    record: Any, form: RecordLayout | None = None, base: GenerationSettings | None = None, cells: bool = False
+) -> Any:
     raw = record if isinstance(record, bytes) else json.dumps(record).encode()
-    return Reader(form, base or LineSettings(), cells=cells, where=lambda number: f"line {number + 1}").read(16, raw)
+    return RecordReader(
+        form, base or GenerationSettings(), cells=cells, where=lambda number: f"line {number + 1}"
+    ).read(16, raw)
 
 
 def good(record: Any, *given: Any, **named: Any) -> PromptRecord:
-    item = read(record, *given, **named)
-    assert isinstance(item, PromptRecord), item
-    return item
+    prompt_record = read(record, *given, **named)
+    assert isinstance(prompt_record, PromptRecord), prompt_record
+    return prompt_record
 
 
 def bad(record: Any, *given: Any, **named: Any) -> str:
-    item = read(record, *given, **named)
-    assert isinstance(item, BadPromptRecord)
-    return str(item)
+    prompt_record = read(record, *given, **named)
+    assert isinstance(prompt_record, BadPromptRecord)
+    return str(prompt_record)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +64,8 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
     assert good({"messages": chat}).prompt == chat
     assert good({"prompt": chat}).prompt == chat
     assert good({"prompt": None, "messages": chat}).prompt == chat
-    item = good({"prompt": "", "id": 7})
-    assert (item.number, item.prompt, item.id, item.has_id) == (16, "", 7, True)
+    prompt_record = good({"prompt": "", "id": 7})
+    assert (prompt_record.number, prompt_record.prompt, prompt_record.id, prompt_record.has_id) == (16, "", 7, True)
     assert not good({"prompt": "x"}).has_id
 
 
@@ -76,8 +88,8 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "maxNewTokens": 3}', "did you mean `max_new_tokens`?"),
         (b'{"prompt": "x", "temprature": 3}', "did you mean `temperature`?"),
         (b'{"prompt": "x", "settings": {"foo": 1}}', "`foo` is not a setting; settings are max_new_tokens"),
-        (b'{"prompt": "x", "settings": {"seed": 1}, "seed": 2}', "`seed` is there twice"),
-        (b'{"prompt": "x", "max_tokens": 1, "max_new_tokens": 2}', "says something else than `max_tokens`"),
+        (b'{"prompt": "x", "settings": {"seed": 1}, "seed": 2}', "`seed` is given twice"),
+        (b'{"prompt": "x", "max_tokens": 1, "max_new_tokens": 2}', "contradicts `max_tokens`"),
         (b'{"prompt": "x", "max_tokens": 1.5}', "`max_tokens` must be a whole number, not 1.5"),
         (b'{"prompt": "x", "max_tokens": "5"}', "`max_tokens` must be a whole number, not '5'"),
         (b'{"prompt": "x", "max_tokens": 0}', "`max_tokens` must be at least 1, and is 0"),
@@ -89,7 +101,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_chat() -> None:
         (b'{"prompt": "x", "seed": -1}', "`seed` must be a whole number from 0"),
         (b'{"prompt": "x", "presence_penalty": 1}', "`presence_penalty` is not supported: see `repetition_penalty`"),
         (b'{"prompt": "x", "max_time": 1}', "`max_time` is not for files"),
-        (b'{"prompt": "x", "top_logprobs": 1}', "`top_logprobs` goes with `logprobs`"),
+        (b'{"prompt": "x", "top_logprobs": 1}', "`top_logprobs` needs `logprobs`"),
     ],
 )
 def test_a_line_that_cannot_be_run_says_where_and_why(line: bytes, why: str) -> None:
@@ -99,32 +111,35 @@ def test_a_line_that_cannot_be_run_says_where_and_why(line: bytes, why: str) -> 
 
 
 def test_a_bad_line_keeps_its_id() -> None:
-    item = read({"id": "a", "prompt": "x", "seed": "y"})
-    assert isinstance(item, BadPromptRecord)
-    assert (item.id, item.has_id, item.param) == ("a", True, "seed")
+    prompt_record = read({"id": "a", "prompt": "x", "seed": "y"})
+    assert isinstance(prompt_record, BadPromptRecord)
+    assert (prompt_record.id, prompt_record.has_id, prompt_record.param) == ("a", True, "seed")
 
 
 def test_settings_stand_beside_the_prompt_or_by_themselves() -> None:
-    base = LineSettings({"max_new_tokens": 50, "top_p": 0.5})
+    base = GenerationSettings({"max_new_tokens": 50, "top_p": 0.5})
     beside = {"prompt": "x", "max_tokens": 5, "n": 2, "stop": "\n", "seed": 3, "logprobs": True, "adapter": "a"}
     nested = {"prompt": "x", "settings": {name: value for name, value in beside.items() if name != "prompt"}}
     for record in (beside, nested):
         said = good(record, None, base).settings
         assert said.options == {"max_new_tokens": 5, "top_p": 0.5, "num_return_sequences": 2, "stop_strings": ["\n"]}
         assert (said.seed, said.logprobs, said.adapter) == (3, 0, "a")
-    assert good({"prompt": "x"}, None, LineSettings(seed=3)).settings.seed is None  # which is the run's
+    assert good({"prompt": "x"}, None, GenerationSettings(seed=3)).settings.seed is None  # which is the run's
     assert good({"prompt": "x", "max_tokens": None}, None, base).settings.options == base.options
     assert good({"prompt": "x", "logprobs": True, "top_logprobs": 4}).settings.logprobs == 4
 
 
 def test_what_goes_into_one_call() -> None:
-    assert read_settings({"temperature": 0.3, "n": 2}).apart == LineSettings().apart
+    assert read_settings({"temperature": 0.3, "n": 2}).call_key == GenerationSettings().call_key
     for fields in ({"num_beams": 2}, {"logprobs": True}, {"adapter": "a"}):
-        assert read_settings(fields).apart != LineSettings().apart
+        assert read_settings(fields).call_key != GenerationSettings().call_key
 
 
 def test_a_temperature_says_whether_tokens_are_drawn() -> None:
-    hot, cold = LineSettings({"temperature": 0.7, "do_sample": True, "top_p": 0.9}), read_settings({"temperature": 0})
+    hot, cold = (
+        GenerationSettings({"temperature": 0.7, "do_sample": True, "top_p": 0.9}),
+        read_settings({"temperature": 0}),
+    )
     assert read_settings({"temperature": 1}).options == {"temperature": 1.0, "do_sample": True}
     assert cold.options == {"do_sample": False}
     assert read_settings({"temperature": 2, "do_sample": False}).options == {"temperature": 2.0, "do_sample": False}
@@ -142,7 +157,11 @@ def test_a_line_wins_by_another_name_too() -> None:
     }
     assert read_settings({"stop": []}).over(base).options == {"max_new_tokens": 50, "min_new_tokens": 4}
     config = GenerationConfig(max_new_tokens=7, eos_token_id=[1, 2])
-    assert said_by(config).over(base).options == {**base.options, "max_new_tokens": 7, "eos_token_id": [1, 2]}
+    assert settings_in_config(config).over(base).options == {
+        **base.options,
+        "max_new_tokens": 7,
+        "eos_token_id": [1, 2],
+    }
 
 
 def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
@@ -157,10 +176,12 @@ def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
     }
     assert good({"prompt": "x", **own}).settings.options == {}
     record = {"prompt": "x", "n": "three", "seed": "poppy"}
-    assert good(record, Form(line_settings=False)).settings.options == {}
+    assert good(record, RecordLayout(line_settings=False)).settings.options == {}
     assert "`n` must be a whole number" in bad(record)
-    assert good({"stop": "bus 7"}, Form(template=Template("{stop}"))).prompt == "bus 7"  # it is the template's
-    assert good({"prompt": "x", "seed": 4}, Form(keep=("seed",))).settings.seed == 4  # kept, and a setting still
+    assert good({"stop": "bus 7"}, RecordLayout(template=Template("{stop}"))).prompt == "bus 7"  # it is the template's
+    assert (
+        good({"prompt": "x", "seed": 4}, RecordLayout(keep=("seed",))).settings.seed == 4
+    )  # kept, and a setting still
     assert "`constraints` is not supported" in LineConfigs.of(generator).problem(read_settings({"constraints": ["x"]}))
 
 
@@ -185,11 +206,11 @@ def test_cells_are_text_and_an_empty_one_says_nothing() -> None:
 
 
 def test_a_template_makes_the_prompt() -> None:
-    form = Form(template=Template(unescaped(r"{context}\n\nQ: {question}\nA: {{")))
+    form = RecordLayout(template=Template(unescaped(r"{context}\n\nQ: {question}\nA: {{")))
     assert good({"context": "C", "question": "Q"}, form).prompt == "C\n\nQ: Q\nA: {"
     assert good({"context": 3, "question": [1, "ü"]}, form).prompt == '3\n\nQ: [1, "ü"]\nA: {'
-    assert good({"m": {"t": "deep"}}, Form(template=Template("{m.t}"))).prompt == "deep"
-    assert good({"m.t": "flat"}, Form(template=Template("{m.t}"))).prompt == "flat"
+    assert good({"m": {"t": "deep"}}, RecordLayout(template=Template("{m.t}"))).prompt == "deep"
+    assert good({"m.t": "flat"}, RecordLayout(template=Template("{m.t}"))).prompt == "flat"
     assert "has no field 'question', which the template names (it has context)" in bad({"context": "C"}, form)
     gap = {"context": "C", "question": None}
     assert "has nothing in 'question'" in bad(gap, form)
@@ -202,14 +223,14 @@ def test_a_template_makes_the_prompt() -> None:
 
 def test_chats_are_made_of_prompts() -> None:
     user, system = {"role": "user", "content": "x"}, {"role": "system", "content": "Be brief."}
-    assert good({"prompt": "x"}, Form(chat=True)).prompt == [user]
-    assert good({"prompt": "x"}, Form(system="Be brief.")).prompt == [system, user]
-    assert good({"messages": [user]}, Form(system="Be brief.")).prompt == [system, user]
+    assert good({"prompt": "x"}, RecordLayout(chat=True)).prompt == [user]
+    assert good({"prompt": "x"}, RecordLayout(system="Be brief.")).prompt == [system, user]
+    assert good({"messages": [user]}, RecordLayout(system="Be brief.")).prompt == [system, user]
     own = [{"role": "system", "content": "Own."}, user]
-    assert good({"messages": own}, Form(system="Be brief.")).prompt == own
-    assert "of which no chat can be made" in bad({"prompt": [1, 2]}, Form(chat=True))
-    assert good({"q": "x"}, Form(prompt_field="q")).prompt == "x"
-    assert "has no field 'q' (it has prompt)" in bad({"prompt": "x"}, Form(prompt_field="q"))
+    assert good({"messages": own}, RecordLayout(system="Be brief.")).prompt == own
+    assert "which cannot become a chat" in bad({"prompt": [1, 2]}, RecordLayout(chat=True))
+    assert good({"q": "x"}, RecordLayout(prompt_field="q")).prompt == "x"
+    assert "has no field 'q' (it has prompt)" in bad({"prompt": "x"}, RecordLayout(prompt_field="q"))
 
 
 def test_settings_on_a_command_line() -> None:
@@ -222,7 +243,7 @@ def test_settings_on_a_command_line() -> None:
     with pytest.raises(SettingError, match="takes NAME=VALUE"):
         read_assignments(["a"])
     with pytest.raises(SettingError, match="did you mean `repetition_penalty`"):
-        settings_of({"repetition_penalti": 1.1})
+        settings_in_record({"repetition_penalti": 1.1})
 
 
 def generation(text: str = "t", sample: int = 0, **more: Any) -> Generation:
@@ -230,9 +251,9 @@ def generation(text: str = "t", sample: int = 0, **more: Any) -> Generation:
 
 
 def test_lines_of_the_output() -> None:
-    writer = Writer("plain")
-    item = good({"id": "a", "prompt": "x", "label": 3, "text": "old"}, Form(keep=("label", "text")))
-    line = json.loads(writer.result(item, KEY, [generation()]))
+    writer = ResultWriter("plain")
+    prompt_record = good({"id": "a", "prompt": "x", "label": 3, "text": "old"}, RecordLayout(keep=("label", "text")))
+    line = json.loads(writer.result(prompt_record, KEY, [generation()]))
     assert line == {
         "index": 16,
         "id": "a",
@@ -252,9 +273,11 @@ def test_lines_of_the_output() -> None:
     assert line == {"index": 16, "id": 4, "error": line["error"], "key": KEY}
     assert identify(line) == (16, KEY, True)
     failed = Generation(0, 0, None, [], [], "error", error="is empty: it has no token ids")
-    assert json.loads(writer.result(item, KEY, [failed]))["error"] == "the prompt is empty: it has no token ids"
+    assert (
+        json.loads(writer.result(prompt_record, KEY, [failed]))["error"] == "the prompt is empty: it has no token ids"
+    )
     assert identify({"text": "x"}) is None
-    odd = good(b'{"prompt": "x", "a": "\\ud800", "b": NaN}', Form(keep=ALL_FIELDS))
+    odd = good(b'{"prompt": "x", "a": "\\ud800", "b": NaN}', RecordLayout(keep=ALL_FIELDS))
     assert json.loads(writer.result(odd, KEY, [generation()]))["a"] == "\ud800"
     assert b"NaN" not in writer.result(odd, KEY, [generation()])
 
@@ -274,8 +297,8 @@ def test_lines_of_a_file_give_what_generate_gives(generator: BatchGenerator, tmp
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(map(json.dumps, records)))
     source = open_source(path)
-    reader = Reader(None, LineSettings({"max_new_tokens": 4}), where=source.where)
-    written, errors = run_lines(generator, source, reader, token_ids=True)
+    reader = RecordReader(None, GenerationSettings({"max_new_tokens": 4}), where=source.where)
+    written, errors = run_lines(generator, source, reader, options=RunOptions(token_ids=True))
     lines = [json.loads(line) for line in written]
     assert lines[0]["token_ids"] == generator.generate([prompts[0]], max_new_tokens=3)[0].token_ids
     drawn = generator.generate(
@@ -298,10 +321,10 @@ def test_a_model_that_samples_by_itself_gives_several_answers(
     generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = LineConfigs.of(generator)
-    assert "greedy" in (configs.problem(LineSettings({"num_return_sequences": 2})) or "")
+    assert "greedy" in (configs.problem(GenerationSettings({"num_return_sequences": 2})) or "")
     monkeypatch.setattr(generator.model.generation_config, "do_sample", True)
     configs = LineConfigs.of(generator)
-    settings = LineSettings({"num_return_sequences": 2, "max_new_tokens": 2})
+    settings = GenerationSettings({"num_return_sequences": 2, "max_new_tokens": 2})
     assert configs.problem(settings) is None
-    assert configs.config(settings) is configs.config(LineSettings(dict(settings.options)))
+    assert configs.config(settings) is configs.config(GenerationSettings(dict(settings.options)))
     assert len(generator.generate([[5, 6]], [configs.config(settings)])) == 2

@@ -261,7 +261,7 @@ def test_an_interrupt_says_that_the_same_call_goes_on(tmp_path: Path, generator:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
-        with pytest.raises(KeyboardInterrupt, match=r"out\.jsonl, and the same call goes on"):
+        with pytest.raises(KeyboardInterrupt, match=r"out\.jsonl, and the same call continues"):
             again_and_again()
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -293,7 +293,7 @@ def test_what_differs_from_the_earlier_part_is_named(tmp_path: Path, generator: 
         next(changed.parameters())[0] += 1
     with (
         BatchGenerator(changed, word_tokenizer(97)) as other,
-        pytest.raises(RunChangedError, match="weights were others"),
+        pytest.raises(RunChangedError, match="with other weights"),
     ):
         run_file(other, source, target, **SETTINGS)
     with pytest.raises(RunChangedError, match="line 3"):

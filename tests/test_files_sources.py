@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_rooms import imports
 
 from hf_batchllm.errors import FilesError, InputFileError
 from hf_batchllm.files.store import lines as lines_module
-from hf_batchllm.files.store import tables
+from hf_batchllm.files.store import table_inputs
 from hf_batchllm.files.store.sources import open_source, record_key
-from hf_batchllm.files.store.windows import cut, fingerprints, prompt_bytes, sharing_order
+from hf_batchllm.files.store.windows import cut, fingerprints, sharing_order
 
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # of other processes
 
@@ -36,6 +37,13 @@ def raws(path: str, format: str | None = None) -> list[bytes]:
 
 def rows(path: str, format: str | None = None) -> list[dict]:
     return [json.loads(raw) for raw in raws(path, format)]
+
+
+def test_what_stores_bytes_knows_nothing_of_what_lines_mean() -> None:
+    store, records = "hf_batchllm.files.store", "hf_batchllm.files.records"
+    assert not [
+        str(each) for each in imports() if each.importer.startswith(store) and each.imported.startswith(records)
+    ]
 
 
 # JSON lines
@@ -137,7 +145,7 @@ def test_a_pipe_is_read_through_a_copy(written, tmp_path) -> None:
 def test_stdin(written, how) -> None:
     program = """
 import os, sys
-import hf_batchllm.files.store.outputs
+import hf_batchllm.files.store.open_output
 from hf_batchllm.files.store.sources import open_source
 if len(sys.argv) > 1:
     os.read(0, 3)
@@ -168,7 +176,7 @@ with open_source("-") as source:
         ("in.json", b'[{"prompt": 1}, {"prompt": 2}]', r"one JSON array.*jq -c '\.\[\]'"),
         ("in.json", b'[\n  {"prompt": 1}\n]\n', "one JSON array"),
         ("in.json", b'{\n  "prompt": 1\n}\n', r"objects over several lines.*jq -c \."),
-        ("in.csv", b"PAR1\x15\x04", "no text"),
+        ("in.csv", b"PAR1\x15\x04", "not text"),
         ("in.parquet", b"{}\n", "cannot be read as Parquet"),
         ("in.parquet", b"", "cannot be read as Parquet"),
     ],
@@ -326,28 +334,12 @@ def test_parquet_without_pyarrow_says_what_to_install(written, monkeypatch) -> N
 
 
 def test_the_limit_of_a_cell_is_put_back(written) -> None:
-    before = tables.csv.field_size_limit()
+    before = table_inputs.csv.field_size_limit()
     rows(written("a\n1\n", "in.csv"))
-    assert tables.csv.field_size_limit() == before
+    assert table_inputs.csv.field_size_limit() == before
 
 
 # Windows
-
-
-@pytest.mark.parametrize(
-    ("raw", "prompt"),
-    [
-        (b'{"id": 1, "prompt": "abc"}', b'"abc"}'),
-        (b'{"id": 1, "prompt" : "abc"}', b'"abc"}'),
-        (b'{"kind": "prompt", "prompt":"abc"}', b'"abc"}'),
-        (b'{"x": "\\"prompt\\": 1", "messages": [1]}', b"[1]}"),
-        (b'{"text": "abc"}', b'{"text": "abc"}'),
-        (b"not json \xff", b"not json \xff"),
-        (b'{"prompt"', b'{"prompt"'),
-    ],
-)
-def test_the_prompt_is_found_without_parsing(raw, prompt) -> None:
-    assert prompt_bytes(raw) == prompt
 
 
 def test_records_that_begin_alike_are_neighbours_and_families_stand_where_they_began() -> None:

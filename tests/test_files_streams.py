@@ -12,10 +12,9 @@ from support_file_places import folder as folder  # fixtures, as are the next th
 from support_file_places import given as given
 from support_file_places import wanted as wanted
 from support_file_places import whole as whole
-from support_file_runs import answer, run, write_input
+from support_file_runs import answer, open_output, run, write_input
 
 from hf_batchllm.errors import OutputFileError, OutputWriteError
-from hf_batchllm.files.store.outputs import open_output
 
 
 def stream(target: str, **options) -> subprocess.Popen:
@@ -68,9 +67,7 @@ def test_a_closed_pipe_and_a_full_device(given) -> None:
         process.stdout.close()
         said = process.stderr.read().decode()
     assert process.returncode == 1
-    assert said.startswith(
-        "OutputWriteError stdout cannot be written to any more: whoever was reading it has closed it"
-    )
+    assert said.startswith("OutputWriteError stdout cannot be written to any more: its reader has closed it")
     assert said.count("\n") == 1
     if os.path.exists("/dev/full"):
         with pytest.raises(OutputWriteError, match=r"/dev/full.*the disk is full. 0 results were written"):

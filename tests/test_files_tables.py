@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support_file_runs import answer, results, run, write_input
+from support_file_runs import answer, open_output, results, run, write_input
 
 from hf_batchllm.errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
-from hf_batchllm.files.store.outputs import open_output
+from hf_batchllm.files.records.result_layout import table_rows
 from hf_batchllm.files.store.run_record import RunRecord
 from hf_batchllm.files.store.sources import open_source, record_key
-from hf_batchllm.files.store.table_outputs import rows_of
 
 
 @pytest.fixture
@@ -125,7 +124,7 @@ def test_an_unfinished_one_is_gone_on_with_when_the_input_has_grown(given, wante
 
 def test_a_table_of_somebody_else_is_left_alone(given, wanted) -> None:
     Path(wanted).write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(OutputFileError, match=r"exists already, and is not what a run has written.*--restart"):
+    with pytest.raises(OutputFileError, match=r"exists already, and no run has written it.*--restart"):
         run(given, wanted)
     assert listed(wanted) == [os.path.basename(wanted)]
     run(given, wanted, restart=True, stop_after=3)
@@ -219,7 +218,7 @@ def test_a_row_for_each_sample(given, wanted) -> None:
     assert [row["text"] for row in rows] == ["a", "b", None]
     assert [row["new_tokens"] for row in rows] == [number(1), None, None]
     assert rows[2]["error"] == "no prompt"
-    assert list(rows_of({"samples": []})) == [{}]
+    assert list(table_rows({"samples": []})) == [{}]
 
 
 ODD = [

@@ -6,22 +6,23 @@ import argparse
 from typing import Any
 
 from .config_flags import add_config_flags
-from .exits import WORDS
+from .exits import EXIT_CODES_HELP
 from .parser import Parser
 
 _RUN = """\
 Answer every prompt of a file. Prompts that begin alike are computed together,
-whatever their order; results are written as they finish. If the run is
-stopped, by whatever, run the same command again and it goes on.
+whatever their order, and results are written as they finish. If the run is
+stopped for any reason, run the same command again: it continues.
 """
 _RUN_EXAMPLES = f"""\
 records:
   A line (or a row) is {{"prompt": "..."}} or {{"messages": [...]}}, with an "id" if
-  you like. Settings may stand beside the prompt, by the names that they have in
+  you like. Settings may stand beside the prompt, under their names in
   model.generate: {{"prompt": "...", "max_new_tokens": 20, "temperature": 0.7}}.
-  They win over those given here, and these over the model's generation_config.
-  Lines of an OpenAI batch ({{"custom_id", "method", "url", "body"}}) are known as
-  such, and the output then has OpenAI's form. All of it: docs/files.md
+  They win over options of this command, which win over the model's
+  generation_config. Lines of an OpenAI batch ({{"custom_id", "method", "url",
+  "body"}}) are recognised, and the output then has OpenAI's form.
+  More in docs/files.md
 
 examples:
   hf-batchllm run in.jsonl out.jsonl --model path/or/name --max-new-tokens 100
@@ -32,17 +33,17 @@ examples:
   hf-batchllm run in.jsonl out.jsonl --model M -n 4 --temperature 0.8 --seed 1
   cat in.jsonl | hf-batchllm run - - --model M --set no_repeat_ngram_size=3
 
-{WORDS}"""
+{EXIT_CODES_HELP}"""
 _PLAN = """\
-What the prompts of a file have in common, and so what running them together
-saves. No model is loaded, only a tokenizer (and none for token ids).
+Show what the prompts of a file have in common, and so what running them
+together saves. No model is loaded, only a tokenizer (none for token ids).
 """
 _PLAN_EXAMPLES = f"""\
 examples:
   hf-batchllm plan in.jsonl --tokenizer path/or/name
   hf-batchllm plan in.jsonl --tokenizer path/or/name --html plan.html
 
-{WORDS}"""
+{EXIT_CODES_HELP}"""
 
 
 def run_parser() -> Parser:
@@ -50,15 +51,17 @@ def run_parser() -> Parser:
     parser.usage = "hf-batchllm run IN OUT --model MODEL [options]"
     files = parser.add_argument_group("files")
     files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, or - for stdin")
-    files.add_argument("target", metavar="OUT", help="the same kinds, or - for stdout. Goes on if it is begun already")
+    files.add_argument("target", metavar="OUT", help="the same kinds, or - for stdout. An unfinished OUT is continued")
     add_reading(files)
-    files.add_argument("--output-format", metavar="KIND", help="of OUT, where its suffix does not say it")
+    files.add_argument(
+        "--output-format", metavar="KIND", help="format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"
+    )
     _add_model(parser.add_argument_group("the model"))
     add_prompts(parser.add_argument_group("prompts"))
-    _add_settings(parser.add_argument_group("answers (a line may say otherwise for itself)"))
+    _add_settings(parser.add_argument_group("answers (a line may have settings of its own)"))
     _add_results(parser.add_argument_group("results"))
     _add_course(parser.add_argument_group("the run"))
-    add_config_flags(parser.add_argument_group("the engine (right as it is for nearly everybody)"))
+    add_config_flags(parser.add_argument_group("the engine (the defaults suit nearly everybody)"))
     _add_common(parser)
     return parser
 
@@ -84,12 +87,14 @@ def plan_parser() -> Parser:
 
 
 def add_reading(group: Any) -> None:
-    group.add_argument("--format", metavar="KIND", help="of IN: jsonl, csv, tsv or parquet (default: by its suffix)")
+    group.add_argument(
+        "--format", metavar="KIND", help="format of IN: jsonl, csv, tsv or parquet (default: by its suffix)"
+    )
     group.add_argument(
         "--dialect",
         choices=("auto", "plain", "openai"),
         default="auto",
-        help="what records look like: plain ones, or an OpenAI batch's. Default: as the first record",
+        help="the form of records: plain, or requests of an OpenAI batch. Default: as the first record looks",
     )
 
 
@@ -100,36 +105,36 @@ def add_prompts(group: Any) -> None:
     group.add_argument(
         "--template",
         metavar="TEXT",
-        help="build the prompt from fields: '{context}\\n\\nQ: {question}\\nA:'. \\n and \\t are understood, a brace "
-        "itself is {{ or }}; @FILE reads it from a file",
+        help="build the prompt from fields: '{context}\\n\\nQ: {question}\\nA:'. \\n and \\t are understood; write a "
+        "brace itself as {{ or }}; @FILE reads the template from a file",
     )
-    group.add_argument("--chat", action="store_true", help="make a user's message of each prompt, for chat models")
+    group.add_argument("--chat", action="store_true", help="make each prompt a user's message, for chat models")
     group.add_argument(
         "--system",
         metavar="TEXT",
-        help="a system message, for chats that have none; makes chats of prompts, as --chat. \\n is understood",
+        help="a system message for chats without one; turns prompts into chats, as --chat does. \\n is understood",
     )
     group.add_argument(
         "--no-line-settings",
         action="store_true",
-        help="fields named as settings (n, stop, seed, ...) are data like any others",
+        help="treat fields named as settings (n, stop, seed, ...) as data, too",
     )
 
 
 def _add_model(group: Any) -> None:
     group.add_argument("--model", "-m", metavar="M", required=True, help="a folder, or a name on the hub")
-    group.add_argument("--tokenizer", metavar="T", help="another than that beside the model")
+    group.add_argument("--tokenizer", metavar="T", help="a tokenizer other than the model's own")
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="auto (the default): as the model was saved",
+        help="auto (the default): the dtype that the model was saved in",
     )
     group.add_argument(
-        "--device", metavar="D", default="auto", help="cpu, cuda, cuda:1; auto (the default): a GPU if any"
+        "--device", metavar="D", default="auto", help="cpu, cuda, cuda:1; auto (the default): a GPU if there is one"
     )
-    group.add_argument("--threads", type=_positive, metavar="N", help="of a CPU")
+    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
     _add_code(group, "the model")
 
 
@@ -137,7 +142,7 @@ def _add_code(group: Any, whose: str) -> None:
     group.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help=f"run Python code that comes with {whose}. Off unless you say so: only for authors whom you trust",
+        help=f"run Python code that comes with {whose}. Off by default: turn it on only for authors whom you trust",
     )
 
 
@@ -147,67 +152,86 @@ def _add_settings(group: Any) -> None:
         "--max-tokens",
         type=_whole,
         metavar="N",
-        help="the longest answer (default: the model's, or 20)",
+        help="longest answer, in tokens (default: the model's, or 20)",
     )
     group.add_argument(
-        "--temperature", type=_number, metavar="T", help="above 0 tokens are drawn; 0: the likeliest one, always"
+        "--temperature", type=_number, metavar="T", help="above 0: sample; 0: always take the likeliest token"
     )
-    group.add_argument("--top-p", type=_number, metavar="P", help="draw from the likeliest, which make up P together")
-    group.add_argument("--top-k", type=_whole, metavar="K", help="draw from the K likeliest (generate's default: 50)")
+    group.add_argument(
+        "--top-p", type=_number, metavar="P", help="sample from the likeliest tokens that make up P together"
+    )
+    group.add_argument(
+        "--top-k", type=_whole, metavar="K", help="sample from the K likeliest tokens (generate's default: 50)"
+    )
     group.add_argument("-n", "--num-return-sequences", type=_whole, metavar="N", help="answers to each prompt")
     group.add_argument(
-        "--seed", type=_whole, metavar="N", help="of what is drawn (default: any; it is noted beside OUT)"
+        "--seed", type=_whole, metavar="N", help="seed of sampling (default: a random one, kept beside OUT)"
     )
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="ends an answer; may be given several times. \\n is understood"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="text that ends an answer; may be given several times. \\n is understood",
     )
-    group.add_argument("--logprobs", type=_whole, metavar="K", help="log-probabilities, and of the K likeliest tokens")
     group.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other option of generate; VALUE is JSON"
+        "--logprobs",
+        type=_whole,
+        metavar="K",
+        help="write log-probabilities of new tokens, and of the K likeliest ones",
     )
-    group.add_argument("--generation-config", metavar="FILE", help="a generation_config.json; options here win over it")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set any other option of generate; VALUE is JSON",
+    )
+    group.add_argument(
+        "--generation-config", metavar="FILE", help="a generation_config.json; options of this command win over it"
+    )
 
 
 def _add_results(group: Any) -> None:
     group.add_argument("--keep", metavar="FIELDS", help="copy these fields of a record into its result: a,b or all")
-    group.add_argument("--token-ids", action="store_true", help="write the ids of new tokens, too")
+    group.add_argument("--token-ids", action="store_true", help="write the ids of the new tokens, too")
     group.add_argument(
         "--order",
         choices=("input", "finished"),
         default="input",
-        help="input (the default): in the end OUT is put into the order of IN",
+        help="input (the default): in the end, results get the order of IN; finished: they stay as they came",
     )
 
 
 def _add_course(group: Any) -> None:
     group.add_argument("--limit", type=_positive, metavar="N", help="only the first N records")
-    group.add_argument("--retry-errors", action="store_true", help="run lines again that had errors")
-    group.add_argument("--restart", action="store_true", help="begin anew; what OUT holds is kept as OUT.bak-1, ...")
+    group.add_argument("--retry-errors", action="store_true", help="run lines with errors again")
+    group.add_argument("--restart", action="store_true", help="begin afresh; the old OUT is kept as OUT.bak-1, ...")
     group.add_argument(
         "--on-error",
         choices=("record", "raise"),
         default="record",
-        help="record (the default): a bad line gets its error as its result; raise: it ends the run",
+        help="record (the default): the result of a bad line is its error; raise: stop at the first bad line",
     )
     group.add_argument(
         "--fsync",
         metavar="WHEN",
         default="5s",
-        help="always, never, or every so often: what a power cut may cost (default: %(default)s)",
+        help="when results are forced onto the disk, and so what a power cut may cost: always, never, or "
+        "an interval (default: %(default)s)",
     )
     group.add_argument(
         "--window",
         metavar="SIZE",
         default="256MiB",
-        help="so much of IN is in memory at a time; prompts share within it (default: %(default)s)",
+        help="how much of IN is in memory at a time; prompts share within a window (default: %(default)s)",
     )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("this command")
-    group.add_argument("--quiet", "-q", action="store_true", help="nothing on stderr but errors")
-    group.add_argument("--traceback", action="store_true", help="with an error, show where it came from")
-    group.add_argument("--help", "-h", action="help", help="this page")
+    group.add_argument("--quiet", "-q", action="store_true", help="print nothing but errors on stderr")
+    group.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    group.add_argument("--help", "-h", action="help", help="show this page")
 
 
 def _whole(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Which command was asked for, and help on all of them."""
+"""Picks the command, and prints the help on all of them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import importlib.util
 from collections.abc import Sequence
 
 from .._version import __version__
-from .exits import WORDS
+from .exits import EXIT_CODES_HELP
 from .messages import PROGRAM, UsageError
 
 _HELP = f"""\
 usage: {PROGRAM} COMMAND ...
 
-Offline generation over a file of prompts, with a transformers model: what the
-prompts have in common is computed once, and a run that was stopped goes on.
+Offline generation over a file of prompts, with a transformers model. What the
+prompts have in common is computed once. A run that was stopped can continue.
 
 commands:
   run IN OUT --model M    answer every prompt of a file, into another file
   plan IN                 what the prompts of a file share, without a model
-  bench                   how fast a model is here, beside model.generate
+  bench                   how fast a model is here, compared to model.generate
   lm-eval                 the lm-evaluation-harness, run by this library
 
 examples:
@@ -29,9 +29,9 @@ examples:
   {PROGRAM} plan in.jsonl --tokenizer path/or/name
   {PROGRAM} run --help
 
-{WORDS}
+{EXIT_CODES_HELP}
 options:
-  --help, -h    this page; after a command, its own
+  --help, -h    this page; after a command, the page of the command
   --version     the version
 """
 _COMMANDS = ("run", "plan", "bench", "lm-eval")
@@ -39,7 +39,7 @@ _COMMANDS = ("run", "plan", "bench", "lm-eval")
 
 def dispatch(arguments: Sequence[str]) -> int:
     if not arguments:
-        raise UsageError(f"what is to be done? Commands are {', '.join(_COMMANDS)}\n(`{PROGRAM} --help` tells more)")
+        raise UsageError(f"no command was given. Commands are {', '.join(_COMMANDS)}\n(`{PROGRAM} --help` tells more)")
     command, rest = arguments[0], list(arguments[1:])
     if command in ("--help", "-h", "help"):
         print(_HELP, end="")

@@ -1,4 +1,4 @@
-"""What the command's exit code says, and how signals end it."""
+"""The exit codes of the command, and how signals end it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from types import FrameType
 
 DONE, STOPPED, USAGE, SOME_ERRORS = 0, 1, 2, 3
-_BY_SIGNAL = 128  # and the signal's number, as shells have it
+_BY_SIGNAL = 128  # plus the signal's number, as in shells
 INTERRUPTED = int(_BY_SIGNAL + signal.SIGINT)
 
-WORDS = """\
+EXIT_CODES_HELP = """\
 exit codes:
   0    all done
-  1    stopped by an error; what had finished is kept
+  1    stopped by an error; finished results are kept
   2    the command or its files cannot be used; nothing was run
   3    finished, and some lines have errors
-  130  interrupted by Ctrl-C (143 by SIGTERM, 129 by SIGHUP); what had finished
-       is kept
+  130  interrupted by Ctrl-C (143 by SIGTERM, 129 by SIGHUP); finished results
+       are kept
 """
 
 
 class Interrupts:
-    """``code``: of the exit, once there was one."""
+    """``code``: the exit code after an interrupt."""
 
     def __init__(self) -> None:
         self.code = INTERRUPTED
@@ -36,13 +36,13 @@ class Interrupts:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
-    """SIGTERM and SIGHUP do what Ctrl-C does: a call ends in order, and what had finished is kept."""
+    """SIGTERM and SIGHUP do what Ctrl-C does: the call ends in order, and finished results are kept."""
     interrupts = Interrupts()
     before = {}
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
-            # Under nohup it is to be ignored.
+            # Under nohup, SIGHUP is ignored and stays so.
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, interrupts)
     try:

@@ -1,4 +1,4 @@
-"""A tokenizer and a model by name or folder; what cannot be loaded is said in a line or two."""
+"""Loads a tokenizer and a model by name or folder; errors take a line or two."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
 from ..errors import BatchLLMError
-from ..files.records.settings import LineSettings
+from ..files.records.settings import GenerationSettings
 from ..notices import Notices
+from .argument_values import FirstRecords
 from .messages import UsageError, reason
-from .reading import First
 
 if TYPE_CHECKING:
     from ..generator import BatchGenerator
 
 
 _WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"  # transformers would ask the hub to convert somebody else's model
+_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"  # else transformers would ask the hub to convert somebody else's model
 _SAFE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 
 
 class Loader:
-    """Called once, if there is anything to run. ``loaded``: from then on, an error ends a run that had begun."""
+    """Called once, if there is anything to run. ``loaded``: the run has begun, so a later error stops it half-way."""
 
-    def __init__(self, asked: argparse.Namespace, config: BatchConfig, base: LineSettings, first: First) -> None:
+    def __init__(
+        self, asked: argparse.Namespace, config: BatchConfig, base: GenerationSettings, first: FirstRecords
+    ) -> None:
         self._asked = asked
         self._config = config
         self._base = base
@@ -37,7 +39,7 @@ class Loader:
         self._stack = ExitStack()
 
     def close(self) -> None:
-        """What was changed about transformers is as it was."""
+        """Restores the settings of transformers that were changed."""
         self._stack.close()
 
     def __call__(self) -> BatchGenerator:
@@ -49,10 +51,10 @@ class Loader:
 
             torch.set_num_threads(asked.threads)
         check_folder(asked.model)
-        strings = self._base.options.get("stop_strings")
-        needed = "prompts that are text" if self._first.texts else "stop strings" if strings else ""
+        stop_strings = self._base.options.get("stop_strings")
+        needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
         tokenizer = load_tokenizer(asked, needed)
-        if self._first.chats:
+        if self._first.have_chats:
             check_template(tokenizer, asked.tokenizer or asked.model)
         model = load_model(asked, device)
         generator = self._generator(model, tokenizer)
@@ -67,7 +69,7 @@ class Loader:
             generator = BatchGenerator(model, tokenizer, self._config)
         except BatchLLMError as error:
             raise UsageError(f"--model {self._asked.model}: {error}") from error
-        # In silence: what a line says may be what is missing here.
+        # Without warnings: lines may bring settings that the command line lacks.
         why = LineConfigs(model, generator._tokenizer.required, _Silence()).problem(self._base)
         if why is not None:
             generator.close()
@@ -83,7 +85,7 @@ class _Silence(Notices):
 
 
 def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
-    """``needed``: what cannot do without one; "" if results may come without text."""
+    """``needed``: what needs a tokenizer, for the error; "" if results may come without text."""
     from transformers import AutoTokenizer
 
     name = asked.tokenizer or asked.model
@@ -102,8 +104,8 @@ def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
 def check_template(tokenizer: Any, name: str) -> None:
     if getattr(tokenizer, "chat_template", None) is None:
         raise UsageError(
-            f"the tokenizer of {name} has no chat template, and there are chats in the file: it is no chat model, or "
-            "pass the --tokenizer of one that was trained with the same template. Prompts that are text need none"
+            f"the tokenizer of {name} has no chat template, and the file has chats: load a chat model, or pass the "
+            "--tokenizer of a model that was trained with the same template. Prompts that are text need no template"
         )
 
 
@@ -135,11 +137,11 @@ def load_model(asked: argparse.Namespace, device: Any) -> Any:
 
 
 def check_folder(name: str) -> None:
-    """What can be seen of a folder without loading anything."""
+    """Checks a folder as far as is possible without loading anything."""
     path = os.path.expanduser(name)
     if not os.path.isdir(path):
         if os.path.isfile(path):
-            raise UsageError(f"--model {name}: it is a file: name the folder that it lies in")
+            raise UsageError(f"--model {name}: it is a file: give the folder that it is in")
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise UsageError(f"--model {name}: there is no such folder")
         return
@@ -177,7 +179,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def quiet_transformers(quiet: bool) -> Iterator[None]:
-    """It says a good deal while it loads; what matters of that comes as an error. Bars are for terminals."""
+    """transformers prints much while it loads; what matters comes as an error. Progress bars are for terminals."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -193,9 +195,9 @@ def quiet_transformers(quiet: bool) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    said = reason(error)
-    if "instantiate the backend tokenizer" in said:
-        return "none was saved there, or one of a kind that needs a package that is not installed"
+    message = reason(error)
+    if "instantiate the backend tokenizer" in message:
+        return "none was saved there, or it needs a package that is not installed"
     if "trust_remote_code" in str(error):
         return "it needs Python code that comes with it. If you trust its authors, --trust-remote-code runs that code"
-    return said
+    return message

@@ -1,4 +1,4 @@
-"""What the command says to whoever runs it: on stderr, in a line or two."""
+"""What the command tells its user: on stderr, in a line or two."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PROGRAM = "hf-batchllm"
 
 
 class UsageError(BatchLLMError, ValueError):
-    """The command, or a file that it names, cannot be used. Nothing has been run."""
+    """The command, or a file that it names, cannot be used. Nothing was run."""
 
 
-class Said:
-    """``quiet``: errors alone. ``tracebacks``: with them, where they came from."""
+class Console:
+    """``quiet``: prints errors alone. ``tracebacks``: prints the traceback of each error, too."""
 
     def __init__(self, quiet: bool = False, tracebacks: bool = False) -> None:
         self.quiet = quiet
@@ -44,7 +44,7 @@ class Said:
 
     @contextmanager
     def warnings_shown(self) -> Iterator[None]:
-        """Python's warnings, as lines of this command; each once."""
+        """Prints Python's warnings as lines of this command, each once."""
         seen: set[str] = set()
 
         def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
@@ -61,12 +61,12 @@ class Said:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in as few lines as it needs."""
+    """The error in a line or two."""
     if isinstance(error, BatchLLMError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2])[:400]
+    message = " ".join(lines[:2])[:400]
     known = isinstance(error, ValueError | OSError | ImportError)
-    return said if known and said else f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return message if known and message else f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,4 +1,4 @@
-"""argparse, with a suggestion where an option was misspelt, and help that fits the terminal."""
+"""argparse with suggestions for misspelt options, and with help that fits the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from .messages import PROGRAM, UsageError
 
-_WIDEST = 110
+_WIDEST_HELP = 110
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +19,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, formatter_class=_Formatter, allow_abbrev=False, add_help=False, **given)
 
     def parse_args(self, arguments: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        asked: argparse.Namespace
         asked, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
             self.error(self._why_unknown(unknown))
@@ -42,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         columns = shutil.get_terminal_size().columns
-        super().__init__(prog, max_help_position=26, width=min(columns, _WIDEST) - 2)
+        super().__init__(prog, max_help_position=26, width=min(columns, _WIDEST_HELP) - 2)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """``-n, --samples N`` rather than ``-n N, --samples N``."""

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 
 from ..config import BatchConfig
-from ..files.records.records import PromptRecord, Reader
-from ..files.records.settings import LineSettings
+from ..files.records.prompt_records import PromptRecord
+from ..files.records.record_reader import RecordReader
+from ..files.records.settings import GenerationSettings
 from ..files.store.sources import Source, open_source
 from ..inputs.prompts import Prompt, check_prompts
 from ..planning.sharing import plan_sharing
 from ..results.sharing_plan import SharingPlan
+from .argument_values import first_records, layout_from, reader_from, size_from
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
 from .loading import check_template, load_tokenizer, quiet_transformers
-from .messages import Said, UsageError, reason
-from .reading import first_of, form_of, reader_of, size_of
+from .messages import Console, UsageError, reason
 
-_SHOWN = 8  # bad lines that are spelt out
+_MOST_ERRORS_SHOWN = 8
 _PAGE = """\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
@@ -36,15 +37,15 @@ _PAGE = """\
 
 
 @dataclass
-class PlannedFile:
+class FilePlan:
     plans: list[SharingPlan] = field(default_factory=list)  # one for each window
-    bad: list[str] = field(default_factory=list)
+    shown_errors: list[str] = field(default_factory=list)  # the first ones
     errors: int = 0
 
     def add_error(self, why: str) -> None:
         self.errors += 1
-        if len(self.bad) < _SHOWN:
-            self.bad.append(why)
+        if len(self.shown_errors) < _MOST_ERRORS_SHOWN:
+            self.shown_errors.append(why)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -64,69 +65,69 @@ class PlannedFile:
 
 def main(arguments: Sequence[str]) -> int:
     asked = plan_parser().parse_args(arguments)
-    said = Said(asked.quiet, asked.traceback)
-    with interruptible() as interrupts, said.warnings_shown():
+    console = Console(asked.quiet, asked.traceback)
+    with interruptible() as interrupts, console.warnings_shown():
         try:
-            found = _found(asked, said)
-            _show(asked, found, said)
+            file_plan = _plan_file(asked, console)
+            _show(asked, file_plan, console)
         except KeyboardInterrupt:
-            said.error("interrupted")
+            console.error("interrupted")
             return interrupts.code
         except BrokenPipeError:
             raise
         except Exception as error:
-            said.error(reason(error), error)
+            console.error(reason(error), error)
             return USAGE
-    return SOME_ERRORS if found.errors else DONE
+    return SOME_ERRORS if file_plan.errors else DONE
 
 
-def _found(asked: argparse.Namespace, said: Said) -> PlannedFile:
-    form, window = form_of(asked), size_of(asked.window, "--window")
-    fee = BatchConfig.min_shared_tokens if asked.min_shared_tokens is None else asked.min_shared_tokens
+def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
+    layout, window = layout_from(asked), size_from(asked.window, "--window")
+    min_shared = BatchConfig.min_shared_tokens if asked.min_shared_tokens is None else asked.min_shared_tokens
     if asked.html is not None:
         _check_html(asked.html)
-    source = open_source(asked.source, asked.format, note=said.note)
+    source = open_source(asked.source, asked.format, note=console.note)
     try:
-        reader = reader_of(asked, source, form, LineSettings())
-        first = first_of(reader, source, asked.limit)
+        reader = reader_from(asked, source, layout, GenerationSettings())
+        first = first_records(reader, source, asked.limit)
 
         @cache
         def tokenizer() -> Any:
             if asked.tokenizer is None:
-                raise UsageError("prompts that are text need a tokenizer: pass --tokenizer, a folder or a name")
+                raise UsageError("prompts that are text need a tokenizer: pass --tokenizer with a folder or a name")
             with quiet_transformers(asked.quiet):
                 return load_tokenizer(asked, "prompts that are text")
 
-        if first.texts:
+        if first.have_texts:
             loaded = tokenizer()
-            if first.chats:
+            if first.have_chats:
                 check_template(loaded, asked.tokenizer)
         numbers = np.arange(min(source.count, asked.limit or source.count))
-        found = PlannedFile()
-        for prompts in _windows(source, reader, numbers, window, tokenizer, found):
-            plan = plan_sharing(prompts, min_shared_tokens=fee)
-            if first.texts:
+        file_plan = FilePlan()
+        for prompts in _windows(source, reader, numbers, window, tokenizer, file_plan):
+            plan = plan_sharing(prompts, min_shared_tokens=min_shared)
+            if first.have_texts:
                 plan.add_labels(prompts, lambda ids: tokenizer().decode(ids, skip_special_tokens=True))
-            found.plans.append(plan)
-        return found
+            file_plan.plans.append(plan)
+        return file_plan
     finally:
         source.close()
 
 
 def _windows(
-    source: Source, reader: Reader, numbers: np.ndarray, window: int, tokenizer: Any, found: PlannedFile
+    source: Source, reader: RecordReader, numbers: np.ndarray, window: int, tokenizer: Any, file_plan: FilePlan
 ) -> Iterator[list[Prompt]]:
     for stretch in source.windows(numbers, window, reader.prompt_text):
-        items: list[PromptRecord] = []
+        records: list[PromptRecord] = []
         for number, raw in zip(stretch.tolist(), source.records(stretch), strict=True):
             read = reader.read(number, raw)
             if isinstance(read, PromptRecord):
-                items.append(read)
+                records.append(read)
             else:
-                found.add_error(str(read))
-        checked, problems = check_prompts([item.prompt for item in items], tokenizer=tokenizer)
+                file_plan.add_error(str(read))
+        checked, problems = check_prompts([record.prompt for record in records], tokenizer=tokenizer)
         for place, why in problems.items():
-            found.add_error(f"{source.where(items[place].number)}: the prompt {why}")
+            file_plan.add_error(f"{source.where(records[place].number)}: the prompt {why}")
         yield [prompt for prompt in checked if prompt is not None]
 
 
@@ -138,25 +139,26 @@ def _check_html(path: str) -> None:
         raise UsageError(f"--html {path}: {error.strerror}") from None
 
 
-def _show(asked: argparse.Namespace, found: PlannedFile, said: Said) -> None:
+def _show(asked: argparse.Namespace, file_plan: FilePlan, console: Console) -> None:
     if asked.html is not None:
         from ..results.views.markup import text
         from ..results.views.plan import plan_html
 
-        body = "\n".join(map(plan_html, found.plans))
+        body = "\n".join(map(plan_html, file_plan.plans))
         with open(asked.html, "w", encoding="utf-8") as file:
             file.write(_PAGE.format(title=text(f"What the prompts of {asked.source} share"), body=body))
-    figures = found.figures
+    figures = file_plan.figures
     if asked.json:
         print(json.dumps(figures, indent=2))
-    elif len(found.plans) == 1:
-        print(found.plans[0])
+    elif len(file_plan.plans) == 1:
+        print(file_plan.plans[0])
     else:
-        print(f"{figures['prompts']:,} prompts in {len(found.plans):,} windows")
+        print(f"{figures['prompts']:,} prompts in {len(file_plan.plans):,} windows")
         print(f"  tokens asked for   {figures['tokens']:>18,}")
         print(f"  tokens to compute  {figures['computed_tokens']:>18,}")
         print(f"  tokens saved       {figures['saved_tokens']:>18,}   {figures['saving']:.1%}")
-    if found.errors:
-        more = f"\n  ... and {found.errors - len(found.bad):,} more" if found.errors > len(found.bad) else ""
-        lines = "lines cannot" if found.errors > 1 else "line cannot"
-        said.note("\n  ".join([f"{found.errors:,} {lines} be used:", *found.bad]) + more)
+    if file_plan.errors:
+        hidden = file_plan.errors - len(file_plan.shown_errors)
+        more = f"\n  ... and {hidden:,} more" if hidden else ""
+        lines = "lines cannot" if file_plan.errors > 1 else "line cannot"
+        console.note("\n  ".join([f"{file_plan.errors:,} {lines} be used:", *file_plan.shown_errors]) + more)

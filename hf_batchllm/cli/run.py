@@ -1,4 +1,4 @@
-"""``hf-batchllm run``: everything that can be checked without the model, then the run, then the exit code."""
+"""``hf-batchllm run``: checks all that needs no model, then runs, then picks the exit code."""
 
 from __future__ import annotations
 
@@ -9,84 +9,91 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import BatchLLMError, OutputFileError, OutputWriteError
-from ..files.records.identity import identity_of
-from ..files.store.sources import format_of, open_source
-from ..files.store.streams import is_stream
+from ..files.records.run_identity import run_identity
+from ..files.run_options import RunOptions
+from ..files.store.formats import format_of
+from ..files.store.sources import open_source
+from ..files.store.stream_output import is_stream
+from .argument_values import first_records, layout_from, reader_from, settings_from, size_from
 from .arguments import run_parser
-from .config_flags import config_of
+from .config_flags import config_from
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
 from .loading import Loader
-from .messages import Said, UsageError, reason
-from .reading import first_of, form_of, reader_of, settings_of, size_of
+from .messages import Console, UsageError, reason
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = run_parser().parse_args(arguments)
-    said = Said(asked.quiet, asked.traceback)
-    with interruptible() as interrupts, said.warnings_shown():
+    console = Console(asked.quiet, asked.traceback)
+    with interruptible() as interrupts, console.warnings_shown():
         loader: Loader | None = None
         try:
-            config = config_of(asked)
-            base, form = settings_of(asked), form_of(asked)
-            window = size_of(asked.window, "--window")
+            config = config_from(asked)
+            base, layout = settings_from(asked), layout_from(asked)
+            options = _run_options(asked, base.seed)
             _check_target(asked)
-            source = open_source(asked.source, asked.format, note=said.note)
+            source = open_source(asked.source, asked.format, note=console.note)
             try:
-                reader = reader_of(asked, source, form, base)
-                first = first_of(reader, source, asked.limit)
-                loader = Loader(asked, config, base, first)
-                from ..files.running import run_records  # takes seconds: all else has been checked
+                reader = reader_from(asked, source, layout, base)
+                loader = Loader(asked, config, base, first_records(reader, source, asked.limit))
+                from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
-                summary = run_records(
+                report = run_records(
                     loader,
                     source,
                     asked.target,
                     reader=reader,
-                    seed=base.seed,
-                    identity=identity_of(_model_of(asked), form, base, reader.dialect, asked.token_ids),
+                    options=options,
+                    identity=run_identity(_model_identity(asked), layout, base, reader.dialect, asked.token_ids),
                     model_name=asked.model,
-                    output_format=asked.output_format,
-                    token_ids=asked.token_ids,
-                    order=asked.order,
-                    fsync=asked.fsync,
-                    window_bytes=window,
-                    retry_errors=asked.retry_errors,
-                    restart=asked.restart,
-                    on_error=asked.on_error,
-                    limit=asked.limit,
-                    progress=False if asked.quiet else None,
-                    note=said.note,
+                    note=console.note,
                 )
             finally:
                 source.close()
         except KeyboardInterrupt:
             begun = loader is not None and loader.loaded
-            kept = f" What had finished is in {asked.target}: the same command goes on with it" if begun else ""
-            said.error(f"interrupted.{kept}")
+            kept = f" The finished results are in {asked.target}: the same command continues from them" if begun else ""
+            console.error(f"interrupted.{kept}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
-            said.error(_why(error, begun), error)
+            console.error(_why(error, begun), error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
         finally:
             if loader is not None:
                 loader.close()
-    if str(summary):
-        said.plain(str(summary))
-    return SOME_ERRORS if summary.errors else DONE
+    if str(report):
+        console.plain(str(report))
+    return SOME_ERRORS if report.errors else DONE
 
 
-def _model_of(asked: argparse.Namespace) -> dict[str, Any]:
+def _run_options(asked: argparse.Namespace, seed: int | None) -> RunOptions:
+    return RunOptions(
+        output_format=asked.output_format,
+        token_ids=asked.token_ids,
+        order=asked.order,
+        fsync=asked.fsync,
+        window_bytes=size_from(asked.window, "--window"),
+        retry_errors=asked.retry_errors,
+        restart=asked.restart,
+        on_error=asked.on_error,
+        limit=asked.limit,
+        seed=seed,
+        progress=False if asked.quiet else None,
+    )
+
+
+def _model_identity(asked: argparse.Namespace) -> dict[str, Any]:
     return {
-        "model": _named(asked.model),
+        "model": _full_name(asked.model),
         "revision": asked.revision,
-        "tokenizer": None if asked.tokenizer is None else _named(asked.tokenizer),
+        "tokenizer": None if asked.tokenizer is None else _full_name(asked.tokenizer),
         "dtype": asked.dtype,
     }
 
 
-def _named(name: str) -> str:
-    """A folder by its whole path: another folder of the same name is another model."""
+def _full_name(name: str) -> str:
+    """A folder's full path: a folder of the same name elsewhere is another model."""
     return os.path.realpath(name) if os.path.isdir(name) else name
 
 
@@ -95,7 +102,7 @@ def _check_target(asked: argparse.Namespace) -> None:
         given = {"--restart": asked.restart, "--retry-errors": asked.retry_errors}
         for name, value in given.items():
             if value:
-                raise UsageError(f"{name} needs an output that can be gone on with, and - is stdout")
+                raise UsageError(f"{name} needs an output that can be continued, and - is stdout")
     if not is_stream(asked.target):
         try:
             format_of(asked.target, asked.output_format, OutputFileError)
@@ -106,7 +113,7 @@ def _check_target(asked: argparse.Namespace) -> None:
 def _why(error: Exception, begun: bool) -> str:
     if isinstance(error, BatchLLMError | OSError):
         return reason(error)
-    return f"{'the run stopped by' if begun else 'it failed by'} {reason(error)} (--traceback shows where)"
+    return f"{'the run was stopped by' if begun else 'failed with'} {reason(error)} (--traceback shows where)"
 
 
 def _closed_pipe(error: Exception) -> bool:

@@ -1,13 +1,15 @@
-"""From a file of prompts to a file of results, surviving whatever may happen in between.
+"""From a file of prompts to a file of results. A run that was stopped in any way can continue.
 
-    with open_source("in.jsonl") as source, open_output("out.jsonl", source=source) as output:
-        record = output.begin(RunRecord(settings=...), source)  # refuses settings or an input that have changed
+``run_file`` is the door for a model object, the command ``hf-batchllm run`` the door for a file's name; ``record_loop``
+runs both:
+
+    with open_source("in.jsonl") as source, open_output("out.jsonl", layout=RESULT_LAYOUT, source=source) as output:
+        record = output.begin(RunRecord(settings=...), source)  # refuses changed settings and a changed input
         for window in source.windows(output.missing()):
             for number, raw in zip(window.tolist(), source.records(window)):
                 output.append([(number, line)])  # bytes of one JSON object with "index" and "key"
         output.finish(order="input", figures={...})
 
-``sources`` reads (``tables`` makes JSON lines of CSV and Parquet, ``windows`` cuts what does not fit into memory).
-``outputs`` writes (``journal``: lines, appended as they finish; ``run_record``: how they were made; ``locks``).
-Nothing here imports torch.
+``store`` holds bytes on the disk and never asks what a line means; ``records`` knows what lines mean. Neither needs
+torch, except ``records.line_configs``.
 """

@@ -1,4 +1,4 @@
-"""What a run from a file to a file comes to."""
+"""``FileReport``: the figures of a run from a file to a file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..results.run_report import RunReport
 
 @dataclass
 class FileReport:
-    """``str`` of it is two or three lines for a person.
+    """``str(report)`` is two or three lines for a person.
 
-    path: of the results; "-" for stdout.
-    records: that were to have a result: all of the input, or as many as the run was limited to.
-    before: results that were there when the run began.
-    written: results of this run.
-    errors: how many of all results are errors, those that were there before included.
-    prompt_tokens, computed_tokens, new_tokens, seconds: of this run, summed up over its calls.
+    path: where the results are; "-" for stdout.
+    records: how many records the run had: all of the input, or ``limit`` of them.
+    before: how many results were there when the run began.
+    written: how many results this run has written.
+    errors: how many of all results are errors, those of earlier runs included.
+    prompt_tokens, computed_tokens, new_tokens, seconds: of this run, summed over its calls.
     """
 
     path: str
@@ -32,7 +32,7 @@ class FileReport:
 
     @property
     def saving(self) -> float:
-        """Of the prompts' tokens, the part that was not computed again."""
+        """The share of the prompts' tokens that was not computed again."""
         return 1 - self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -55,10 +55,10 @@ class FileReport:
             return f"{where}: nothing to do, as the input has no records"
         if not self.written and not self.left:
             return f"{where}: complete already, {_counted(self.records, 'result')}{self._errors()}. Nothing to do"
-        beside = f", {self.before:,} were there" if self.before else ""
+        beside = f", {self.before:,} were there before" if self.before else ""
         lines = [f"{where}: {_counted(self.written, 'result')} written{beside}{self._errors()}"]
         if self.left:
-            lines.append(f"{self.left:,} are missing: the same command goes on")
+            lines.append(f"{self.left:,} are missing: the same command continues")
         if self.prompt_tokens:
             rate = self.new_tokens / self.seconds if self.seconds else 0.0
             lines.append(

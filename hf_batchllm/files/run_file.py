@@ -1,4 +1,4 @@
-"""``run_file``: from a file of prompts to a file of results, with a model that is there already."""
+"""``run_file``: from a file of prompts to a file of results, with a model object."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
 from ..notices import warn_user
-from ..wording import a_kind, shown
+from ..wording import a_kind
 from .file_report import FileReport
-from .readers import check_first, reader_for
-from .records.identity import identity_of
-from .records.line_configs import said_by
-from .records.records import ALL_FIELDS, Form
+from .first_records import check_first_records, make_reader
+from .record_loop import run_records
+from .records.line_configs import settings_in_config
+from .records.prompt_records import ALL_FIELDS, RecordLayout
+from .records.run_identity import run_identity
 from .records.settings import NAMES, read_settings
 from .records.templates import Template
-from .running import run_records
-from .store.outputs import ORDERS
+from .run_options import RunOptions
 from .store.sources import open_source
 
 
@@ -52,84 +52,87 @@ def run_file(
     progress: bool | None = None,
     **settings: Any,
 ) -> FileReport:
-    """Generate for every record of a file. Broken off anywhere, the same call goes on with what is there.
+    """Generate for every record of a file. If a run is stopped anywhere, the same call continues it.
 
     source: JSON lines (``{"prompt": ...}``, ``{"messages": [...]}`` or requests of an OpenAI batch), CSV or Parquet;
         "-" is stdin. A record may bring settings of its own: {"prompt": "...", "max_new_tokens": 5, "seed": 7}.
-    target: JSON lines, one for each record, written as they finish; or a .csv or .parquet, written at the end. How it
-        was made stands beside it, in ``<target>.run.json``.
-    format, output_format: "jsonl", "csv", "tsv" or "parquet", where the suffix does not say it.
+    target: JSON lines, one for each record, written as they finish; or a .csv or .parquet, written at the end. The
+        run record ``<target>.run.json`` beside it says how the results were made.
+    format, output_format: "jsonl", "csv", "tsv" or "parquet", if the suffix does not say it.
     prompt_field: the field that is the prompt; by default "prompt" or "messages".
     template: builds the prompt from fields, as in "{context}\\n\\nQ: {question}\\nA:".
-    chat, system: prompts that are text become a user's message, after this system message.
-    keep: fields of a record that its result is to have, too; "all" for all of them.
-    line_settings: turn off to take fields named as settings for data.
+    chat, system: prompts that are text become a user's message, after this system message if there is one.
+    keep: fields of a record that are copied into its result; "all" for all of them.
+    line_settings: turn off to treat fields named as settings as data.
     token_ids: whether results have the new tokens' ids.
-    order: "input", or "finished" to leave the results in the order in which they came.
-    fsync: "always", "never", or how often what was written is forced onto the disk. Whoever kills the process loses
-        nothing; a power cut loses at most so much.
-    window_bytes: of records that are in memory together. Prompts that begin alike are kept in the same window.
-    retry_errors: run records again that ended in an error.
-    restart: begin afresh; what is there is moved to ``<target>.bak-1``.
+    order: "input", or "finished" to leave the results in the order in which they finished.
+    fsync: "always", "never", or how often results are forced onto the disk. If the process is killed, nothing is lost;
+        a power cut loses at most the results of this time.
+    window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window.
+    retry_errors: run records whose result is an error again.
+    restart: begin afresh; the old results are moved to ``<target>.bak-1``.
     on_error: "record", or "raise" to stop at the first record that cannot be run.
-    limit: run only so many records, the first ones.
-    seed: of the sampling noise; by default one is drawn and kept in the run record.
-    generation_config, settings: as for ``model.generate``, for records that do not say otherwise. A temperature above 0
-        means sampling.
+    limit: run only the first records, this many.
+    seed: seed of sampling; by default a random one, kept in the run record.
+    generation_config, settings: as for ``model.generate``, for records without settings of their own. A temperature
+        above 0 means sampling.
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
-    for name, value, good in (("order", order, ORDERS), ("on_error", on_error, ("record", "raise"))):
-        if value not in good:
-            raise FilesError(f"`{name}` must be {' or '.join(map(repr, good))}, not {shown(value)}")
-    for name, size in (("limit", limit), ("window_bytes", window_bytes)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(
-            f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: options go by their "
-            "names, as in run_file(gen, source, target, max_new_tokens=100)"
+            f"`generation_config` must be a GenerationConfig, not {a_kind(generation_config)}: pass options by "
+            "name, as in run_file(gen, source, target, max_new_tokens=100)"
         )
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:
-        base = base.over(said_by(generation_config))
-    kept = (keep,) if isinstance(keep, str) and keep != "all" else ALL_FIELDS if keep == "all" else tuple(keep)
-    form = Form(prompt_field, None if template is None else Template(template), chat, system, line_settings, kept)
+        base = base.over(settings_in_config(generation_config))
+    options = RunOptions(
+        output_format=output_format,
+        token_ids=token_ids,
+        order=order,
+        fsync=fsync,
+        window_bytes=window_bytes,
+        retry_errors=retry_errors,
+        restart=restart,
+        on_error=on_error,
+        limit=limit,
+        seed=base.seed,
+        progress=progress,
+    )
+    layout = RecordLayout(
+        prompt_field=prompt_field,
+        template=None if template is None else Template(template),
+        chat=chat,
+        system=system,
+        line_settings=line_settings,
+        keep=ALL_FIELDS if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
+    )
     with open_source(source, format, note=warn_user) as opened:
-        reader = reader_for(opened, form, base)
-        check_first(reader, opened, limit)
+        reader = make_reader(opened, layout, base)
+        check_first_records(reader, opened, limit)
         inner = base_model(gen.model)
-        name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
-        said = {"model": name, "dtype": str(inner.dtype).removeprefix("torch.")}
+        model_name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
+        model = {"model": model_name, "dtype": str(inner.dtype).removeprefix("torch.")}
         try:
             return run_records(
                 gen,
                 opened,
                 os.fspath(target),
                 reader=reader,
-                seed=base.seed,
-                identity=identity_of(said, form, base, reader.dialect, token_ids, **_of_its_own(gen)),
-                model_name=name,
-                output_format=output_format,
-                token_ids=token_ids,
-                order=order,
-                fsync=fsync,
-                window_bytes=window_bytes,
-                retry_errors=retry_errors,
-                restart=restart,
-                on_error=on_error,
-                limit=limit,
-                progress=progress,
+                options=options,
+                identity=run_identity(model, layout, base, reader.dialect, token_ids, **_model_state(gen)),
+                model_name=model_name,
                 note=warn_user,
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted: what had finished is in {os.fspath(target)}, and the same call goes on with it"
+                f"interrupted: the finished results are in {os.fspath(target)}, and the same call continues from them"
             ) from None
 
 
-def _of_its_own(gen: BatchGenerator) -> dict[str, Any]:
-    """What results depend on though nobody says it in the call: in a notebook, any of it may be another one later."""
+def _model_state(gen: BatchGenerator) -> dict[str, Any]:
+    """What else results depend on: state of the model that a notebook may change between calls."""
     inner = base_model(gen.model)
     config = {} if inner.generation_config is None else inner.generation_config.to_diff_dict()
     return {

@@ -1,4 +1,4 @@
-"""Requests of an OpenAI batch file: which of them can be served, and what they ask for. No model and no torch."""
+"""Requests of an OpenAI batch file: which ones can be served, and what they ask for. No model and no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from ...inputs.chats import chat_problem
 from ...wording import a_kind, is_number, shown
-from .parsing import BadRecord
-from .settings import LineSettings, SettingError, nearest, read_settings
+from .json_records import RecordError
+from .settings import GenerationSettings, SettingError, nearest, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ENDPOINTS = (CHAT, COMPLETIONS)
@@ -19,14 +19,14 @@ _MOST_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class OpenAIRequest:
-    """What the answer's form depends on."""
+    """What the form of the response depends on."""
 
     endpoint: str
     model: str | None
     token_logprobs: bool = False
 
 
-# Fields that become settings, under the names that settings have here.
+# Fields that become settings -> the names of these settings.
 _SETTINGS = {
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_completion_tokens",
@@ -52,8 +52,8 @@ def _only(*values: Any, hint: str = "leave it out") -> Callable[[Any], str | Non
     return check
 
 
-def _any(value: Any) -> None:
-    """It changes nothing about an answer."""
+def _any_value(value: Any) -> None:
+    """The field changes nothing about an answer."""
 
 
 def _text_format(value: Any) -> str | None:
@@ -63,13 +63,13 @@ def _text_format(value: Any) -> str | None:
     return f"of type {asked} is not supported: answers are text"
 
 
-# Fields that must say nothing, or nothing that matters here.
-_NOTHING: dict[str, Callable[[Any], str | None]] = {
-    **dict.fromkeys(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"), _any),
-    **dict.fromkeys(("store", "parallel_tool_calls", "stream_options", "priority", "request_id"), _any),
+# Fields that must not change the answer: each has a check that says why a value is refused.
+_WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
+    **dict.fromkeys(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"), _any_value),
+    **dict.fromkeys(("store", "parallel_tool_calls", "stream_options", "priority", "request_id"), _any_value),
     "presence_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
     "frequency_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
-    "stream": _only(False, hint="a file has nobody to stream to"),
+    "stream": _only(False, hint="results go to a file"),
     "tools": _only([], hint="calls of tools are not read out of answers"),
     "functions": _only([], hint="calls of functions are not read out of answers"),
     "tool_choice": _only("none", "auto", hint="calls of tools are not read out of answers"),
@@ -83,7 +83,7 @@ _NOTHING: dict[str, Callable[[Any], str | None]] = {
     "web_search_options": _only(),
     "best_of": _only(1, hint="all of `n` answers come back"),
     "echo": _only(False),
-    "suffix": _only("", hint="models here go on from the prompt's end alone"),
+    "suffix": _only("", hint="models here continue a prompt at its end alone"),
     "use_beam_search": _only(False, hint="set --set num_beams=... for the whole file"),
     "ignore_eos": _only(False),
     "stop_token_ids": _only([]),
@@ -98,11 +98,11 @@ _NOTHING: dict[str, Callable[[Any], str | None]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _only()),
     "structured_outputs": _only(),
 }
-_KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_NOTHING}
+_KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_WITHOUT_EFFECT}
 
 
-def in_their_words(why: str) -> str:
-    """What is wrong with settings, by the names that requests have for them."""
+def in_openai_names(why: str) -> str:
+    """A problem with settings, in the names that OpenAI's requests have for them."""
     for ours, theirs in (
         ("`num_return_sequences`", "`n`"),
         ("`sequence_bias`", "`logit_bias`"),
@@ -113,8 +113,8 @@ def in_their_words(why: str) -> str:
     return why
 
 
-def read_request(record: Mapping[str, Any]) -> tuple[Any, LineSettings, OpenAIRequest]:
-    """The prompt, what the request says about the answer, and what its form depends on."""
+def read_request(record: Mapping[str, Any]) -> tuple[Any, GenerationSettings, OpenAIRequest]:
+    """(the prompt, its settings, what the form of the response depends on)"""
     _check_envelope(record)
     endpoint, body = record["url"], record["body"]
     source = "messages" if endpoint == CHAT else "prompt"
@@ -122,14 +122,14 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, LineSettings, OpenAIRe
         if name in (source, *_SETTINGS) or value is None:
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
-            raise BadRecord(_unknown(name, source, endpoint), name)
-        why = _NOTHING[name](value) if name in _NOTHING else None
+            raise RecordError(_unknown(name, source, endpoint), name)
+        why = _WITHOUT_EFFECT[name](value) if name in _WITHOUT_EFFECT else None
         if why is not None:
-            raise BadRecord(f"`{name}` {why}", name)
+            raise RecordError(f"`{name}` {why}", name)
     prompt = prompt_of(record)
     model = body.get("model")
     if model is not None and not isinstance(model, str):
-        raise BadRecord(f"`model` must be a string, not {shown(model)}", "model")
+        raise RecordError(f"`model` must be a string, not {shown(model)}", "model")
     settings = _settings(body, endpoint)
     return prompt, settings, OpenAIRequest(endpoint, model, settings.logprobs is not None)
 
@@ -137,7 +137,7 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, LineSettings, OpenAIRe
 def prompt_of(record: Mapping[str, Any]) -> Any:
     body = record.get("body")
     if not isinstance(body, Mapping):
-        raise BadRecord("has no `body`, which is to hold the request", "body")
+        raise RecordError("has no `body`, which must hold the request", "body")
     if record.get("url") == CHAT:
         return _messages(body.get("messages"))
     prompt = body.get("prompt")
@@ -146,10 +146,10 @@ def prompt_of(record: Mapping[str, Any]) -> Any:
     if isinstance(prompt, list) and prompt and all(is_number(each) for each in prompt):
         return prompt
     if isinstance(prompt, list) and len(prompt) > 1:
-        raise BadRecord(f"`prompt` holds {len(prompt):,} prompts: give each a line of its own", "prompt")
+        raise RecordError(f"`prompt` holds {len(prompt):,} prompts: give each a line of its own", "prompt")
     if not isinstance(prompt, str):
         what = "is missing" if prompt is None else f"is {a_kind(prompt)}; it is a string, or token ids"
-        raise BadRecord(f"`prompt` {what}", "prompt")
+        raise RecordError(f"`prompt` {what}", "prompt")
     return prompt
 
 
@@ -157,17 +157,17 @@ def _check_envelope(record: Mapping[str, Any]) -> None:
     custom_id, url = record.get("custom_id"), record.get("url")
     if not isinstance(custom_id, str):
         what = "no `custom_id`" if custom_id is None else f"{shown(custom_id)} as its `custom_id`, which is a string"
-        raise BadRecord(f"has {what}", "custom_id")
+        raise RecordError(f"has {what}", "custom_id")
     if record.get("method", "POST") != "POST":
-        raise BadRecord(f"has the method {shown(record['method'])}: it is POST", "method")
+        raise RecordError(f"has the method {shown(record['method'])}: it is POST", "method")
     if url not in _ENDPOINTS:
         what = "no `url`" if url is None else f"the url {shown(url)}"
-        raise BadRecord(f"has {what}: served are {' and '.join(_ENDPOINTS)}", "url")
+        raise RecordError(f"has {what}: served are {' and '.join(_ENDPOINTS)}", "url")
     if not isinstance(record.get("body"), Mapping):
-        raise BadRecord("has no `body`, which is to hold the request", "body")
+        raise RecordError("has no `body`, which must hold the request", "body")
     for name in record:
         if name not in _ENVELOPE:
-            raise BadRecord(f"has `{name}` beside {', '.join(_ENVELOPE)}: options go into `body`", name)
+            raise RecordError(f"has `{name}` beside {', '.join(_ENVELOPE)}: options go into `body`", name)
 
 
 def _unknown(name: str, source: str, endpoint: str) -> str:
@@ -182,21 +182,22 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
 def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         what = "are missing" if messages is None else "must be a list of messages"
-        raise BadRecord(f"`messages` {what}", "messages")
+        raise RecordError(f"`messages` {what}", "messages")
     found: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise BadRecord(f"`messages` has {a_kind(message)} at place {place}, where a message should be", "messages")
+            why = f"`messages` has {a_kind(message)} at place {place}, where a message should be"
+            raise RecordError(why, "messages")
         made = {name: value for name, value in message.items() if value is not None or name == "content"}
         for name in ("tool_calls", "function_call", "audio"):
             if made.get(name):
-                raise BadRecord(f"message {place} holds `{name}`, which is not supported", "messages")
+                raise RecordError(f"message {place} holds `{name}`, which is not supported", "messages")
         if isinstance(made.get("content"), list):
             made["content"] = _joined(made["content"], place)
         found.append(made)
-    why = chat_problem(found)
-    if why is not None:
-        raise BadRecord(f"`messages` {why}", "messages")
+    problem = chat_problem(found)
+    if problem is not None:
+        raise RecordError(f"`messages` {problem}", "messages")
     return found
 
 
@@ -206,17 +207,17 @@ def _joined(parts: list[Any], place: int) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part that is no text"
-            raise BadRecord(f"message {place} holds {what}; only text is supported", "messages")
+            raise RecordError(f"message {place} holds {what}; only text is supported", "messages")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _settings(body: Mapping[str, Any], endpoint: str) -> LineSettings:
+def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
     given = {ours: body[name] for name, ours in _SETTINGS.items() if body.get(name) is not None}
     if isinstance(given.get("seed"), int) and -(2**63) <= given["seed"] < 0:
-        given["seed"] += 2**64  # theirs may be negative
+        given["seed"] += 2**64  # OpenAI's seeds may be negative
     if given.get("top_k") == -1:
-        given["top_k"] = 0  # vLLM's word for all of them
+        given["top_k"] = 0  # vLLM's way to say all tokens
     if given.get("stop") == []:
         del given["stop"]
     _add_logprobs(given, body, endpoint)
@@ -224,22 +225,22 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> LineSettings:
     if bias:
         given["sequence_bias"] = _bias(bias)
     try:
-        said = read_settings(given)
+        settings = read_settings(given)
     except SettingError as error:
-        raise BadRecord(str(error), error.name) from None
-    # OpenAI's temperature is 1 where none is said, so these ask for tokens to be drawn.
+        raise RecordError(str(error), error.name) from None
+    # OpenAI's temperature is 1 by default, so these ask for sampling.
     draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
-    return LineSettings(said.options, said.logprobs, said.seed, sampling_if_unsaid=draws)
+    return GenerationSettings(settings.options, settings.logprobs, settings.seed, implies_sampling=draws)
 
 
 def _add_logprobs(given: dict[str, Any], body: Mapping[str, Any], endpoint: str) -> None:
     asked, top = body.get("logprobs"), body.get("top_logprobs")
     if endpoint == COMPLETIONS:
         if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
-            raise BadRecord(f"`logprobs` must be a whole number with {endpoint}, not {shown(asked)}", "logprobs")
+            raise RecordError(f"`logprobs` must be a whole number with {endpoint}, not {shown(asked)}", "logprobs")
     else:
         if asked is not None and not isinstance(asked, bool):
-            raise BadRecord(f"`logprobs` must be true or false with {endpoint}, not {shown(asked)}", "logprobs")
+            raise RecordError(f"`logprobs` must be true or false with {endpoint}, not {shown(asked)}", "logprobs")
         if top is not None:
             given["top_logprobs"] = top
     if asked is not None:
@@ -247,18 +248,18 @@ def _add_logprobs(given: dict[str, Any], body: Mapping[str, Any], endpoint: str)
     most = top if endpoint == CHAT else asked
     if isinstance(most, int) and most > _MOST_TOP_LOGPROBS:
         name = "top_logprobs" if endpoint == CHAT else "logprobs"
-        raise BadRecord(f"`{name}` is {most}: at most {_MOST_TOP_LOGPROBS} are told", name)
+        raise RecordError(f"`{name}` is {most}: at most {_MOST_TOP_LOGPROBS} are returned", name)
 
 
 def _bias(bias: Any) -> list[list[Any]]:
-    """As ``sequence_bias`` has it in JSON."""
+    """``logit_bias`` -> ``sequence_bias`` as JSON has it."""
     if not isinstance(bias, Mapping):
-        raise BadRecord(f"`logit_bias` must map token ids to numbers, and is {a_kind(bias)}", "logit_bias")
+        raise RecordError(f"`logit_bias` must map token ids to numbers, and is {a_kind(bias)}", "logit_bias")
     found: list[list[Any]] = []
     for token, value in bias.items():
         if not str(token).isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadRecord(f"`logit_bias` maps {shown(token)} to {shown(value)}: token ids to numbers", "logit_bias")
+            raise RecordError(f"`logit_bias` maps {shown(token)} to {shown(value)}: token ids to numbers", "logit_bias")
         if not -100 <= value <= 100:
-            raise BadRecord(f"`logit_bias` has {value:g} for token {token}: from -100 to 100", "logit_bias")
+            raise RecordError(f"`logit_bias` has {value:g} for token {token}: from -100 to 100", "logit_bias")
         found.append([[int(token)], float(value)])
     return found

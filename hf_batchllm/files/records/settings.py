@@ -1,6 +1,6 @@
-"""What a line, or the command line, may say about how an answer is made: names, aliases and values. No torch.
+"""Settings of a line, or of the command line: names, aliases and values. No torch.
 
-Names are those of ``model.generate``; a few that people bring along from OpenAI's interface are understood as well.
+Names are those of ``model.generate``; a few of OpenAI's interface are understood as well.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ALIASES = {
     "n": "num_return_sequences",
     "stop": "stop_strings",
 }
-_BESIDE = ("seed", "adapter", "logprobs", "top_logprobs")  # what is no field of a GenerationConfig
+_NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs")  # not fields of a GenerationConfig
 NAMES = frozenset(
-    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_BESIDE)
+    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_NOT_IN_CONFIG)
 )
-_HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_BESIDE))
-# A field of a record by such a name is a setting. The others are words that people have for data of their own.
-AT_THE_TOP = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
-# Their like is not there, and an answer without them is another one than was asked for.
-_ELSEWHERE = {
+_HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_NOT_IN_CONFIG))
+# A record's field with such a name is a setting. The other names are common words, which people use for their own data.
+TOP_LEVEL_NAMES = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
+# Names from elsewhere. To pass over them would give another answer than was asked for.
+_OTHER_NAMES = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), "is not supported: see `repetition_penalty`"),
     **dict.fromkeys(("repeat_penalty", "rep_penalty"), "is called `repetition_penalty` here"),
     **dict.fromkeys(("stop_sequences", "stop_words"), "is called `stop_strings` here"),
@@ -42,17 +42,17 @@ _ELSEWHERE = {
     "ignore_eos": "is not taken: set `min_new_tokens`",
     "stop_token_ids": "is called `eos_token_id` here",
 }
-_OF_A_CALL = {
-    "max_time": "is not for files: interrupt a run whenever you like, and the same command goes on with it",
+_NOT_FOR_FILES = {
+    "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
     "prompt_logprobs": "is not for files: see BatchGenerator.generate",
 }
-_LONG_ENOUGH = 8  # letters of a name that another may come near to; shorter ones come near to too many words
-_NEAR = 0.85
+_SHORTEST_GUESSED = 8  # letters of a setting's name: shorter ones are similar to too many other words
+_SIMILARITY = 0.85
 _NUMBERS = (Takes.WHOLE, Takes.NUMBER, Takes.TOKEN, Takes.TOKENS, Takes.IDS, Takes.FLAG)
 
 
 class SettingError(BatchLLMError, ValueError):
-    """A setting that cannot be used; ``name`` as it was written."""
+    """A setting that cannot be used; ``name`` as the user wrote it."""
 
     def __init__(self, name: str, why: str) -> None:
         self.name = name
@@ -60,36 +60,36 @@ class SettingError(BatchLLMError, ValueError):
 
 
 @dataclass(frozen=True)
-class LineSettings:
-    """What was said in one place: in a line, or on the command line. What was not said is not in it."""
+class GenerationSettings:
+    """The settings given in one place: a line, the command line, a config. Only those that were given."""
 
     options: Mapping[str, Any] = field(default_factory=dict)  # by the names of ``generate``
     logprobs: int | None = None
     seed: int | None = None
     adapter: str | None = None
-    sampling_if_unsaid: str | None = None  # the name of what asks for nothing unless tokens are drawn
+    implies_sampling: str | None = None  # an option that has no effect without sampling, and so asks for it
 
     @property
-    def apart(self) -> tuple[bool, bool, bool]:
-        """Records for which this differs are run in different calls of ``generate``.
+    def call_key(self) -> tuple[bool, bool, bool]:
+        """Records for which this differs run in different calls of ``generate``.
 
-        Beams go with beams alone. With log-probabilities a call is slower for all that is in it. And a call names an
-        adapter for each of its prompts, or for none.
+        A call with beams has nothing but beams. Log-probabilities make a call slower for all of its records. A call
+        names an adapter for each of its prompts, or for none.
         """
         return (self.options.get("num_beams") or 1) > 1, self.logprobs is not None, self.adapter is not None
 
-    def over(self, base: LineSettings) -> LineSettings:
-        """These where they say something, else those of ``base``."""
+    def over(self, base: GenerationSettings) -> GenerationSettings:
+        """These settings, and those of ``base`` where these say nothing."""
         options = {**base.options, **self.options}
         if "do_sample" in self.options and not self.options["do_sample"]:
             for name in [name for name, row in TABLE.items() if row.sampling and name not in self.options]:
-                options.pop(name, None)  # of a base that samples
+                options.pop(name, None)  # the base's sampling options: these settings turn sampling off
         for short, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
             if short in self.options and other not in self.options:
-                options.pop(other, None)  # which would win over it
-        if self.sampling_if_unsaid and "do_sample" not in options:
+                options.pop(other, None)  # the base's, which would win over it
+        if self.implies_sampling and "do_sample" not in options:
             options["do_sample"] = True
-        return LineSettings(
+        return GenerationSettings(
             {name: value for name, value in options.items() if value is not None},
             self.logprobs if self.logprobs is not None else base.logprobs,
             self.seed if self.seed is not None else base.seed,
@@ -97,28 +97,29 @@ class LineSettings:
         )
 
 
-NOTHING_SAID = LineSettings()
+NO_SETTINGS = GenerationSettings()
 
 
 @lru_cache(maxsize=4096)
 def mistaken_name(name: str) -> str | None:
-    """Why a field that is no setting looks as if it was meant to be one; None for other data of the user's."""
-    if name in _ELSEWHERE or name in _OF_A_CALL:
-        return (_ELSEWHERE | _OF_A_CALL)[name]
+    """Why a field seems to be meant as a setting, though it has no setting's name; None for the user's own data."""
+    if name in _OTHER_NAMES or name in _NOT_FOR_FILES:
+        return (_OTHER_NAMES | _NOT_FOR_FILES)[name]
     near = nearest(name)
     return None if near is None else f"is not the name of a setting; did you mean `{near}`?"
 
 
 def nearest(name: str) -> str | None:
-    """The setting whose name was misspelt, if it looks like that."""
+    """The setting whose name seems to be misspelt here."""
     bare = _bare(name)
     for known in sorted(_HONOURED):
         if bare == _bare(known):
             return known
     parts = set(name.split("_"))
-    candidates = [known for known in sorted(_HONOURED) if len(known) >= _LONG_ENOUGH and known[0] == name[:1].lower()]
-    for known in difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=_NEAR):
-        if not set(known.split("_")) <= parts:  # my_temperature, max_tokens_allowed: names of somebody's own
+    first = name[:1].lower()
+    candidates = [known for known in sorted(_HONOURED) if len(known) >= _SHORTEST_GUESSED and known[0] == first]
+    for known in difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=_SIMILARITY):
+        if not set(known.split("_")) <= parts:  # my_temperature, max_tokens_allowed are names for own data
             return known
     return None
 
@@ -127,11 +128,11 @@ def _bare(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter not in "_- ")
 
 
-def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> LineSettings:
+def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> GenerationSettings:
     """``fields``: settings and nothing else, by name.
 
-    ``cells``: of a table, whose numbers may be text, and where an empty one says nothing. ``settle``: a temperature
-    says whether tokens are drawn; in a GenerationConfig it does not.
+    ``cells``: values come from a table, where numbers may be text and an empty cell says nothing. ``settle``: the
+    temperature decides on sampling, as it does not in a GenerationConfig.
     """
     options: dict[str, Any] = {}
     beside: dict[str, Any] = {}
@@ -143,25 +144,27 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             value = _from_cell(name, value)
         if value is None:
             continue
-        if name in _OF_A_CALL:
-            raise SettingError(name, _OF_A_CALL[name])
+        if name in _NOT_FOR_FILES:
+            raise SettingError(name, _NOT_FOR_FILES[name])
         known = ALIASES.get(name, name)
         if known in written and options.get(known) != value:
-            raise SettingError(name, f"says something else than `{written[known]}`: keep one of them")
+            raise SettingError(name, f"contradicts `{written[known]}`: keep one of them")
         written[known] = name
-        if known in _BESIDE:
+        if known in _NOT_IN_CONFIG:
             beside[known] = value
         else:
             options[known] = _checked(name, known, value)
     if settle:
         _settle_temperature(options)
-    return LineSettings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
+    return GenerationSettings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
 
 
-def settings_of(record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()) -> LineSettings:
-    """Those that a record says: at its top, or in its ``settings``. ``data``: fields that are none, by their place."""
+def settings_in_record(
+    record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()
+) -> GenerationSettings:
+    """The settings of a record, at its top level or in its ``settings``. ``data``: fields that are no settings."""
     own = set(data)
-    top = {name: value for name, value in record.items() if name in AT_THE_TOP and name not in own}
+    top = {name: value for name, value in record.items() if name in TOP_LEVEL_NAMES and name not in own}
     for name, value in record.items():
         if name not in NAMES and name not in own and value not in (None, ""):
             why = mistaken_name(name)
@@ -171,19 +174,19 @@ def settings_of(record: Mapping[str, Any], *, cells: bool = False, data: Iterabl
     if cells and isinstance(nested, str) and nested.lstrip().startswith("{"):
         nested = _parsed("settings", nested)
     if isinstance(nested, Mapping) and "settings" not in own:
-        double = next((name for name, value in nested.items() if value is not None and _is_said(top.get(name))), None)
+        double = next((name for name, value in nested.items() if value is not None and _is_given(top.get(name))), None)
         if double is not None:
-            raise SettingError(double, "is there twice: in `settings` and beside it")
+            raise SettingError(double, "is given twice: in `settings` and beside it")
         top |= nested
-    return read_settings(top, cells=cells) if top else NOTHING_SAID
+    return read_settings(top, cells=cells) if top else NO_SETTINGS
 
 
-def _is_said(value: Any) -> bool:
+def _is_given(value: Any) -> bool:
     return value is not None and value != ""
 
 
 def read_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """Of ``--set NAME=VALUE``: the value is JSON, or else the text as it stands."""
+    """``NAME=VALUE`` of ``--set``: the value is JSON, or else plain text."""
     found: dict[str, Any] = {}
     for text in assignments:
         name, equals, value = text.partition("=")
@@ -215,13 +218,13 @@ def _from_cell(name: str, value: Any) -> Any:
         try:
             value = json.loads(text)
         except ValueError:
-            return value  # said what is wrong with it where values are checked
+            return value  # refused where values are checked
     if isinstance(value, float):
         if math.isnan(value):
             return None
         row = TABLE.get(ALIASES.get(name, name))
-        whole = name in _BESIDE or (row is not None and row.takes is not Takes.NUMBER)
-        if (whole or name == "top_k") and value.is_integer():  # a column of whole numbers with a gap in it
+        whole = name in _NOT_IN_CONFIG or (row is not None and row.takes is not Takes.NUMBER)
+        if (whole or name == "top_k") and value.is_integer():  # as in a column of whole numbers with a gap
             return int(value)
     return value
 
@@ -234,7 +237,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _checked(name: str, known: str, value: Any) -> Any:
-    """The kind of value alone; ranges are what the options of ``generate`` are checked for."""
+    """Checks the type alone; ``generate`` checks the ranges of its options."""
     takes = TABLE[known].takes
     if isinstance(value, str) and takes in _NUMBERS:
         raise SettingError(name, f"must be {takes.value}, not {shown(value)}")
@@ -253,15 +256,15 @@ def _checked(name: str, known: str, value: Any) -> Any:
         if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
             raise SettingError(name, f"must be a string, or a list of strings, not {shown(value)}")
         if not all(listed):
-            raise SettingError(name, "holds an empty string, and nothing ends where nothing stands: leave it out")
+            raise SettingError(name, "holds an empty string, which would end every answer at once: leave it out")
         return listed or None
     if known in ("temperature", "top_p", "repetition_penalty"):
-        return float(value)  # transformers tells 1 from 1.0
+        return float(value)  # transformers treats 1 and 1.0 differently
     return value
 
 
 def _settle_temperature(options: dict[str, Any]) -> None:
-    """Above 0 it means sampling, and 0 means the likeliest token, unless ``do_sample`` says which."""
+    """Without ``do_sample``, a temperature above 0 means sampling, and 0 means the likeliest token."""
     temperature = options.get("temperature")
     if temperature is None:
         return
@@ -277,15 +280,15 @@ def _settle_temperature(options: dict[str, Any]) -> None:
 
 
 def _logprobs(beside: Mapping[str, Any]) -> int | None:
-    """How many of the likeliest tokens, beside the chosen one: a number, or OpenAI's flag and its number."""
+    """How many likeliest tokens are wanted beside the chosen one; given as a number, or as OpenAI's flag and number."""
     asked, top = beside.get("logprobs"), beside.get("top_logprobs")
     if top is not None:
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
             raise SettingError("top_logprobs", f"must be a whole number of at least 0, not {shown(top)}")
         if asked is False or asked is None:
-            raise SettingError("top_logprobs", "goes with `logprobs`: set it to true")
+            raise SettingError("top_logprobs", "needs `logprobs`: set it to true")
         if asked is not True and asked != top:
-            raise SettingError("top_logprobs", "says something else than `logprobs`: keep one of them")
+            raise SettingError("top_logprobs", "contradicts `logprobs`: keep one of them")
         return top
     if asked is None or asked is False:
         return None

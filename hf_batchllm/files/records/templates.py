@@ -1,4 +1,4 @@
-"""``{context}\\n\\nQ: {question}\\nA:``: a prompt out of the fields of a record."""
+"""``{context}\\n\\nQ: {question}\\nA:``: a prompt made of the fields of a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TemplateError(BatchLLMError, ValueError):
 
 
 class MissingField(BatchLLMError, ValueError):
-    """A record without a field that its prompt is made of."""
+    """A record lacks a field that its prompt is made of."""
 
 
 class Template:
@@ -34,7 +34,9 @@ class Template:
         for before, name, layout, conversion in parts:
             if name is not None and (not name.strip() or layout or conversion):
                 what = f"{{{name}{'!' + conversion if conversion else ''}{':' + layout if layout else ''}}}"
-                hint = "write a brace itself twice, {{ and }}" if not name.strip() else "a field's name alone is taken"
+                hint = (
+                    "write a brace itself twice, {{ and }}" if not name.strip() else "a field's name alone is allowed"
+                )
                 raise TemplateError(f"the template has {what}: {hint}")
             self._parts.append((before, None if name is None else name.strip()))
         if not self.fields:
@@ -45,11 +47,11 @@ class Template:
 
     @property
     def fields(self) -> list[str]:
-        """Each once, in the order in which they come."""
+        """Each once, in the template's order."""
         return list(dict.fromkeys(name for _, name in self._parts if name is not None))
 
     def fill(self, record: Mapping[str, Any], cells: bool = False) -> str:
-        """``cells``: of a table, where an empty one is an empty text, unless they all are."""
+        """``cells``: the record is a row of a table. An empty cell is an empty text, unless all cells are."""
         if cells and any(record.get(name) not in (None, "") for name in self.fields):
             record = {name: "" if value is None else value for name, value in record.items()}
         return "".join(before + ("" if name is None else _text(record, name)) for before, name in self._parts)
@@ -64,7 +66,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
         found: Any = record
         for part in name.split("."):  # {meta.title}
             if not isinstance(found, Mapping) or part not in found:
-                raise MissingField(f"has no field {shown(name)}, which the template names{its_fields(record)}")
+                raise MissingField(f"has no field {shown(name)}, which the template names{fields_in_words(record)}")
             found = found[part]
         value = found
     if value is None:
@@ -72,7 +74,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def its_fields(record: Mapping[str, Any]) -> str:
+def fields_in_words(record: Mapping[str, Any]) -> str:
     names = [str(name) for name in record]
     if not names:
         return " (it is empty)"

@@ -1,1 +1,1 @@
-"""The bytes on the disk: reading lines, writing results, and going on after a crash."""
+"""The bytes on the disk: reading lines, writing results, continuing after a crash."""

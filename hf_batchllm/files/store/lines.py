@@ -1,4 +1,4 @@
-"""Where the lines of a file are, without holding them: offsets in arrays, bytes from the disk when they are needed."""
+"""Where the lines of a file are: offsets in arrays. The bytes are read from the disk when they are needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BLOCK = 4 << 20  # bytes looked through at once
-_STRETCH = 4 << 20  # bytes read at once, for neighbours
-_GAP = 4 << 10  # bytes that are read and dropped rather than read around
+_BLOCK = 4 << 20  # bytes searched for newlines at once
+_STRETCH = 4 << 20  # most bytes read at once, of neighbouring lines
+_GAP = 4 << 10  # fewer bytes between two lines are read and dropped
 _BOM = b"\xef\xbb\xbf"
 
 
 def read_at(descriptor: int, size: int, offset: int) -> bytes:
-    """Less than ``size`` only at the end of the file."""
+    """Fewer than ``size`` bytes only at the end of the file."""
     pieces: list[bytes] = []
     while size:
         if hasattr(os, "pread"):
@@ -38,13 +38,13 @@ class ShortRead(Exception):
 
 @dataclass(eq=False)
 class Lines:
-    """The lines of a file that are not blank. They are numbered from 0."""
+    """The lines of a file, without blank ones, numbered from 0."""
 
     descriptor: int
     starts: np.ndarray  # [lines] offset of the first byte
     sizes: np.ndarray  # [lines] bytes, without the newline
-    blanks: np.ndarray  # [blank lines] which line of the file each of them is, from 0
-    end: int  # bytes looked at
+    blanks: np.ndarray  # [blank lines] number of each among all lines of the file, from 0
+    end: int  # bytes of the file
     ended: bool  # the last line has its newline
     digest: str = ""
 
@@ -52,12 +52,12 @@ class Lines:
         return len(self.starts)
 
     def line(self, number: int) -> int:
-        """1-based line of the file."""
+        """The line's number among all lines of the file, from 1."""
         before = self.blanks - np.arange(len(self.blanks))  # lines that are not blank before each blank one
         return number + 1 + int(np.searchsorted(before, number, side="right"))
 
     def read(self, numbers: Sequence[int] | np.ndarray) -> list[bytes]:
-        """These lines, in the order asked for. Neighbours in the file are read together."""
+        """These lines, in this order. Neighbours in the file are read together."""
         asked = np.asarray(numbers, dtype=np.int64)
         order = np.argsort(self.starts[asked], kind="stable")
         starts = self.starts[asked[order]].tolist()
@@ -93,20 +93,22 @@ class Lines:
 
 
 def find_lines(descriptor: int, *, digest: bool = False) -> Lines:
-    """One look at all bytes of the file."""
+    """Reads all bytes of the file once."""
     hashed = hashlib.blake2b(digest_size=16) if digest else None
-    begins = [np.zeros(1, dtype=np.int64)]  # offsets at which lines begin, the one behind the last newline too
-    odd: list[np.ndarray] = [np.zeros(1, dtype=np.int64)]  # offsets of lines that begin with white space: blank?
-    end, fresh = 0, False  # fresh: a newline was the last byte before this block
+    begins = [np.zeros(1, dtype=np.int64)]  # offsets at which lines begin; after the last newline, too
+    suspect: list[np.ndarray] = [
+        np.zeros(1, dtype=np.int64)
+    ]  # offsets of lines that begin with white space and may be blank
+    end, fresh = 0, False  # fresh: the byte before this block is a newline
     while block := read_at(descriptor, _BLOCK, end):
         if hashed is not None:
             hashed.update(block)
         data = np.frombuffer(block, dtype=np.uint8)
         after = np.flatnonzero(data == 0x0A) + 1
         inside = after[after < len(data)]
-        odd.append(inside[data[inside] <= 0x20] + end)
+        suspect.append(inside[data[inside] <= 0x20] + end)
         if fresh and data[0] <= 0x20:
-            odd.append(np.array([end]))
+            suspect.append(np.array([end]))
         begins.append(after + end)
         fresh = bool(data[-1] == 0x0A)
         end += len(block)
@@ -119,8 +121,8 @@ def find_lines(descriptor: int, *, digest: bool = False) -> Lines:
     if len(starts) and read_at(descriptor, len(_BOM), 0) == _BOM:
         starts[0] += len(_BOM)
         sizes[0] -= len(_BOM)
-        odd[0] = starts[:1]
-    suspects = np.searchsorted(starts, np.unique(np.concatenate(odd)))
+        suspect[0] = starts[:1]
+    suspects = np.searchsorted(starts, np.unique(np.concatenate(suspect)))
     blanks = [
         number
         for number in suspects.tolist()

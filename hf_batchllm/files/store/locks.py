@@ -11,21 +11,21 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-_CANNOT = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_LOCKED_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def lock(descriptor: int, path: str, note: Callable[[str], None] | None = None) -> bool:
-    """False: another process has it. The lock goes with the descriptor, so also when the process is killed."""
+    """False: another process holds it. The lock ends with the descriptor, so also when the process is killed."""
     why = "this system has no `fcntl`"
     if fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
-            if error.errno in _TAKEN:
+            if error.errno in _LOCKED_BY_ANOTHER:
                 return False
-            if error.errno not in _CANNOT:
+            if error.errno not in _NO_LOCKS:
                 raise
             why = "its file system has no locks"
     if note is not None:
@@ -34,7 +34,7 @@ def lock(descriptor: int, path: str, note: Callable[[str], None] | None = None) 
 
 
 def has_name(descriptor: int, path: str) -> bool:
-    """Whether ``path`` still leads to what was opened: a run that ended in between has put another file there."""
+    """Whether ``path`` still leads to the open file: a run that ended in between may have put another file there."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Names of files, what the operating system says of them in a person's words, and writing that cannot be half done."""
+"""Names of files, the operating system's errors in plain words, and writing that is never half done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REASONS = {
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "the operation is not permitted",
-    errno.EPIPE: "whoever was reading it has closed it",
+    errno.EPIPE: "its reader has closed it",
     errno.EIO: "the disk reports an error",
     errno.ESTALE: "the network file system has lost it (stale file handle)",
     errno.ENOENT: "there is no such file",
@@ -34,16 +34,16 @@ def reason(error: OSError) -> str:
 
 
 def real_path(path: str | os.PathLike[str]) -> str:
-    """Where the bytes are: what is beside a file is beside that one, by whatever link it was named."""
+    """Without links: files that stand beside an output stand beside the real one, whichever link names it."""
     return os.path.realpath(os.path.expanduser(path))
 
 
 def sync_folder(path: str) -> None:
-    """The name of a new or replaced file is in its folder: only this brings it through a power cut."""
+    """A folder holds the names of its files: without this, a power cut may lose a new or replaced file."""
     try:
         descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     except OSError:
-        return  # Windows, and file systems that cannot
+        return  # Windows, and file systems without it
     with contextlib.suppress(OSError):
         os.fsync(descriptor)
     os.close(descriptor)
@@ -53,25 +53,25 @@ def sync_file(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # a file system that has no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # a file system without it
             raise
 
 
 def temporary_beside(path: str) -> str:
-    """One name for each output, so that what a killed run has left is found and removed; its lock guards it."""
+    """One name for each output, so that a file left by a killed run is found and removed. Its lock guards it."""
     return f"{path}.hf-batchllm.tmp"
 
 
 @contextlib.contextmanager
 def replacing(path: str, temporary: str | None = None) -> Iterator[int]:
-    """A descriptor whose file takes the name ``path`` (no link) at the end of the block, whole and on the disk."""
+    """A descriptor to write to. After the block its file, whole and on the disk, takes the name ``path`` (no link)."""
     temporary = temporary or temporary_beside(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(temporary, flags, 0o666)
     try:
-        _take_mode(descriptor, path)
+        _copy_mode(descriptor, path)
         yield descriptor
         sync_file(descriptor)
         os.replace(temporary, path)
@@ -84,13 +84,13 @@ def replacing(path: str, temporary: str | None = None) -> Iterator[int]:
     sync_folder(path)
 
 
-def _take_mode(descriptor: int, path: str) -> None:
+def _copy_mode(descriptor: int, path: str) -> None:
     if not hasattr(os, "fchmod"):
         return
     try:
         old = os.stat(path)
     except OSError:
-        return  # a new file: as the umask says
+        return  # a new file: the umask decides
     with contextlib.suppress(OSError):
         os.fchown(descriptor, old.st_uid, old.st_gid)
     with contextlib.suppress(OSError):

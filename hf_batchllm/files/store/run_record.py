@@ -1,6 +1,6 @@
 """``<output>.run.json``, the run record: how the results beside it were made.
 
-It is on the disk before the first result, and a run that goes on compares itself with it.
+It is on the disk before the first result. A run that continues compares itself with it.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ def record_path(output: str) -> str:
 
 @dataclass
 class RunRecord:
-    settings: dict[str, Any]  # all that the results depend on: to go on, a run must have the same
-    seed: int | None = None  # None: drawn when the run begins, and the same when it goes on
-    weights: str | None = None  # a fingerprint: known when the model is loaded
+    settings: dict[str, Any]  # all that the results depend on: a run that continues must have the same
+    seed: int | None = None  # None: drawn when the run begins, and kept when it continues
+    weights: str | None = None  # a fingerprint; known once the model is loaded
     input: dict[str, Any] = field(default_factory=dict)  # path, records, bytes, digest: filled in by the output
     version: str = ""  # of this library
     created: str = ""
-    process: dict[str, Any] = field(default_factory=dict)  # pid, host, since: who is (or was last) writing
+    process: dict[str, Any] = field(default_factory=dict)  # pid, host, since: of the process that writes, or wrote last
     figures: dict[str, Any] = field(default_factory=dict)  # of the run that finished
     finished: str | None = None
-    results: int | None = None  # there when it finished
+    results: int | None = None  # how many, when it finished
 
     def differences(self, now: RunRecord) -> list[str]:
-        """``max_new_tokens was 50 and is 20``, for each setting of ``now`` that is not as it was."""
+        """``max_new_tokens was 50 and is 20``, for each setting that has changed."""
         was, new = _flat(self.settings), _flat(now.settings)
         names = dict.fromkeys([*was, *new])
         if now.seed is not None:
             was["seed"], new["seed"] = self.seed, now.seed
             names["seed"] = None
-        told: list[str] = []
+        changes: list[str] = []
         for name in names:
-            before, after = _said(was, name), _said(new, name)
+            before, after = _in_words(was, name), _in_words(new, name)
             if before != after:
-                told.append(f"{name} was {before} and is {after}")
-        return told
+                changes.append(f"{name} was {before} and is {after}")
+        return changes
 
     def begin(self, old: RunRecord | None, source: dict[str, Any]) -> RunRecord:
-        """The record in force for a run that goes on from ``old``, or begins."""
+        """The run record of a run that continues ``old``, or begins."""
         now = _now()
         seed = self.seed if self.seed is not None else old.seed if old is not None else None
         return RunRecord(
@@ -69,7 +69,7 @@ class RunRecord:
         self.finished = _now()
 
     def write(self, path: str) -> None:
-        """Whole, and on the disk, when this returns."""
+        """When this returns, it is whole and on the disk."""
         write_atomically(path, (json.dumps(asdict(self), ensure_ascii=True, indent=2) + "\n").encode())
 
     @classmethod
@@ -78,10 +78,10 @@ class RunRecord:
             with open(path, "rb") as file:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
-            kinds = dict.fromkeys(("settings", "input", "process", "figures"), dict)
-            kinds |= {"seed": int | None, "weights": str | None, "results": int | None}
-            if any(not isinstance(known[name], kind) for name, kind in kinds.items() if name in known):
-                raise ValueError("fields of another kind")
+            types: dict[str, Any] = dict.fromkeys(("settings", "input", "process", "figures"), dict)
+            types |= {"seed": int | None, "weights": str | None, "results": int | None}
+            if any(not isinstance(known[name], type_) for name, type_ in types.items() if name in known):
+                raise ValueError("fields of another type")
             return cls(**known)
         except FileNotFoundError:
             return None
@@ -89,7 +89,7 @@ class RunRecord:
             raise OutputFileError(f"{path} cannot be read: {reason(error)}") from error
         except (ValueError, TypeError, RecursionError) as error:
             raise OutputFileError(
-                f"{path}, which says how the results were made, is damaged: to begin afresh, `--restart`"
+                f"{path}, which says how the results were made, is damaged: `--restart` begins afresh"
             ) from error
 
 
@@ -111,7 +111,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _said(settings: dict[str, Any], name: str) -> str:
-    """None is the same as not set: options are added to the library, and old records do not have them."""
+def _in_words(settings: dict[str, Any], name: str) -> str:
+    """None is the same as not set: old run records lack options that the library has got since."""
     value = settings.get(name)
     return "not set" if value is None else json.dumps(value, default=str, sort_keys=True)

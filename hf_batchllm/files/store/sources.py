@@ -14,18 +14,16 @@ import numpy as np
 
 from ...errors import InputFileError
 from ...notices import warn_user
-from . import tables
+from . import table_inputs
+from .formats import TABLES, format_of
 from .lines import Lines, ShortRead, find_lines, read_at
 from .paths import reason
 from .windows import RECORD_COST, PromptOf, cut, fingerprints, sharing_order
 
 WINDOW_BYTES = 256 << 20
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-TABLES = ("csv", "tsv", "parquet")
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_COPIED = 1 << 20  # bytes at a time, of what cannot be read twice
-_BEGINNINGS = {  # what files are that were taken for text
+_COPIED_AT_ONCE = 1 << 20  # bytes of an input that cannot be read twice
+_FIRST_BYTES = {  # of files that are not text
     b"\x1f\x8b": ("is compressed (gzip)", "`zcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
     b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", "`zstdcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
     b"BZh": ("is compressed (bzip2)", "`bzcat {path} | hf-batchllm run - OUT ...`, or unpack it"),
@@ -41,30 +39,12 @@ def record_key(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=6).hexdigest()
 
 
-def format_of(path: str, format: str | None, error: type[Exception]) -> str:
-    if format is not None:
-        if format not in FORMATS.values():
-            raise error(f"format {format!r}: it is one of {', '.join(dict.fromkeys(FORMATS.values()))}")
-        return format
-    if path == "-":
-        return "jsonl"
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in _COMPRESSED and error is InputFileError:
-        raise error(f"{path} is compressed: unpack it first, or `zcat {path} | hf-batchllm run - OUT ...`")
-    if suffix in _COMPRESSED:
-        raise error(f"{path}: results cannot be added to a compressed file: leave {suffix} away, or use `- | gzip`")
-    if suffix not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise error(f"{path}: its name does not say what it is ({known}): pass the format (`--format jsonl`)")
-    return FORMATS[suffix]
-
-
 def open_source(
     path: str | os.PathLike[str], format: str | None = None, *, note: Callable[[str], None] | None = None
 ) -> Source:
-    """``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdin (jsonl).
+    """``format``: jsonl, csv, tsv or parquet; by default the suffix says it. ``-`` is stdin (jsonl).
 
-    What cannot be read by offsets (a pipe, a table) is copied into an unnamed temporary file as JSON lines.
+    A pipe or a table is copied into an unnamed temporary file as JSON lines, as it cannot be read by offsets.
     """
     path = os.path.expanduser(path)
     kind = format_of(path, format, InputFileError)
@@ -74,9 +54,9 @@ def open_source(
             origin = os.fstat(stream.fileno())
             problems: dict[int, str] = {}
             if kind in TABLES:
-                stream, problems = _as_lines(stream, path, kind, opened)
+                stream, problems = _as_json_lines(stream, path, kind, opened)
             else:
-                if not _rewinds(stream):
+                if not _can_be_read_again(stream):
                     stream = opened.enter_context(_copied(stream, path))
                 _check_text(stream, path)
             lines = find_lines(stream.fileno(), digest=True)
@@ -97,7 +77,7 @@ def _open(path: str, note: Callable[[str], None]) -> IO[bytes]:
     return os.fdopen(os.dup(0), "rb")
 
 
-def _rewinds(stream: IO[bytes]) -> bool:
+def _can_be_read_again(stream: IO[bytes]) -> bool:
     """An ordinary file, at its beginning."""
     return stat.S_ISREG(os.fstat(stream.fileno()).st_mode) and stream.tell() == 0
 
@@ -117,22 +97,22 @@ def _room_for_a_copy(path: str) -> Iterator[None]:
 def _copied(stream: IO[bytes], path: str) -> IO[bytes]:
     with _room_for_a_copy(path):
         copy = tempfile.TemporaryFile()  # noqa: SIM115 (the source closes it)
-        while piece := stream.read(_COPIED):
+        while piece := stream.read(_COPIED_AT_ONCE):
             copy.write(piece)
         copy.flush()
         copy.seek(0)
     return copy
 
 
-def _as_lines(
+def _as_json_lines(
     stream: IO[bytes], path: str, kind: str, opened: contextlib.ExitStack
 ) -> tuple[IO[bytes], dict[int, str]]:
     if kind == "parquet":
-        if not _rewinds(stream):
+        if not _can_be_read_again(stream):
             stream = opened.enter_context(_copied(stream, path))
-        rows = tables.parquet_rows(stream, path)
+        rows = table_inputs.parquet_rows(stream, path)
     else:
-        rows = tables.csv_rows(stream, path, "\t" if kind == "tsv" else ",")
+        rows = table_inputs.csv_rows(stream, path, "\t" if kind == "tsv" else ",")
     with _room_for_a_copy(path):
         copy = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the source closes it)
     problems: dict[int, str] = {}
@@ -148,9 +128,9 @@ def _as_lines(
 
 def _check_text(stream: IO[bytes], path: str) -> None:
     head = read_at(stream.fileno(), 1 << 12, 0)
-    for beginning, (what, todo) in _BEGINNINGS.items():
-        if head.startswith(beginning):
-            raise InputFileError(f"{path} {what}: {todo.format(path=path)}")
+    for first_bytes, (what, remedy) in _FIRST_BYTES.items():
+        if head.startswith(first_bytes):
+            raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
     first, newline, rest = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     first = first.strip()
     if first.startswith((b"[{", b"[ {")) or (first == b"[" and newline):
@@ -166,7 +146,7 @@ def _check_text(stream: IO[bytes], path: str) -> None:
 
 
 class Source:
-    """Records are numbered from 0. ``problems``: rows that are no records, and why (what there is of them is JSON)."""
+    """Records are numbered from 0. ``problems``: rows that are no valid records, and why; their bytes are JSON."""
 
     def __init__(
         self,
@@ -195,7 +175,7 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """Of all that was read: equal only for an input in which nothing has changed."""
+        """A checksum of all bytes: the same only if the input has not changed."""
         return self._lines.digest
 
     @property
@@ -203,19 +183,19 @@ class Source:
         return "stdin" if self.path == "-" else self.path
 
     def is_file(self, there: str | int) -> bool:
-        """Whether an ordinary file of this name, or behind this descriptor, is what is read here."""
+        """Whether this name, or this descriptor, leads to the ordinary file that is read here."""
         try:
             return stat.S_ISREG(self._origin.st_mode) and os.path.samestat(self._origin, os.stat(there))
         except OSError:
             return False
 
     def summary(self) -> dict[str, Any]:
-        """What a run record says of the input."""
+        """The input's entry in a run record."""
         path = self.path if self.path == "-" else os.path.abspath(self.path)
         return {"path": path, "records": self.count, "bytes": self.size, "digest": self.digest}
 
     def where(self, number: int) -> str:
-        """How a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
+        """The place as a person finds it: ``line 17`` of the file, or ``row 17`` below the header of a table."""
         return f"row {number + 1:,}" if self.format in TABLES else f"line {self._lines.line(number):,}"
 
     def records(self, numbers: Sequence[int] | np.ndarray) -> list[bytes]:
@@ -232,7 +212,7 @@ class Source:
         return found
 
     def chunks(self, numbers: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """``numbers`` (all of them) in their order, as many at a time as are comfortably held."""
+        """``numbers`` (by default all) in their order, in pieces that fit into memory easily."""
         return self._lines.chunks(numbers)
 
     def windows(
@@ -241,9 +221,9 @@ class Source:
         window_bytes: int = WINDOW_BYTES,
         prompt_of: PromptOf | None = None,
     ) -> Iterator[np.ndarray]:
-        """All of ``numbers`` in stretches that fit into memory; records whose prompts begin alike are in the same one.
+        """``numbers`` (by default all) in windows that fit into memory; prompts that begin alike share a window.
 
-        ``prompt_of`` gives the text of a record's prompt; without it, what follows its "prompt" or "messages".
+        ``prompt_of`` gives the text of a record's prompt; by default its raw bytes stand for it.
         """
         numbers = np.arange(self.count) if numbers is None else np.asarray(numbers, dtype=np.int64)
         cost = self._lines.sizes[numbers].astype(np.int64) + RECORD_COST

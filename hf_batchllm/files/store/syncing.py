@@ -1,4 +1,4 @@
-"""When what was written is brought to the disk itself, where a power cut leaves it alone."""
+"""Forces written bytes onto the disk, now and then, so that a power cut cannot take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import ConfigError
 from .paths import sync_file
 
 
-def seconds_of(policy: str | float) -> float | None:
+def seconds_between_syncs(policy: str | float) -> float | None:
     """``always`` is 0, ``never`` None, ``5s`` (or a number) 5."""
     if policy == "always":
         return 0.0
@@ -18,7 +18,7 @@ def seconds_of(policy: str | float) -> float | None:
         return None
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*s?\s*", str(policy))
     if isinstance(policy, bool) or found is None:
-        raise ConfigError(f"fsync={policy!r}: it is `always`, `never`, or seconds between two of them, such as `5s`")
+        raise ConfigError(f"fsync={policy!r}: it must be `always`, `never`, or seconds such as `5s`")
     return float(found[1])
 
 
@@ -26,32 +26,32 @@ _WRITTEN, _STOP = "written", "stop"
 
 
 class Syncing:
-    """In a thread of its own: results may come seldom, and none of them may wait longer than the others for that.
+    """Syncs in a thread of its own, so that a result is synced in time even if no other follows it for long.
 
-    The two talk through a ``SimpleQueue``, which Ctrl-C cannot leave locked, whatever it interrupts.
+    A ``SimpleQueue`` leads to the thread: Ctrl-C cannot leave it locked.
     """
 
     def __init__(self, policy: str | float) -> None:
-        self._seconds = seconds_of(policy)
+        self._seconds = seconds_between_syncs(policy)
         self._descriptor = -1
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._waits = False  # something was written, and the thread has been told
+        self._told = False  # the thread knows that something was written
         self._error: OSError | None = None
 
     def begin(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def written(self) -> None:
-        """Something was. OSError: what was written earlier could not be brought to the disk."""
+        """Call after each write. OSError: an earlier write could not be forced onto the disk."""
         self._raise()
         if self._seconds is None:
             return
         if self._seconds == 0:
             sync_file(self._descriptor)
             return
-        if not self._waits:
-            self._waits = True
+        if not self._told:
+            self._told = True
             self._calls.put(_WRITTEN)
         if self._thread is None:
             self._thread = threading.Thread(
@@ -66,7 +66,7 @@ class Syncing:
                     return
             except queue.Empty:
                 pass
-            self._waits = False  # before the sync: what is written during it may not be in it
+            self._told = False  # before the sync, which may miss what is written during it
             try:
                 sync_file(self._descriptor)
             except OSError as error:
@@ -78,13 +78,13 @@ class Syncing:
             raise error
 
     def end(self) -> None:
-        """Before the descriptor is closed, or another takes its place; everything is on the disk afterwards."""
+        """Call before the descriptor is closed or replaced; everything is on the disk afterwards."""
         if self._thread is not None:
             self._calls.put(_STOP)
             if self._thread.ident is not None:  # its start was not interrupted
                 self._thread.join()
             self._thread = None
-        self._calls, self._waits = queue.SimpleQueue(), False
+        self._calls, self._told = queue.SimpleQueue(), False
         self._raise()
         if self._seconds is not None and self._descriptor >= 0:
             sync_file(self._descriptor)

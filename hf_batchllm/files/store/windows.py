@@ -1,4 +1,4 @@
-"""Which records run together when not all of them fit into memory: those whose prompts begin alike."""
+"""Which records run together when not all fit into memory: records whose prompts begin alike."""
 
 from __future__ import annotations
 
@@ -8,38 +8,19 @@ from zlib import crc32
 
 import numpy as np
 
-LEVELS = (64, 256, 1024, 4096, 16384)  # bytes of a prompt that a fingerprint is taken of
-RECORD_COST = 512  # bytes of memory that a record takes beside its own
+LEVELS = (64, 256, 1024, 4096, 16384)  # first bytes of a prompt, each with a checksum
+RECORD_COST = 512  # bytes of memory that a record takes beside its text
 
 PromptOf = Callable[[bytes], "bytes | str | None"]
 
-_KEYS = tuple(f'"{name}"'.encode() for name in ("messages", "prompt"))
-
-
-def prompt_bytes(raw: bytes) -> bytes:
-    """The prompt of a record as it is written in its JSON, and what follows; all of it where there is none.
-
-    Nothing is parsed: a key between quotes cannot stand inside a string, where its quotes would be escaped.
-    """
-    for key in _KEYS:
-        at = raw.find(key)
-        while at >= 0:
-            at += len(key)
-            rest = raw[at : at + 8].lstrip()
-            if rest.startswith(b":"):
-                at = raw.index(b":", at) + 1
-                return raw[at : at + LEVELS[-1] + 8].lstrip()
-            at = raw.find(key, at)
-    return raw
-
 
 def fingerprints(records: Iterable[bytes], prompt_of: PromptOf | None = None) -> np.ndarray:
-    """[records, levels]: checksums of the beginnings of each prompt. Chance may make two equal: a little less order."""
+    """[records, levels]: checksums of the beginnings of each prompt. Two that are equal by chance do little harm."""
     prints = array.array("I")
     extend = prints.extend
     first, *further = LEVELS
     for raw in records:
-        text = prompt_bytes(raw) if prompt_of is None else prompt_of(raw) or b""
+        text = raw if prompt_of is None else prompt_of(raw) or b""
         if isinstance(text, str):
             text = text[: LEVELS[-1]].encode("utf-8", "surrogatepass")
         row = [crc32(text[:first])]
@@ -52,12 +33,12 @@ def fingerprints(records: Iterable[bytes], prompt_of: PromptOf | None = None) ->
 
 
 def sharing_order(prints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[records] an order in which those that begin alike are neighbours, as near to the file's as that allows;
-    [records] how many levels each shares with the one before it."""
+    """[records] an order in which records that begin alike are neighbours, otherwise as in the file;
+    [records] how many levels each one shares with the one before it."""
     count = len(prints)
     order = np.lexsort(prints.T[::-1])
     shared = _shared_levels(prints[order, level] for level in range(len(LEVELS)))
-    # A family stands where its first member stood: lists that share nothing are read from end to end.
+    # A family stands where its first member stood: a list that shares nothing keeps its order.
     seats: list[np.ndarray] = []
     for level in range(int(shared.max(initial=0))):
         heads = np.flatnonzero(shared <= level)
@@ -82,9 +63,9 @@ def _shared_levels(levels: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def cut(order: np.ndarray, shared: np.ndarray, cost: np.ndarray, window: int) -> Iterator[np.ndarray]:
-    """Stretches of ``order`` of about ``window`` together, cut where the least is shared.
+    """Cuts ``order`` into windows that cost about ``window`` each, where the least is shared.
 
-    ``shared`` and ``cost`` are those of the records in ``order``. A window's own records are in the file's order.
+    ``shared`` and ``cost`` belong to the records in ``order``. Within a window, records are in the file's order.
     """
     total = np.cumsum(cost, dtype=np.int64)
     first, count = 0, len(order)

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 from ...errors import FilesError, InputFileError
 
-Row = tuple[bytes, str]  # a JSON object, and what is wrong with the row ("" if nothing is)
+Row = tuple[bytes, str]  # a JSON object; the problem of the row, or ""
 
-_NO_TEXT = (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
-_BATCH = 1024  # rows of a Parquet file at a time
+_NOT_TEXT = (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
+_ROWS_AT_ONCE = 1024  # of a Parquet file
 INSTALL = "pip install 'hf-batchllm[files]'"
 
 
@@ -35,13 +35,13 @@ def import_pyarrow() -> Any:
 def csv_rows(stream: IO[bytes], path: str, delimiter: str) -> Iterator[Row]:
     """Cells are text, and null where they are empty. The first row names the columns."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # for all of the process: put back below
+    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # applies to the whole process, so it is restored below
     try:
         yield from _csv_rows(text, path, delimiter)
     finally:
         csv.field_size_limit(before)
         if not text.closed:
-            text.detach()  # the stream is its owner's to close
+            text.detach()  # the caller closes the stream
 
 
 def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row]:
@@ -50,13 +50,11 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
         header = text.readline()
     if not header:
         return
-    if any(
-        map(header.encode("utf-8", "surrogateescape").startswith, (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\xff\xfe"))
-    ):
-        raise InputFileError(f"{path} is no text (compressed, a spreadsheet, UTF-16?): CSV is plain UTF-8 text")
+    if header.encode("utf-8", "surrogateescape").startswith(_NOT_TEXT):
+        raise InputFileError(f"{path} is not text (compressed, a spreadsheet, UTF-16?): CSV is plain UTF-8 text")
     if delimiter == "," and "," not in header and ";" in header:
-        delimiter = ";"  # as spreadsheets write it where the comma is the decimal point
-    reader = csv.reader(_chain(header, text), delimiter=delimiter, strict=True)
+        delimiter = ";"  # spreadsheets write it where the comma is the decimal point
+    reader = csv.reader(_with_header(header, text), delimiter=delimiter, strict=True)
     try:
         columns = next(reader)
     except csv.Error as error:
@@ -64,7 +62,7 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
     names = _column_names([name.strip() for name in columns], path)
     rows = 0
     while True:
-        begun = reader.line_num + 1
+        first_line = reader.line_num + 1
         try:
             cells = next(reader)
         except StopIteration:
@@ -72,7 +70,7 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
         except csv.Error as error:
             if "unexpected end" in str(error):
                 raise InputFileError(
-                    f"{path}: the row that begins on line {begun:,} has a quote that is never closed"
+                    f"{path}: the row that begins on line {first_line:,} has a quote that is never closed"
                 ) from None
             cells = []
             problem = f"is not CSV: {error}"
@@ -87,7 +85,7 @@ def _csv_rows(text: io.TextIOWrapper, path: str, delimiter: str) -> Iterator[Row
         for name, cell in record.items():
             if cell and not _is_utf8(cell):
                 problem = problem or f"is not valid UTF-8 (column {name!r})"
-        # A byte that is no text is written as JSON's escape of the surrogate that stands for it.
+        # A byte that is not UTF-8 becomes JSON's escape of the surrogate that stands for it.
         yield json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace"), problem
 
 
@@ -99,7 +97,7 @@ def _is_utf8(cell: str) -> bool:
     return True
 
 
-def _chain(first: str, rest: io.TextIOWrapper) -> Iterator[str]:
+def _with_header(first: str, rest: io.TextIOWrapper) -> Iterator[str]:
     yield first
     yield from rest
 
@@ -117,24 +115,25 @@ def parquet_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
     try:
         file = pyarrow.parquet.ParquetFile(stream)
         names = _column_names(list(file.schema_arrow.names), path)
-        for batch in file.iter_batches(batch_size=_BATCH):
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             columns = [_column(column, pyarrow) for column in batch.columns]
             for cells in zip(*columns, strict=True):
                 record = dict(zip(names, map(_plain, cells), strict=True))
                 yield json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace"), ""
     except pyarrow.ArrowException as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputFileError(f"{path} cannot be read as Parquet: {said[0]}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputFileError(f"{path} cannot be read as Parquet: {lines[0]}") from error
 
 
 def _column(column: Any, pyarrow: Any) -> list[Any]:
     if pyarrow.types.is_timestamp(column.type) and column.type.unit == "ns":
-        column = column.cast(pyarrow.timestamp("us", column.type.tz), safe=False)  # or pandas would be needed
-    return column.to_pylist(maps_as_pydicts="strict")
+        column = column.cast(pyarrow.timestamp("us", column.type.tz), safe=False)  # nanoseconds would need pandas
+    cells: list[Any] = column.to_pylist(maps_as_pydicts="strict")
+    return cells
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it. In a struct, null is how Parquet writes a field that this one does not have: it is left out."""
+    """The value as JSON has it. Null fields of a struct are left out: Parquet writes them for missing fields."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

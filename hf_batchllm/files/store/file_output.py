@@ -1,7 +1,7 @@
-"""Where results go: a file that a later run can go on with, or a stream.
+"""An output that a later run can continue.
 
 Beside ``out.jsonl`` stands its run record, ``out.jsonl.run.json``. A table (CSV, Parquet) is written at the end, from a
-journal ``out.csv.part.jsonl`` that goes when the table is there.
+journal ``out.csv.part.jsonl`` that is removed when the table is there.
 """
 
 from __future__ import annotations
@@ -14,48 +14,14 @@ from typing import Any
 import numpy as np
 
 from ...errors import FilesError, OutputFileError, OutputWriteError, RunChangedError
-from ...notices import warn_user
-from .journal import Identify, Journal, identify
+from .formats import TABLES
+from .journal import Journal
+from .output import ORDERS, Output, ResultLayout
 from .paths import real_path, reason, replacing, sync_folder, temporary_beside, write_atomically
+from .resume_checks import RESTART_HINT, check_same_run
 from .run_record import RunRecord, record_path
-from .sources import TABLES, Source, format_of, record_key
-from .streams import Output, StreamOutput, is_stream
-from .syncing import seconds_of
+from .sources import Source
 from .table_outputs import write_csv, write_parquet
-from .tables import import_pyarrow
-
-AFRESH = "`--restart` begins afresh (what is there is moved to {path}.bak-1 or the next free number, never deleted)"
-
-ORDERS = ("input", "finished")
-
-
-def open_output(
-    path: str | os.PathLike[str],
-    format: str | None = None,
-    *,
-    source: Source | None = None,
-    fsync: str | float = "5s",
-    restart: bool = False,
-    identify: Identify = identify,
-    note: Callable[[str], None] | None = None,
-) -> Output:
-    """Locks the output and reads what is in it. Nothing is changed before ``begin``.
-
-    ``format``: jsonl, csv, tsv or parquet; else the suffix says. ``-`` is stdout; that, and whatever is no ordinary
-    file, takes JSON lines and cannot be gone on with. ``source`` must be another file. ``fsync``: always, never, or how
-    often (``5s``). ``note`` is called with what a person should hear (without it: a warning).
-    """
-    path = os.fspath(path)
-    note = note or warn_user
-    seconds_of(fsync)
-    if is_stream(path):
-        if format not in (None, "jsonl"):
-            raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
-        return StreamOutput(path, source)
-    kind = format_of(path, format, OutputFileError)
-    if kind == "parquet":
-        import_pyarrow()
-    return FileOutput(path, kind, source, fsync, restart, identify, note)
 
 
 class FileOutput(Output):
@@ -68,22 +34,24 @@ class FileOutput(Output):
         source: Source | None,
         fsync: str | float,
         restart: bool,
-        identify: Identify,
+        layout: ResultLayout,
         note: Callable[[str], None],
     ) -> None:
         self.path = real_path(path)
         self.format = kind
+        self._layout = layout
         self._table = kind in TABLES
         self._record_path = record_path(self.path)
         self._journal_path = f"{self.path}.part.jsonl" if self._table else self.path
         self._restart = restart
         self._note = note
         self._record: RunRecord | None = None
-        self._same = False  # the record stays as it is
-        self._ended = False
+        self._nothing_to_do = False  # the run record stays as it is
+        self._table_written = False
+        self._afresh = RESTART_HINT.format(path=self.path)
         self._check_place(source)
         self._make_journal = lambda: Journal(
-            self._journal_path, fsync=fsync, identify=identify, note=note, busy=self._busy
+            self._journal_path, fsync=fsync, identify=layout.identify, note=note, busy=self._busy
         )
         try:
             self._journal = self._make_journal()
@@ -91,7 +59,7 @@ class FileOutput(Output):
             raise OutputFileError(f"{self.path} cannot be written to: {reason(error)}") from error
         try:
             if not restart:
-                self._look()
+                self._read_earlier_run()
         except OSError as error:
             self._journal.close()
             raise OutputFileError(f"{self.path} cannot be read: {reason(error)}") from error
@@ -129,24 +97,23 @@ class FileOutput(Output):
                 who = f" (process {known.get('pid')} on {known.get('host')}, since {known.get('since')})"
         return f"another run{who} is writing to {self.path}: wait for it, or give another output"
 
-    def _look(self) -> None:
+    def _read_earlier_run(self) -> None:
         self._journal.scan()
         self._record = RunRecord.read(self._record_path)
         begun = not self._journal.empty
-        afresh = AFRESH.format(path=self.path)
         if begun and self._record is None:
             raise OutputFileError(
                 f"{self._journal_path} is not empty, and {self._record_path}, which would say how its results were "
-                f"made, is not there: give another output, or {afresh}"
+                f"made, is not there: give another output, or {self._afresh}"
             )
         if self._table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
             if self._record is None or self._record.finished is None:
                 raise OutputFileError(
-                    f"{self.path} exists already, and is not what a run has written: give another output, or {afresh}"
+                    f"{self.path} exists already, and no run has written it: give another output, or {self._afresh}"
                 )
             self.complete = True
         if not len(self._journal) and not self.complete:
-            self._record = None  # of a run that came to no result, or whose results are gone
+            self._record = None  # of a run that wrote no result, or whose results are gone
 
     def __len__(self) -> int:
         if self.complete and self._record is not None:
@@ -165,12 +132,20 @@ class FileOutput(Output):
         self._count = source.count if limit is None else min(limit, source.count)
         old = self._record
         if old is not None:
-            self._compare(old, record, source, retry_errors)
+            check_same_run(
+                self.path,
+                old,
+                record,
+                source,
+                journal=self._journal,
+                complete=self.complete,
+                retry_errors=retry_errors,
+            )
         if self.complete:
             if retry_errors:
                 raise OutputFileError(
                     f"{self.path} is complete, and single rows of a table cannot be run again: "
-                    f"write to a .jsonl file for that, or {AFRESH.format(path=self.path)}"
+                    f"write to a .jsonl file for that, or {self._afresh}"
                 )
             assert old is not None
             return old
@@ -179,73 +154,25 @@ class FileOutput(Output):
         new = record.begin(old, source.summary())
         if old is not None and old.version != new.version:
             self._note(
-                f"{self.path} was begun with version {old.version} of the library, and goes on with {new.version}: "
-                "single tokens may come out otherwise than they would have"
+                f"{self.path} was begun with version {old.version} of the library, and continues with {new.version}: "
+                "single tokens may differ"
             )
         with contextlib.suppress(OSError):
             os.unlink(temporary_beside(self.path))  # of a run that was killed
-        self._same = old is not None and bool(old.finished) and not len(self.missing())
-        if old is not None and self._same and not (retry_errors and len(self.errors)):
-            self._record = old  # nothing is to be done: it goes on to say how everything was
+        self._nothing_to_do = old is not None and bool(old.finished) and not len(self.missing())
+        if old is not None and self._nothing_to_do and not (retry_errors and len(self.errors)):
+            self._record = old  # keeps the account of the run that did the work
         else:
-            self._same = False
+            self._nothing_to_do = False
             self._record = new
             self._write_record()
         self._journal.repair(drop_errors=retry_errors)
         return self._record
 
-    def _compare(self, old: RunRecord, record: RunRecord, source: Source, retry_errors: bool) -> None:
-        differences = old.differences(record)
-        afresh = f"give another output, or {AFRESH.format(path=self.path)}"
-        if differences:
-            raise RunChangedError(
-                f"{self.path} was begun with other settings: {'; '.join(differences)}. "
-                f"To go on, run it with the old ones; else {afresh}",
-                differences,
-            )
-        if old.input.get("digest") == source.digest and source.digest:
-            return
-        if self.complete:
-            was, now = int(old.input.get("records") or 0), source.count
-            raise RunChangedError(
-                f"{self.path} is complete, and {source.name} has changed since (it had {was:,} records, and has "
-                f"{now:,}). A table cannot be gone on with (a .jsonl file can): {afresh}",
-                [f"{source.name} has changed"],
-            )
-        self._compare_records(source, afresh, retry_errors)
-
-    def _compare_records(self, source: Source, afresh: str, retry_errors: bool) -> None:
-        numbers, keys = self._journal.keys()
-        errors = np.isin(numbers, self.errors)
-        if retry_errors:  # they are run again anyhow: whoever has corrected such a line is welcome
-            numbers, keys = numbers[~errors], keys[~errors]
-        if len(numbers) and numbers[-1] >= source.count:
-            raise RunChangedError(
-                f"{self.path} has {int(numbers[-1]) + 1:,} records or more to go by, and {source.name} has only "
-                f"{source.count:,}: it is another input, or it was cut. Give the old input; else {afresh}",
-                [f"{source.name} is shorter than it was"],
-            )
-        first = 0
-        for chunk in source.chunks(numbers):
-            found = np.array([int(record_key(raw), 16) for raw in source.records(chunk)], dtype=np.uint64)
-            changed = np.flatnonzero(found != keys[first : first + len(chunk)]) + first
-            first += len(chunk)
-            if len(changed):
-                where = source.where(int(numbers[changed[0]]))
-                corrected = not retry_errors and bool(errors[changed].all())
-                todo = "`--retry-errors` runs lines again that had errors" if corrected else "Give the old input"
-                raise RunChangedError(
-                    f"{source.name}, {where}: this record has changed since {self.path} was begun, which has "
-                    f"{'an error' if corrected else 'a result'} for it. {todo} (lines may be added at its end); "
-                    f"else {afresh}",
-                    [f"{source.name}, {where} has changed"],
-                )
-
     def _move_away(self) -> None:
-        """Never deleted, and never over another. A copy of the record goes first and the journal last: killed in
-        between, it is still the old run, which can be gone on with or moved away again."""
-        there = [path for path in (self.path, self._journal_path) if os.path.exists(path) and os.path.getsize(path)]
-        if not there:
+        """Deletes and overwrites nothing. A copy of the run record goes first and the journal last: if the process is
+        killed in between, the old run is still there, to be continued or moved away again."""
+        if not any(os.path.exists(path) and os.path.getsize(path) for path in (self.path, self._journal_path)):
             return
         record = _content(self._record_path)
         number = 1
@@ -272,8 +199,8 @@ class FileOutput(Output):
         assert self._record is not None, "begin() comes first"
         if self._record.weights not in (None, weights) and len(self):
             raise RunChangedError(
-                f"{self.path} was begun with a model whose weights were others. To go on, load the ones that it had; "
-                f"else give another output, or {AFRESH.format(path=self.path)}",
+                f"{self.path} was begun with other weights of the model. To continue it, load these weights; "
+                f"else give another output, or {self._afresh}",
                 ["the weights of the model have changed"],
             )
         if self._record.weights != weights:
@@ -297,13 +224,12 @@ class FileOutput(Output):
             if len(self) < count:
                 raise RunChangedError(
                     f"{self.path} is complete with {len(self):,} results, and {count:,} are asked for now. A table "
-                    f"cannot be gone on with (a .jsonl file can): give another output, or "
-                    f"{AFRESH.format(path=self.path)}",
+                    f"cannot be continued (a .jsonl file can): give another output, or {self._afresh}",
                     [f"{count:,} records are asked for"],
                 )
             return np.zeros(0, dtype=np.int64)
         todo = np.ones(count, dtype=bool)
-        done = self._journal.indices
+        done = self._journal.numbers
         todo[done[done < count]] = False
         return np.flatnonzero(todo)
 
@@ -312,7 +238,7 @@ class FileOutput(Output):
 
     def finish(self, *, order: str = "input", figures: dict[str, Any] | None = None) -> None:
         if order not in ORDERS:
-            raise OutputFileError(f"order {order!r}: it is one of {', '.join(ORDERS)}")
+            raise OutputFileError(f"order {order!r}: it must be one of {', '.join(ORDERS)}")
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"
@@ -323,18 +249,20 @@ class FileOutput(Output):
             if order == "input":
                 self._journal.put_in_order()
             self._journal.sync()
-        if not self._same:
+        if not self._nothing_to_do:
             self._record.finish(figures, len(self))
             self._write_record()
-        self._ended = self._table  # the journal goes last: until then the next run would only write the table again
+        # The journal goes last: until then the next run would only write the table again.
+        self._table_written = self._table
 
     def _write_table(self) -> None:
         try:
             with replacing(self.path) as descriptor:
                 if self.format == "parquet":
-                    write_parquet(descriptor, self._journal.in_order)
+                    write_parquet(descriptor, self._journal.in_order, self._layout)
                 else:
-                    write_csv(descriptor, self._journal.in_order, "\t" if self.format == "tsv" else ",")
+                    delimiter = "\t" if self.format == "tsv" else ","
+                    write_csv(descriptor, self._journal.in_order, delimiter, self._layout)
             os.close(descriptor)
         except OSError as error:
             raise OutputWriteError(
@@ -345,10 +273,10 @@ class FileOutput(Output):
             ) from error
 
     def close(self) -> None:
-        self._journal.close(remove=self._ended)
-        if self._ended:
+        self._journal.close(remove=self._table_written)
+        if self._table_written:
             sync_folder(self.path)
-        self._ended = False
+        self._table_written = False
 
 
 def _content(path: str) -> bytes | None:

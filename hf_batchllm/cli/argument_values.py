@@ -1,4 +1,4 @@
-"""From options of the command to records that can be read: everything that needs no model is checked here."""
+"""The command's parsed options -> the values that the library takes. All that needs no model is checked here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BatchLLMError
-from ..files.readers import check_first, reader_for
-from ..files.records.records import ALL_FIELDS, OPENAI, Form, Reader
-from ..files.records.settings import LineSettings, read_assignments, read_settings
+from ..files.first_records import check_first_records, make_reader
+from ..files.records.prompt_records import ALL_FIELDS, OPENAI, RecordLayout
+from ..files.records.record_reader import RecordReader
+from ..files.records.settings import GenerationSettings, read_assignments, read_settings
 from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
@@ -21,14 +22,14 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
-class First:
-    """What the first records are."""
+class FirstRecords:
+    """What the first records hold, and so which tokenizer is needed."""
 
-    texts: bool  # a tokenizer is needed
-    chats: bool  # and it must have a template
+    have_texts: bool  # or chats: a tokenizer is needed
+    have_chats: bool  # the tokenizer needs a chat template
 
 
-def form_of(asked: argparse.Namespace) -> Form:
+def layout_from(asked: argparse.Namespace) -> RecordLayout:
     template = None
     if asked.template is not None:
         if asked.prompt_field is not None:
@@ -36,7 +37,7 @@ def form_of(asked: argparse.Namespace) -> Form:
         template = Template(_template_text(asked.template))
     keep = getattr(asked, "keep", None)
     names = () if keep is None else tuple(name.strip() for name in keep.split(",") if name.strip())
-    return Form(
+    return RecordLayout(
         prompt_field=asked.prompt_field,
         template=template,
         chat=asked.chat,
@@ -57,14 +58,16 @@ def _template_text(given: str) -> str:
         raise UsageError(f"--template {given}: {why}") from None
 
 
-def reader_of(asked: argparse.Namespace, source: Source, form: Form, base: LineSettings) -> Reader:
-    reader = reader_for(source, form, base, asked.dialect)
+def reader_from(
+    asked: argparse.Namespace, source: Source, layout: RecordLayout, base: GenerationSettings
+) -> RecordReader:
+    reader = make_reader(source, layout, base, asked.dialect)
     if reader.dialect == OPENAI:
-        _refuse_for_batches(asked)
+        _refuse_with_batches(asked)
     return reader
 
 
-def _refuse_for_batches(asked: argparse.Namespace) -> None:
+def _refuse_with_batches(asked: argparse.Namespace) -> None:
     given = {
         "--template": asked.template,
         "--prompt-field": asked.prompt_field,
@@ -78,15 +81,15 @@ def _refuse_for_batches(asked: argparse.Namespace) -> None:
             raise UsageError(f"{name} does not go with a file of OpenAI's requests, whose form is fixed: leave it out")
 
 
-def first_of(reader: Reader, source: Source, limit: int | None = None) -> First:
-    items = check_first(reader, source, limit)
-    texts = any(isinstance(each.prompt, str) for each in items)
-    chats = any(is_chat(each.prompt) for each in items)
-    return First(texts or chats, chats)
+def first_records(reader: RecordReader, source: Source, limit: int | None = None) -> FirstRecords:
+    records = check_first_records(reader, source, limit)
+    texts = any(isinstance(each.prompt, str) for each in records)
+    chats = any(is_chat(each.prompt) for each in records)
+    return FirstRecords(texts or chats, chats)
 
 
-def settings_of(asked: argparse.Namespace) -> LineSettings:
-    """What the command line says of answers, over a --generation-config."""
+def settings_from(asked: argparse.Namespace) -> GenerationSettings:
+    """The settings of the command line, over those of a --generation-config."""
     given: dict[str, Any] = {
         "max_new_tokens": asked.max_new_tokens,
         "temperature": asked.temperature,
@@ -100,11 +103,10 @@ def settings_of(asked: argparse.Namespace) -> LineSettings:
     flags = {name: value for name, value in given.items() if value is not None}
     for name, value in read_assignments(asked.set).items():
         if name in flags:
-            raise UsageError(f"--set {name} is there beside the option of its own: keep one of them")
+            raise UsageError(f"{name} is given twice, with --set and with its own option: keep one of them")
         flags[name] = value
     try:
-        said = read_settings(flags)
-        return said.over(_config_file(asked.generation_config))
+        return read_settings(flags).over(_config_file(asked.generation_config))
     except BatchLLMError as error:
         message = str(error)
         for name in given:
@@ -112,9 +114,9 @@ def settings_of(asked: argparse.Namespace) -> LineSettings:
         raise UsageError(message) from error
 
 
-def _config_file(path: str | None) -> LineSettings:
+def _config_file(path: str | None) -> GenerationSettings:
     if path is None:
-        return LineSettings()
+        return GenerationSettings()
     path = os.path.join(path, "generation_config.json") if os.path.isdir(path) else path
     try:
         with open(path, encoding="utf-8") as file:
@@ -124,15 +126,15 @@ def _config_file(path: str | None) -> LineSettings:
         raise UsageError(f"--generation-config {path}: {why}") from None
     if not isinstance(fields, dict):
         raise UsageError(f"--generation-config {path}: it holds no JSON object")
-    notes = ("transformers_version",)
-    fields = {name: value for name, value in fields.items() if name not in notes and not name.startswith("_")}
+    not_settings = ("transformers_version",)
+    fields = {name: value for name, value in fields.items() if name not in not_settings and not name.startswith("_")}
     try:
         return read_settings(fields, settle=False)
     except BatchLLMError as error:
         raise UsageError(f"--generation-config {path}: {error}") from error
 
 
-def size_of(text: str, option: str) -> int:
+def size_from(text: str, option: str) -> int:
     """``256MiB``, ``256M`` or bytes."""
     bare = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = bare[-1:] if bare[-1:] in ("K", "M", "G") else ""

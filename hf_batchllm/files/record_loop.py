@@ -1,0 +1,231 @@
+"""From the records of a file to their results: windows, calls of the generator, lines of the output.
+
+Each result is written as soon as it is there. It depends on the record, the record's number and the run's seed alone,
+so a run that was stopped anywhere and continued gives the same results as a run in one go.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from ..errors import InputFileError, PromptError
+from ..generator import BatchGenerator
+from ..results.generations import Generation
+from ..results.notebook import in_notebook
+from .file_report import FileReport
+from .records.line_configs import LineConfigs
+from .records.openai_requests import in_openai_names
+from .records.prompt_records import BadPromptRecord, PromptRecord
+from .records.record_reader import RecordReader
+from .records.result_layout import RESULT_LAYOUT
+from .records.result_lines import ResultWriter
+from .records.token_texts import TokenTexts
+from .run_options import RunOptions
+from .store.open_output import open_output
+from .store.output import Output
+from .store.run_record import RunRecord
+from .store.sources import Source, record_key
+from .weights_fingerprint import fingerprint
+
+_MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
+_MIN_LOGPROBS = 20  # of each token: the most that OpenAI's interface returns
+_MOST_PROBLEMS_SHOWN = 8  # bad records spelled out in an error
+
+
+def run_records(
+    gen: BatchGenerator | Callable[[], BatchGenerator],
+    source: Source,
+    target: str,
+    *,
+    reader: RecordReader,  # its ``base`` holds the settings of the run
+    options: RunOptions,
+    identity: Mapping[str, Any],  # what results depend on: a run that continues must have the same
+    model_name: str,
+    note: Callable[[str], None],
+) -> FileReport:
+    """``gen``: a generator, or a function that makes one and is called only if there are records to run."""
+    limit = options.limit
+    with ExitStack() as opened:
+        output = opened.enter_context(
+            open_output(
+                target,
+                options.output_format,
+                layout=RESULT_LAYOUT,
+                source=source,
+                fsync=options.fsync,
+                restart=options.restart,
+                note=note,
+            )
+        )
+        asked = RunRecord(settings=dict(identity), seed=options.seed)
+        record = output.begin(asked, source, limit=limit, retry_errors=options.retry_errors)
+        todo = output.missing(limit)
+        report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
+        report.before, report.errors = report.records - len(todo), int((output.errors < report.records).sum())
+        if output.complete:  # a table: its journal is gone
+            report.errors = int(record.figures.get("errors") or 0)
+        if options.on_error == "raise":
+            _refuse_bad_records(reader, source, todo)
+        if len(todo):
+            if isinstance(gen, BatchGenerator):
+                generator = gen
+            else:
+                generator = gen()
+                opened.callback(generator.close)
+            output.confirm_weights(fingerprint(generator.model))
+            writer = ResultWriter(
+                reader.dialect,
+                tokens=TokenTexts(generator.tokenizer),
+                token_ids=options.token_ids,
+                model=model_name,
+                where=source.where,
+                created=int(datetime.datetime.fromisoformat(record.created).timestamp()),
+                note=note,
+            )
+            run = _FileRun(generator, source, output, reader, writer, options, record.seed or 0, report)
+            run.run_windows(todo)
+        if not report.left:
+            output.finish(order=options.order, figures=report.figures())
+        return report
+
+
+def _refuse_bad_records(reader: RecordReader, source: Source, todo: np.ndarray) -> None:
+    """Reads all records once before any is run."""
+    problems: list[str] = []
+    count = 0
+    for chunk in source.chunks(todo):
+        for number, raw in zip(chunk.tolist(), source.records(chunk), strict=True):
+            record = reader.read(number, raw)
+            if isinstance(record, BadPromptRecord):
+                count += 1
+                problems += [str(record)] if count <= _MOST_PROBLEMS_SHOWN else []
+    if problems:
+        raise _refusal(f"{source.name} has records that cannot be run:", problems, count)
+
+
+def _refusal(headline: str, problems: Sequence[str], count: int) -> InputFileError:
+    shown = problems[:_MOST_PROBLEMS_SHOWN]
+    more = [f"... and {count - len(shown):,} more"] if count > len(shown) else []
+    return InputFileError("\n  ".join([headline, *shown, *more]))
+
+
+@dataclass
+class _FileRun:
+    generator: BatchGenerator
+    source: Source
+    output: Output
+    reader: RecordReader
+    writer: ResultWriter
+    options: RunOptions
+    seed: int
+    report: FileReport
+
+    def __post_init__(self) -> None:
+        self._configs = LineConfigs.of(self.generator)
+        self._keys: dict[int, str] = {}  # of the records of this window that have no result yet
+        self._bar: tqdm | None = None
+
+    def run_windows(self, todo: np.ndarray) -> None:
+        """``todo``: the numbers of the records to run."""
+        progress = self.options.progress
+        windows = self.source.windows(todo, self.options.window_bytes, self.reader.prompt_text)
+        first = next(windows)
+        if len(first) == len(todo):  # one call: its own bar moves with every step
+            many = len(todo) >= _MIN_RECORDS_WITH_BAR
+            self._run_window(first, many and logging.is_progress_bar_enabled() if progress is None else progress)
+            return
+        show = logging.is_progress_bar_enabled() if progress is None else progress
+        file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
+        total, before = self.report.records, self.report.before
+        with tqdm(total=total, initial=before, disable=not show, unit="lines", file=file, smoothing=0) as self._bar:
+            for window in chain([first], windows):
+                self._run_window(window, False)
+        self._bar = None
+
+    def _run_window(self, numbers: np.ndarray, progress: bool) -> None:
+        calls: dict[tuple[int, ...], list[PromptRecord]] = {}
+        for number, raw in zip(numbers.tolist(), self.source.records(numbers), strict=True):
+            self._keys[number] = record_key(raw)
+            record = self.reader.read(number, raw)
+            if isinstance(record, BadPromptRecord):
+                self._write_error(record)
+                continue
+            settings = record.settings
+            why = self._configs.problem(settings)
+            if why is not None:
+                self._write_error(record, why if record.request is None else in_openai_names(why))
+                continue
+            # The model's own config may ask for beams, too.
+            beams = self._configs.beams(settings) > 1
+            # All records of a call get as many log-probabilities as the record that asks for most.
+            call_key = beams, *settings.call_key, max(settings.logprobs or 0, _MIN_LOGPROBS)
+            calls.setdefault(call_key, []).append(record)
+        for records in calls.values():
+            self._run_call(records, progress)
+        assert not self._keys
+
+    def _run_call(self, records: Sequence[PromptRecord], progress: bool) -> None:
+        settings = [record.settings for record in records]
+        options: dict[str, Any] = {}
+        if settings[0].adapter is not None:
+            options["adapter"] = [each.adapter for each in settings]
+        wanted = [each.logprobs for each in settings if each.logprobs is not None]
+        if wanted:
+            options["logprobs"] = max(wanted)
+        waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
+        try:
+            for generation in self.generator.stream(
+                [record.prompt for record in records],
+                [self._configs.config(each) for each in settings],
+                seed=[self._seed_of(record) for record in records],
+                on_error=self.options.on_error,
+                progress=progress,
+                **options,
+            ):
+                place = generation.index
+                samples = waiting.setdefault(place, [])
+                samples.append(generation)
+                if len(samples) == self._configs.samples(settings[place]):
+                    del waiting[place]
+                    self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
+        except PromptError as error:
+            problems = [
+                f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
+            ]
+            raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems, len(problems)) from error
+        self.report.add(self.generator.last_report)
+
+    def _seed_of(self, record: PromptRecord) -> int:
+        """The record's own seed, or one made of the run's seed and the record's number."""
+        if record.settings.seed is not None:
+            return record.settings.seed
+        made = hashlib.blake2b(f"{self.seed} {record.number}".encode(), digest_size=8)
+        return int.from_bytes(made.digest(), "little")
+
+    def _write_result(self, record: PromptRecord, samples: Sequence[Generation]) -> None:
+        self.report.errors += any(sample.error is not None for sample in samples)
+        self._append(record.number, self.writer.result(record, self._keys.pop(record.number), samples))
+
+    def _write_error(self, record: PromptRecord | BadPromptRecord, why: str | None = None) -> None:
+        if self.options.on_error == "raise":
+            problem = str(record) if why is None else f"{self.source.where(record.number)}: {why}"
+            raise InputFileError(f"{self.source.name}, {problem}")
+        self.report.errors += 1
+        self._append(record.number, self.writer.error(record, self._keys.pop(record.number), why))
+
+    def _append(self, number: int, line: bytes) -> None:
+        self.output.append([(number, line)])
+        self.report.written += 1
+        if self._bar is not None:
+            self._bar.update()

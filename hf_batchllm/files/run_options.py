@@ -1,0 +1,39 @@
+"""``RunOptions``: how one run from a file to a file goes, beside what its records and its model say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import FilesError
+from ..wording import shown
+from .store.output import ORDERS
+from .store.sources import WINDOW_BYTES
+from .store.syncing import seconds_between_syncs
+
+ON_ERROR = ("record", "raise")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Checked when it is made. ``run_file`` documents each field."""
+
+    output_format: str | None = None
+    token_ids: bool = False
+    order: str = "input"
+    fsync: str = "5s"
+    window_bytes: int = WINDOW_BYTES
+    retry_errors: bool = False
+    restart: bool = False
+    on_error: str = "record"
+    limit: int | None = None
+    seed: int | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("order", self.order, ORDERS), ("on_error", self.on_error, ON_ERROR)):
+            if value not in allowed:
+                raise FilesError(f"`{name}` must be {' or '.join(map(repr, allowed))}, not {shown(value)}")
+        for name, size in (("limit", self.limit), ("window_bytes", self.window_bytes)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
+        seconds_between_syncs(self.fsync)

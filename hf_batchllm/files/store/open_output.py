@@ -1,0 +1,46 @@
+"""``open_output``: a file that a later run can continue, or a stream."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ...errors import OutputFileError
+from ...notices import warn_user
+from .file_output import FileOutput
+from .formats import format_of
+from .output import Output, ResultLayout
+from .sources import Source
+from .stream_output import StreamOutput, is_stream
+from .syncing import seconds_between_syncs
+from .table_inputs import import_pyarrow
+
+
+def open_output(
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    layout: ResultLayout,
+    source: Source | None = None,
+    fsync: str | float = "5s",
+    restart: bool = False,
+    note: Callable[[str], None] | None = None,
+) -> Output:
+    """Locks the output and reads what is in it. Nothing is changed before ``begin``.
+
+    ``format``: jsonl, csv, tsv or parquet; by default the suffix says it. ``-`` is stdout; like everything that is no
+    ordinary file, it takes JSON lines and cannot be continued. ``layout``: what lines of results mean. ``source`` must
+    be another file. ``fsync``: always, never, or how often (``5s``). ``note`` is called with what a person should hear
+    (by default: a warning).
+    """
+    path = os.fspath(path)
+    note = note or warn_user
+    seconds_between_syncs(fsync)
+    if is_stream(path):
+        if format not in (None, "jsonl"):
+            raise OutputFileError(f"{path} is a stream and takes JSON lines: a {format} file needs a name of its own")
+        return StreamOutput(path, source)
+    kind = format_of(path, format, OutputFileError)
+    if kind == "parquet":
+        import_pyarrow()
+    return FileOutput(path, kind, source, fsync, restart, layout, note)
