@@ -21,7 +21,8 @@ from ..patches.fused import FusedLayers, Fusion
 from ..planning.lineup import Lineup, line_up, most_pages_alone, pages_at_once
 from ..planning.scheduler import Scheduler
 from ..planning.sharing import make_plan
-from ..planning.units import Branch, Request, Step
+from ..planning.step import Step
+from ..planning.units import Branch, Request
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
 from ..sampling.stopping import Endings
@@ -121,11 +122,11 @@ class Call:
         self.answers: Sequence[Request] = self.lineup.requests
         for seat, request in enumerate(self.lineup.requests):
             request.seat = seat
-        if self.lineup.apart:
+        if self.lineup.without_prefixes:
             self.notices(
                 "apart",
-                f"{self.lineup.apart:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
-                "tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
+                f"{self.lineup.without_prefixes:,} sequences share prefixes but fit into the KV cache only alone, so "
+                "all of their tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
             )
         self.timekeeper.switch("setup")
         self.scheduler: Scheduler = scheduler_for(self.config.scheduler, self.architecture.device)

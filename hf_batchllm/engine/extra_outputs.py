@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..inputs.options import Options
 from ..inputs.prompts import Prompt
-from ..planning.units import Chunk, Request
+from ..planning.step import Chunk
+from ..planning.units import Request
 from ..sampling.logprobs import _AT_ONCE, LogProbs, NewTokenLogProbs, PromptLogProbs, Sample, StepTensors
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from .beams.loop import BeamEngine
 from .beams.scheduler import BeamScheduler
 from .beams.stopping import BeamEndings
 from .device_loop.decode_graphs import graphs_for
-from .device_loop.decode_rows import Seats
 from .device_loop.run_ahead import RunAhead
+from .device_loop.seats import Seats
 from .extra_outputs import ExtraOutputs
 from .job import Job
 from .loop import AtOnce, Launcher, runs_ahead
