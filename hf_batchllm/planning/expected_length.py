@@ -1,4 +1,4 @@
-"""How long an answer is expected to become: one number, for schedulers that do not look at the time between."""
+"""How long an answer is expected to become: a single number, for schedulers without a forecast over time."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class GroupScheduler(_Base):
         super().start(requests, cache, max_batch_tokens)
         self._longest = max((request.max_new_tokens for request in requests), default=1)
         self._lifetimes = Lifetimes(self._longest)
-        self._full = False  # a request did not fit, and none has ended since: asking again would give the same answer
+        self._full = False  # a request did not fit, and none has ended since: asking again would hardly change that
         self._budget_left = max_batch_tokens  # of the step that is being made
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:

@@ -58,7 +58,7 @@ class BeamScores:
         for some, numbers in alike.items():
             # By the options alone: in ``generate`` a user's MaxLengthCriteria does not change the length penalty.
             lengths = [len(groups[number].root.prompt_ids) for number in numbers]
-            searches = Searches(rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
+            searches = Searches(search_rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
             for place, number in enumerate(numbers):
                 self._place[groups[number]] = searches, place
 
@@ -138,7 +138,7 @@ def draw_candidates(
     return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices
 
 
-def rules_of(options: Options) -> SearchRules:
+def search_rules_of(options: Options) -> SearchRules:
     config, eos = options.config, options.config._eos_token_tensor
     return SearchRules.of(
         options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty

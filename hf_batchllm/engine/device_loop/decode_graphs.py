@@ -102,9 +102,8 @@ class DecodeGraphs:
 
     def _drop_outdated(self) -> None:
         """Drop graphs of a model that has changed: between two results its owner may do anything to it."""
-        if not self.model_may_have_changed or (
-            self._given_up and not any(graph.captured for graph in self._graphs.values())
-        ):
+        captured = [graph for graph in self._graphs.values() if graph.captured]
+        if not self.model_may_have_changed or (self._given_up and not captured):
             return
         adapters = self._runner.adapters
         adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
@@ -112,7 +111,7 @@ class DecodeGraphs:
         self.model_may_have_changed = False
         if state == self._state:
             return
-        for graph in [graph for graph in self._graphs.values() if graph.captured]:
+        for graph in captured:
             self._forget(graph)
         self._state = state
         if (reason := not_in_graphs(self._runner.model)) is not None:

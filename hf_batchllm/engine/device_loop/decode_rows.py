@@ -100,11 +100,11 @@ class RowsWork:
         at_once = self._multiprocessors // kv_heads + 1
         blocks = self.rows * (heads // kv_heads) // 64 + 1
         items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
-        wanted = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
+        sizes = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
         with torch.inference_mode(False):  # filled for bursts that may run outside of it
             room = WorkLists.room(
                 rows=self.rows,
-                items={tile: max(items[tile], size) for tile, size in wanted.items()},
+                items={tile: max(items[tile], size) for tile, size in sizes.items()},
                 entries=max(self._entries, 0 if work is None else _with_slack(len(work.entries))),
                 parts=max(8 * self.rows + 8 * at_once, 0 if work is None else _with_slack(work.parts)),
                 device=self._device,
