@@ -22,7 +22,6 @@ from support_families import build
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.beams.loop import BeamEngine
-from hf_batchllm.engine.beams.scheduler import branches
 from hf_batchllm.model.kv_storage import KVStorage
 
 NEAR = 2e-5  # scores that are no further apart may be told apart by rounding alone
@@ -146,7 +145,8 @@ def proved() -> Iterator[list[int]]:
     def checked(self: BeamEngine, given: Any) -> Any:
         result = step(self, given)
         cache = self.scheduler.cache
-        cache.check_integrity(branches(group for group in self.groups if not group.root.done))
+        groups = [group for group in self.groups if not group.root.done]
+        cache.check_integrity([unit for group in groups for unit in (group.root, *group.beams) if unit.in_use])
         held.append(cache.num_pages - cache.free_pages)
         return result
 

@@ -28,7 +28,8 @@ from hf_batchllm.bench.rates import Rates
 from hf_batchllm.bench.sweeps import SyncCell, SyncSweep
 from hf_batchllm.bench.workload import Mix, Workload
 from hf_batchllm.planning.scheduler import GroupScheduler
-from hf_batchllm.planning.units import Request, Step
+from hf_batchllm.planning.step import Step
+from hf_batchllm.planning.units import Request
 
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --runs 1 --batch-sizes 2,4".split()
 

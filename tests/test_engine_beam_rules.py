@@ -131,7 +131,7 @@ def test_searches_side_by_side_go_as_transformers_has_each_go_alone(early_stoppi
                     for parent, token in zip((index[place] // TOKENS).tolist(), picked[place].tolist(), strict=True)
                 ]
                 before = answers[each]
-                answers[each] = [before[at] if at < width else found[at - width] for at in choice.kept[place]]
+                answers[each] = [before[at] if at < width else found[at - width] for at in choice.answers[place]]
                 tokens[each] = [found[at] for at in choice.running[place]]
                 made[each] += 1
                 assert over == choice.over[place]

@@ -28,7 +28,8 @@ from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.paged_cache import PagedCache
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
-from hf_batchllm.planning.units import Request, Step
+from hf_batchllm.planning.step import Step
+from hf_batchllm.planning.units import Request
 
 pytestmark = plain
 
@@ -220,10 +221,10 @@ def test_steps_per_sync_beyond_all_reason(graphs: list[DecodeGraphs], launched: 
 
 def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs beyond the end of an answer is not taken for tokens of prompts."""
-    waits, on_its_way = [], RunAhead._on_its_way
+    waits, copy_back = [], RunAhead._copy_back
 
     def interrupted(self: RunAhead, tokens: torch.Tensor) -> Any:
-        wait = on_its_way(self, tokens)
+        wait = copy_back(self, tokens)
 
         def waits_once() -> Any:
             waits.append(1)
@@ -233,7 +234,7 @@ def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], mo
 
         return waits_once
 
-    monkeypatch.setattr(RunAhead, "_on_its_way", interrupted)
+    monkeypatch.setattr(RunAhead, "_copy_back", interrupted)
     prompts = mixed_prompts(3)
     generator = BatchGenerator(build("llama"), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:

@@ -96,7 +96,7 @@ def test_lists_that_do_not_fit_get_more_room(
     """As little room as the first burst needs: later ones read more pages."""
     made = RowsWork.__init__
     monkeypatch.setattr(RowsWork, "__init__", lambda self, state, entries, *rest: made(self, state, 0, *rest))
-    monkeypatch.setattr("hf_batchllm.engine.device_loop.decode_rows._SPARE", 1.0)
+    monkeypatch.setattr("hf_batchllm.engine.device_loop.decode_rows._ROOM_TO_GROW", 1.0)
     prompts = mixed_prompts(2)
     generator = BatchGenerator(build("llama"), steps_per_sync=2, page_size=4)
     result = generator.generate(prompts, max_new_tokens=30, progress=False)

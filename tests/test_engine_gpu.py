@@ -183,7 +183,7 @@ def test_fifty_calls_leave_the_memory_as_it_was() -> None:
 
 def test_the_last_graph_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pool of memory has gone with it."""
-    monkeypatch.setattr("hf_batchllm.engine.device_loop.decode_rows._SPARE", 1.0)
+    monkeypatch.setattr("hf_batchllm.engine.device_loop.decode_rows._ROOM_TO_GROW", 1.0)
     prompts = [[index, 5, 7, 9] for index in range(8)]  # no lists but of single rows, and the bucket is of eight
     generator = BatchGenerator(on_gpu("llama"), page_size=16, steps_per_sync=2, max_batch_tokens=64)
     with warnings.catch_warnings():

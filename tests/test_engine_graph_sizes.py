@@ -64,7 +64,7 @@ def test_graphs_are_captured_while_the_device_is_at_work(
     if device == "cpu":
         run_over_twins(monkeypatch)
     monkeypatch.setattr(RunAhead, "_is_behind", lambda self: True)
-    prepared, made = [], DecodeGraphs._made
+    prepared, made = [], DecodeGraphs._make
 
     def noted(self: DecodeGraphs, size: int) -> Any:
         prepared.append((self.steps, size))
@@ -80,7 +80,7 @@ def test_graphs_are_captured_while_the_device_is_at_work(
         want = BatchGenerator(model, **config).generate(prompts, **limits)
     if device == "cuda":
         monkeypatch.setattr(DecodeGraphs, "prepare", _without_waiting(DecodeGraphs.prepare))
-    monkeypatch.setattr(DecodeGraphs, "_made", noted)
+    monkeypatch.setattr(DecodeGraphs, "_make", noted)
     result = BatchGenerator(model, **config).generate(prompts, **limits)
     assert result.token_ids == want.token_ids
     assert next(size for steps, size in prepared if steps == 0) == 32, prepared

@@ -18,8 +18,8 @@ from test_generator_parity import mixed_prompts
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.engine.device_loop.decode_rows import Seats
 from hf_batchllm.engine.device_loop.run_ahead import RunAhead
+from hf_batchllm.engine.device_loop.seats import Seats
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.sampling.device_sampler import DeviceSampler
 from hf_batchllm.sampling.seated_sampler import SeatedSampler
@@ -160,13 +160,13 @@ def test_bits_are_kept_for_those_with_a_penalty_alone(monkeypatch: pytest.Monkey
 def test_what_ends_requests_is_known_by_seat() -> None:
     sets = [frozenset({3, 5}), frozenset(), frozenset({5}), frozenset({3, 5})]
     seats = Seats.of(sets, torch.device("cpu"))
-    seats.take(torch.tensor([0, 1, 2, 3]), torch.tensor([3, 3, 3, -1]))
+    seats.store(torch.tensor([0, 1, 2, 3]), torch.tensor([3, 3, 3, -1]))
     assert seats.ended.tolist() == [True, False, False, False, False]
-    seats.take(torch.tensor([3, 2, 1]), torch.tensor([5, 5, 5]))
+    seats.store(torch.tensor([3, 2, 1]), torch.tensor([5, 5, 5]))
     assert seats.ended.tolist() == [True, False, True, True, False]
     assert Seats.of(sets[:1] * 9, torch.device("cpu")).which is None
-    assert not Seats.of([frozenset()] * 2, torch.device("cpu")).any_end
-    assert not Seats.of([], torch.device("cpu")).any_end
+    assert not Seats.of([frozenset()] * 2, torch.device("cpu")).any_eos
+    assert not Seats.of([], torch.device("cpu")).any_eos
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.engine.device_loop import decode_rows
+from hf_batchllm.engine.device_loop import decode_rows, graph_capture
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.run_ahead import RunAhead
@@ -34,13 +34,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of graphs, in the order in which they were made."""
     run_over_twins(monkeypatch)
     monkeypatch.setattr(RunAhead, "_is_behind", lambda self: True)
-    seen, make = [], DecodeGraphs._made
+    seen, make = [], DecodeGraphs._make
 
     def noted(self: DecodeGraphs, size: int) -> DecodeRows:
         seen.append(size)
         return make(self, size)
 
-    monkeypatch.setattr(DecodeGraphs, "_made", noted)
+    monkeypatch.setattr(DecodeGraphs, "_make", noted)
     return seen
 
 
@@ -105,9 +105,9 @@ def test_a_capture_that_breaks_off_says_what_broke_it(
             raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(decode_rows, "_capture_stream", lambda _: None)
+    monkeypatch.setattr(graph_capture, "_capture_stream", lambda _: None)
     graph: Any = Graph()
-    with pytest.raises(error), decode_rows._capturing(graph, None, torch.device("cpu")):
+    with pytest.raises(error), graph_capture.capturing(graph, None, torch.device("cpu")):
         raise error
     assert graph.ended and gc.isenabled()
 
@@ -129,7 +129,7 @@ def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPat
             weight @ weight
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr(decode_rows, "_capturing", lambda *_: nullcontext())
+    monkeypatch.setattr(decode_rows, "capturing", lambda *_: nullcontext())
     token = torch.zeros(1)
     rows: Any = SimpleNamespace(work=SimpleNamespace(rooms=[]), _state=SimpleNamespace(token=token), _run=run)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -147,18 +147,18 @@ def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPat
 def test_who_runs_at_a_time() -> None:
     requests = [Request(place, np.zeros(20, dtype=np.int32), 13) for place in range(6)]  # of two pages each
     everybody = StillRunning(requests, KVStorage(12, 16), most_rows=6)
-    assert everybody.left() == ([13] * 6, True)
+    assert everybody.tokens_left() == ([13] * 6, True)
     for unended in (
         StillRunning(requests, KVStorage(11, 16), most_rows=6),
         StillRunning(requests, KVStorage(12, 16), 5),
     ):
-        assert unended.left() == ([], False)
+        assert unended.tokens_left() == ([], False)
         unended.begin(requests[:4])
         requests[0].pending = 3
-        assert unended.left() == ([13, 13, 13, 10], True)
+        assert unended.tokens_left() == ([13, 13, 13, 10], True)
         requests[0].pending = 0
     requests[0].end(FinishReason.TIME)
-    assert unended.left() == ([13] * 5, True), "the others fit, all of them"
+    assert unended.tokens_left() == ([13] * 5, True), "the others fit, all of them"
 
 
 def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

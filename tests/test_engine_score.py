@@ -213,7 +213,7 @@ def test_a_context_kept_from_an_earlier_call() -> None:
 
 def test_steps_have_as_many_logits_as_there_may_be_and_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring_module, "MOST_LOGITS", 9 * 101 + 100)
-    monkeypatch.setattr(lookups_module, "_ON_A_CPU", 2 * 101)
+    monkeypatch.setattr(lookups_module, "_AT_ONCE_PER_CPU_THREAD", 2 * 101)
     dice = random.Random(6)
     contexts = [[dice.randrange(97) for _ in range(20)] for _ in range(14)]
     several = [[[5], [6, 7]]] * len(contexts)

@@ -154,7 +154,7 @@ def test_a_continuation_of_which_the_tokenizer_makes_nothing() -> None:
     given = ["w5 w6", "w5 w6", "w7"], [["  ", " w8"], " w6", "\n"]
     result = words().score(*given, on_error="record")
     assert [bool(score.error) for score in result] == [True, False, False, True]
-    with pytest.raises(PromptError, match=r"context 0 has a continuation \(0\) that leaves no trace: with it the"):
+    with pytest.raises(PromptError, match=r"context 0 has a continuation \(0\) that adds no tokens: the tokenizer"):
         words(bos=True).score(*given)
 
 
@@ -208,9 +208,9 @@ def test_continuations_as_text() -> None:
         (
             ([[5], [6]],),
             {"choices": [["a", "b"], ["c", "d"]]},
-            "what each context has of its own goes to `continuations`",
+            "pass continuations that differ between contexts",
         ),
-        (([[5], [6]],), {"choices": [[[7], [8]], [[9]]]}, "what each context has of its own goes to `continuations`"),
+        (([[5], [6]],), {"choices": [[[7], [8]], [[9]]]}, "pass continuations that differ between contexts"),
         (([[5]],), {"choices": np.array([7, 8])}, "`choices` must be a list of choices"),
         (([[5]],), {"choices": torch.tensor([7])}, "`choices` must be a list of choices"),
         (([[5]],), {"choices": range(7, 9)}, "`choices` must be a list of choices"),

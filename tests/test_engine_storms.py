@@ -180,7 +180,7 @@ def test_a_stream_that_is_left(how: str, drawn: dict[str, Any], device: str, wat
     assert memory_in_use(device) == before
 
 
-GRAPHS = ("decode_graphs.py", "decode_rows.py")
+GRAPHS = ("decode_graphs.py", "decode_rows.py", "graph_capture.py")
 LOOP = (
     "engine/loop.py",
     "run_ahead.py",

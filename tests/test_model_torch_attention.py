@@ -16,7 +16,8 @@ from hf_batchllm.kernels.attention_torch import write_kv
 from hf_batchllm.model import torch_attention
 from hf_batchllm.model.batch import BatchBuilder, ModelBatch
 from hf_batchllm.model.torch_attention import CascadePlan, Scratch
-from hf_batchllm.planning.units import Chunk, Prefix, Request, Step, Unit
+from hf_batchllm.planning.step import Chunk, Step
+from hf_batchllm.planning.units import Prefix, Request, Unit
 
 PAGE_SIZES = [1, 2, 3, 4, 7, 16, 64]
 

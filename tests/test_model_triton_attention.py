@@ -23,7 +23,8 @@ from hf_batchllm import BatchGenerator, ConfigError
 from hf_batchllm.kernels import cascade_torch, small_torch
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels, StepWork, TritonBackend
-from hf_batchllm.planning.units import Chunk, Request, Step
+from hf_batchllm.planning.step import Chunk, Step
+from hf_batchllm.planning.units import Request
 
 NEW_TOKENS = 8
 TWINS = AttentionKernels(

@@ -77,7 +77,7 @@ def test_requests_stand_on_what_the_plan_says(rows: list[list[int]], fee: int, p
     plan = plan_sharing(prompts, min_shared_tokens=fee, new_tokens=new)
     cache = PagedCache(1000, page_size)
     lineup = line_up(prompts, plan, [new] * len(rows), cache)
-    assert not lineup.too_long and not lineup.apart and not lineup.cached_tokens
+    assert not lineup.too_long and not lineup.without_prefixes and not lineup.cached_tokens
     for place, (request, row) in enumerate(zip(lineup.requests, rows, strict=True)):
         assert (request.index, request.sample) == (place, 0)
         assert_stands_on_its_own_tokens(request, row)
@@ -108,7 +108,7 @@ def test_the_pages_asked_for_hold_the_whole_list(
     prompts, plan, limits = plan_of(rows)
     cache = PagedCache(pages_at_once(prompts, plan, limits, page_size), page_size, keep_prefixes=3)
     lineup = line_up(prompts, plan, limits, cache)
-    assert not lineup.too_long and not lineup.apart
+    assert not lineup.too_long and not lineup.without_prefixes
     all_at_once(lineup, cache)
     run(lineup, cache)
     # And beside what a call before it left behind.
@@ -116,7 +116,7 @@ def test_the_pages_asked_for_hold_the_whole_list(
     kept = cache.num_pages - cache.free_pages
     cache.grow(max(cache.num_pages, kept + pages_at_once(prompts, plan, limits, page_size)))
     lineup = line_up(prompts, plan, limits, cache)
-    assert not lineup.too_long and not lineup.apart
+    assert not lineup.too_long and not lineup.without_prefixes
     all_at_once(lineup, cache)
     run(lineup, cache)
 
@@ -238,7 +238,7 @@ def test_a_prompt_that_fits_only_without_its_prefixes_goes_without() -> None:
     cache = PagedCache(3, page_size=2)
     rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 7]]
     lineup = lined_up(rows, cache)
-    assert lineup.apart == 2 and not lineup.too_long
+    assert lineup.without_prefixes == 2 and not lineup.too_long
     for request, row in zip(lineup.requests, rows, strict=True):
         assert_stands_on_its_own_tokens(request, row)
         assert cache.fits_alone(request)
@@ -248,12 +248,12 @@ def test_a_prompt_that_fits_only_without_its_prefixes_goes_without() -> None:
     assert cache.lost_tokens == 0
 
 
-def test_what_a_prompt_set_apart_does_not_read_is_not_counted_as_cached() -> None:
+def test_what_a_prompt_without_prefixes_does_not_read_is_not_counted_as_cached() -> None:
     cache = PagedCache(4, page_size=4, keep_prefixes=1)
     document = list(range(10, 15))
     run(lined_up([[*document, 1], [*document, 2]], cache), cache)
     lineup = lined_up([[*document, *range(30, 40)]], cache, new=2)  # 5 tokens and 11: five pages, where 16 take four
-    assert lineup.apart == 1
+    assert lineup.without_prefixes == 1
     assert lineup.cached_tokens == 0 and to_compute(lineup) == 15
     cache.check_integrity(lineup.requests)
 
@@ -264,7 +264,7 @@ def test_how_far_an_earlier_call_read_does_not_count() -> None:
     document = list(range(10, 22))
     run(lined_up([[*document, 1], [*document, 2]], cache), cache)
     lineup = lined_up([[*document[:4], *range(30, 35)]], cache, new=4)
-    assert lineup.apart == 0 and lineup.cached_tokens == 4
+    assert lineup.without_prefixes == 0 and lineup.cached_tokens == 4
     assert cache.fits_alone(lineup.requests[0])
 
 

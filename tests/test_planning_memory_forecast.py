@@ -33,7 +33,7 @@ def ended(tokens: int, reason: FinishReason = FinishReason.STOP, limit: int = 10
 
 
 def longer_than(lifetimes: Lifetimes, tokens: int, running: Sequence[int] = ()) -> float:
-    return float(lifetimes.going_on(np.array(running, dtype=np.int64)).longer(np.array([tokens]))[0])
+    return float(lifetimes.survival(np.array(running, dtype=np.int64)).longer(np.array([tokens]))[0])
 
 
 def to_their_limits(jobs: list[Job]) -> list[Job]:
@@ -143,6 +143,6 @@ def test_fewer_and_fewer_go_on(lengths: list[int], running: list[int], longest: 
     lifetimes = Lifetimes(longest)
     for length in lengths:
         lifetimes.learn(ended(length))
-    going_on = lifetimes.going_on(np.array(running, dtype=np.int64))
-    share = going_on.longer(np.arange(longest + 1))
+    survival = lifetimes.survival(np.array(running, dtype=np.int64))
+    share = survival.longer(np.arange(longest + 1))
     assert (share > 0).all() and (np.diff(share) <= 0).all() and share[0] == 1

@@ -428,7 +428,7 @@ def _claim_to_be_kept(cache: PagedCache, outer: Prefix, inner: Prefix, request: 
 
 
 def _forget_how_far_is_read(cache: PagedCache, outer: Prefix, inner: Prefix, request: Request) -> None:
-    inner.wanted -= 1
+    inner.read_end -= 1
 
 
 Corruption = Callable[[PagedCache, Prefix, Prefix, Request], None]

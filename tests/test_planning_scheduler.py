@@ -13,10 +13,12 @@ from support_scheduler_runs import BUDGETS, PAGE_SIZES, Drive, Job, bare_minimum
 
 from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.planning.base_scheduler import BaseScheduler
+from hf_batchllm.planning.expected_length import ExpectedLength
 from hf_batchllm.planning.memory_forecast import Forecast
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.scheduler import ExpectedLength, FifoScheduler, GroupScheduler, make_scheduler
-from hf_batchllm.planning.units import Chunk, Request, Step
+from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, make_scheduler
+from hf_batchllm.planning.step import Chunk, Step
+from hf_batchllm.planning.units import Request
 
 
 class GatheringScheduler(GroupScheduler):
@@ -229,7 +231,7 @@ def test_a_kept_prefix_that_fills_the_cache_gives_way_to_who_reads_a_little_of_i
             assert cache.free_pages == 2 and cache.kept_prefixes == 1
             drive.scheduler = kind()
             drive.call([Job([0, 1, 2, 60], 11, 11), Job([0, 1, 2, 61], 11, 2)])
-            assert drive.lineup.cached_tokens == 3 and drive.lineup.apart == 0
+            assert drive.lineup.cached_tokens == 3 and drive.lineup.without_prefixes == 0
             assert drive.lost_tokens <= 3 + 2 * 2
             cache.forget_kept()
             assert cache.free_pages == 14

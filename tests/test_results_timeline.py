@@ -222,19 +222,19 @@ def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> 
 def test_on_a_gpu_waiting_is_told_from_launching(
     device_loop: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, on_its_way, capture = [], RunAhead._on_its_way, DecodeGraphs._capture
+    waits, copy_back, capture = [], RunAhead._copy_back, DecodeGraphs._capture
 
     def slow(self: RunAhead, tokens: torch.Tensor) -> Any:
         clock.now += 1
         waits.append(1)
-        return clock.taking(10, on_its_way(self, tokens))
+        return clock.taking(10, copy_back(self, tokens))
 
     def capturing(self: DecodeGraphs, graph: Any) -> None:
         clock.now += 100
         self.seconds += 100
         capture(self, graph)
 
-    monkeypatch.setattr(RunAhead, "_on_its_way", slow)
+    monkeypatch.setattr(RunAhead, "_copy_back", slow)
     monkeypatch.setattr(DecodeGraphs, "_capture", capturing)
     monkeypatch.setattr(call, "Timekeeper", lambda **_: Timekeeper(clock, ahead=True))
     result = BatchGenerator(build(FAMILY), steps_per_sync=8).generate(PROMPTS, max_new_tokens=40, **GIVEN)
@@ -253,10 +253,10 @@ def test_on_a_gpu_waiting_is_told_from_launching(
 def test_what_is_on_its_way_at_an_interrupt_counts(
     at: int, device_loop: None, facts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, on_its_way = [], RunAhead._on_its_way
+    waits, copy_back = [], RunAhead._copy_back
 
     def interrupted(self: RunAhead, tokens: torch.Tensor) -> Any:
-        wait = on_its_way(self, tokens)
+        wait = copy_back(self, tokens)
 
         def waits_once() -> Any:
             waits.append(1)
@@ -266,7 +266,7 @@ def test_what_is_on_its_way_at_an_interrupt_counts(
 
         return waits_once
 
-    monkeypatch.setattr(RunAhead, "_on_its_way", interrupted)
+    monkeypatch.setattr(RunAhead, "_copy_back", interrupted)
     generator = BatchGenerator(build(FAMILY), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:
         generator.generate(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), **GIVEN)

@@ -49,7 +49,8 @@ from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import AttentionCall
 from hf_batchllm.patches.fused import Fusion
 from hf_batchllm.patches.fused_layers import FusedKernels
-from hf_batchllm.planning.units import Chunk, Request, Step
+from hf_batchllm.planning.step import Chunk, Step
+from hf_batchllm.planning.units import Request
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -42,7 +42,8 @@ from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_co
 from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.patches.fused import FusedLayers, Fusion
 from hf_batchllm.patches.fused_layers import FusedKernels
-from hf_batchllm.planning.units import Chunk, Request, Step
+from hf_batchllm.planning.step import Chunk, Step
+from hf_batchllm.planning.units import Request
 
 PAGE = 64
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -33,7 +33,7 @@ from hf_batchllm.planning.lineup import line_up
 from hf_batchllm.planning.paged_cache import PagedCache
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.sharing import plan_sharing
-from hf_batchllm.planning.units import Step
+from hf_batchllm.planning.step import Step
 from hf_batchllm.results.timeline import Timeline
 from hf_batchllm.sampling.stopping import Endings, StopRules
 

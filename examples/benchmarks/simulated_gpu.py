@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkou
 
 from hf_batchllm.bench.floor import Shape
 from hf_batchllm.bench.rates import Rates
-from hf_batchllm.planning.units import Request, Step, Unit
+from hf_batchllm.planning.step import Step
+from hf_batchllm.planning.units import Request, Unit
 
 LLAMA_8B = Shape(
     hidden=4096,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
+from hf_batchllm.planning.expected_length import ExpectedLength
 from hf_batchllm.planning.memory_forecast import Forecast
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.scheduler import ExpectedLength, GroupScheduler
+from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.planning.units import FinishReason, Request
 
 
@@ -22,7 +23,7 @@ class Promises:
         self._expected = expected
         self._promised = sum(map(self._growth, running))
 
-    def admits(self, request: Request, then: Request | None, free: int, late: int = 0) -> bool:
+    def admits(self, request: Request, then: Request | None, free: int, delay: int = 0) -> bool:
         return self._cache.missing_with_ancestors(request, self._length(request)) + self._promised <= free
 
     def add(self, request: Request) -> None:

@@ -22,7 +22,8 @@ from ..model.triton_attention import StepWork, TritonBackend
 from ..planning.memory_forecast import Forecast
 from ..planning.paged_cache import PagedCache
 from ..planning.scheduler import GroupScheduler
-from ..planning.units import Chunk, Prefix, Request, Step
+from ..planning.step import Chunk, Step
+from ..planning.units import Prefix, Request
 from ..results.run_report import RunReport
 from .contenders import Ours, timed
 from .measuring import BRIEF_WARM_UP, WARM_UP, Floors, Row
@@ -70,7 +71,7 @@ class InListOrder(GroupScheduler):
         if not self.running:
             return super()._fits(request, forecast)
         # A prefix does not go with those who run: others come back to it.
-        needed = self.cache.missing_with_ancestors(request, request.max_length) + forecast.most
+        needed = self.cache.missing_with_ancestors(request, request.max_length) + forecast.most_new_pages
         if self._could_have(needed) and self.cache.evict(needed):
             return True
         chain = [unit for unit, _ in request.ancestors() if isinstance(unit, Prefix)]

@@ -20,7 +20,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from ..engine.wiring import scheduler_for
 from ..generator import BatchGenerator
 from ..planning.base_scheduler import BaseScheduler
-from ..planning.units import Request, Step
+from ..planning.step import Step
+from ..planning.units import Request
 from ..results.run_report import RunReport
 
 Prompts = list[list[int]]

@@ -17,7 +17,8 @@ from ..notices import Notices
 from ..patches.fused import Fusion
 from ..planning.call_plan import CallPlan
 from ..planning.lineup import Lineup
-from ..planning.units import Branch, Request, Step
+from ..planning.step import Step
+from ..planning.units import Branch, Request
 from ..results.run_report import RunReport
 from .adapter_turns import AdapterTurns
 from .beams.loop import BeamEngine
@@ -142,10 +143,10 @@ class Call:
         assert self._adapters is not None
         for seat, request in enumerate(requests):
             request.seat = seat
-        if self.lineup.apart:
+        if self.lineup.without_prefixes:
             self._notices(
                 "apart",
-                f"{self.lineup.apart:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
+                f"{self.lineup.without_prefixes:,} sequences share prefixes but fit into the KV cache only alone, so all of their "
                 "tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
             )
         runner = self._use.run_over(self._storage, self._adapters.swap)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..inputs.prompts import Prompt
-from ..planning.units import Chunk, Request
+from ..planning.step import Chunk
+from ..planning.units import Request
 
 if TYPE_CHECKING:
     from ..model.runner import ModelRunner

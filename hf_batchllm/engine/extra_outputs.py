@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..inputs.options import Options
-from ..planning.units import Chunk, Request
+from ..planning.step import Chunk
+from ..planning.units import Request
 from ..results.sharing_plan import SharingPlan
 from ..sampling.logprobs import _AT_ONCE, LogProbs, NewTokenLogProbs, PromptLogProbs, Sample, StepTensors
 from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher

@@ -24,8 +24,8 @@ from .beams.scheduler import BeamScheduler
 from .beams.stopping import BeamEndings
 from .call_outputs import CallOutputs
 from .device_loop.decode_graphs import graphs_for
-from .device_loop.decode_rows import Seats
 from .device_loop.run_ahead import RunAhead
+from .device_loop.seats import Seats
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .step_size import times_in_a_row

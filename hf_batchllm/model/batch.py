@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from ..planning.units import Chunk, Request, Step, Unit, units_below
+from ..planning.step import Chunk, Step
+from ..planning.units import Request, Unit, units_below
 
 
 @dataclass(frozen=True)

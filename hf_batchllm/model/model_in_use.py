@@ -11,7 +11,7 @@ from ..inputs.adapters import adapter_configs
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
 from ..patches.fused import FusedLayers, Fusion
-from ..planning.units import Chunk
+from ..planning.step import Chunk
 from .architecture import Architecture
 from .batch import BatchBuilder
 from .choose_backend import check_backend, fused_kernels, make_backend

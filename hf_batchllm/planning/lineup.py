@@ -1,4 +1,4 @@
-"""From a plan to what runs: prefixes and requests, standing on each other and on what an earlier call kept."""
+"""From a plan to units: prefixes and requests, attached to each other and to prefixes that an earlier call kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from ..inputs.prompts import Prompt
 from ..results.sharing_plan import SharingPlan
 from .paged_cache import PagedCache
-from .units import Branch, Prefix, Request, Unit
+from .units import Branch, Prefix, Request
 
-_TOKENS_TO_A_PARTING = 4  # of a beam search that parts often; of language models ten or so
+_TOKENS_PER_PARTING = 4  # beams of language models part every ten tokens or so; these part often
 
 
 @dataclass
@@ -21,9 +21,9 @@ class Lineup:
 
     requests: list[Request]
     prefixes: list[Prefix]
-    cached_tokens: int = 0  # of the prompts, found in kept prefixes
-    too_long: dict[int, int] = field(default_factory=dict)  # request -> pages that it would need, more than there are
-    apart: int = 0  # requests that fit only without their prefixes
+    cached_tokens: int = 0  # prompt tokens that were found in kept prefixes
+    too_long: dict[int, int] = field(default_factory=dict)  # request -> the pages that it needs, more than there are
+    without_prefixes: int = 0  # requests that fit into the cache only without prefixes, and so have none
 
 
 def pages_at_once(
@@ -35,15 +35,15 @@ def pages_at_once(
 ) -> int:
     """Pages that the whole list takes when all of it is in the cache at the same time.
 
-    That is never less than any of its requests takes without its prefixes: fewer ends of pages are left empty then.
-    ``widths``: of a beam search, how many beams each prompt has. Each parting of their ways begins a page.
+    No request alone takes more than that: without prefixes it leaves fewer ends of pages empty.
+    ``widths``: in a beam search, the number of beams of each prompt. Wherever beams part, one of them begins a page.
     """
     beams = 0
     if widths is not None:
         for width, new in zip(widths, max_new_tokens, strict=True):
-            beams += width * (2 - (1 - new) // page_size) + int(new) // _TOKENS_TO_A_PARTING
+            beams += width * (2 - (1 - new) // page_size) + int(new) // _TOKENS_PER_PARTING
         max_new_tokens = [1] * len(prompts)
-    ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the last: of no segment
+    ends = np.array([segment.end for segment in plan.segments] + [0], dtype=np.int64)  # the 0 stands for no segment
     own = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64) + np.asarray(max_new_tokens) - 1
     own -= ends[plan.parents]
     shared = np.array([len(segment) for segment in plan.segments], dtype=np.int64)
@@ -53,7 +53,7 @@ def pages_at_once(
 def most_pages_alone(
     prompts: Sequence[Prompt], max_new_tokens: Sequence[int], page_size: int, widths: Sequence[int] | None
 ) -> int:
-    """Pages that the longest of them takes, with all of its beams."""
+    """Pages that the largest of the prompts takes by itself, with its answer or all of its beams."""
     most = 1
     for place, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
         width = 0 if widths is None else widths[place]
@@ -72,11 +72,11 @@ def line_up(
     reach: Sequence[int] | None = None,
     widths: Sequence[int] | None = None,
 ) -> Lineup:
-    """One request for each prompt (prompts of several samples are listed as often); prefixes before their readers.
+    """A request for each entry of ``prompts``, in which a prompt of several samples stands as many times.
 
-    ``samples``: of each prompt, or of all; ``can_stop``: each request, or all of them. ``reach``: how many tokens of
-    each prompt may be taken from prefixes that an earlier call has kept, of which there are no logits; None: all.
-    ``widths``: of a beam search, how many beams each prompt has.
+    ``samples``: how many there are of each prompt, or of every prompt; ``can_stop``: of each request, or of all.
+    ``reach``: how many tokens of each prompt may come from prefixes that an earlier call kept, which give no logits;
+    None: all. ``widths``: in a beam search, the number of beams of each prompt.
     """
     if isinstance(samples, int):
         samples = [samples] * (len(prompts) // samples)
@@ -97,7 +97,7 @@ def line_up(
             limit = min(limit, int(most[plan.order[first : first + segment.members]].min()))
         lineup.cached_tokens += _attach(prefix, below, limit, cache)
         prefixes.append(prefix)
-    found: list[int] = []
+    found: list[int] = []  # of each request, the tokens that a kept prefix holds of its own
     for place, prompt in enumerate(prompts):
         parent = int(plan.parents[place])
         below = prefixes[parent] if parent >= 0 else None
@@ -116,7 +116,7 @@ def line_up(
         limit = len(prompt.ids) - 1
         found.append(_attach(request, below, limit if most is None else min(limit, int(most[place])), cache))
         lineup.requests.append(request)
-    # A prefix that only an empty one stood on (a kept prefix took its place) has lost its readers: it goes.
+    # Retire a prefix whose only reader turned out empty because a kept prefix covers it.
     for prefix in reversed(prefixes):
         if prefix.refs == 0:
             cache.retire(prefix, keep=False)
@@ -124,38 +124,33 @@ def line_up(
         if cache.fits_alone(request):
             lineup.cached_tokens += found[place]
         else:
-            _set_apart(request, cache, lineup, place)
+            _run_without_prefixes(request, cache, lineup, place)
     return lineup
 
 
-def _attach(unit: Unit, below: Prefix | None, limit: int, cache: PagedCache) -> int:
-    """Put ``unit`` on the prefix below it in the plan, or on a kept one that reaches further into its tokens.
+def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: PagedCache) -> int:
+    """Attach ``unit`` to the prefix below it in the plan, or to a kept prefix that holds more of its tokens.
 
-    Returns how many of its tokens were found in the kept one.
+    ``limit``: the position before which tokens may come from a kept prefix. Returns how many were found there.
     """
     found = 0
-    inside = below is None or _is_cached(below)
-    if cache.kept_prefixes and inside and limit > unit.start:
-        ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids  # type: ignore[attr-defined]
-        kept, reach = cache.match(ids, limit, unit.key)
-        if kept is not None and reach > unit.start:
-            found = reach - unit.start
-            unit.start = unit.computed = reach
+    below_is_cached = below is None or below.start == below.end  # only then a kept prefix may hold more
+    if cache.kept_prefixes and below_is_cached and limit > unit.start:
+        ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids
+        kept, agreed = cache.match(ids, limit, unit.key)
+        if kept is not None and agreed > unit.start:
+            found = agreed - unit.start
+            unit.start = unit.computed = agreed
             below = kept
     cache.attach(unit, below)
     return found
 
 
-def _is_cached(prefix: Prefix) -> bool:
-    """Whether all of a planned prefix was found in kept ones, so that more may be found beyond it."""
-    return prefix.start == prefix.end
-
-
-def _set_apart(request: Request, cache: PagedCache, lineup: Lineup, place: int) -> None:
-    """Pages are ragged: a deep tree may take a few more than the request alone. Then it goes without the tree."""
+def _run_without_prefixes(request: Request, cache: PagedCache, lineup: Lineup, place: int) -> None:
+    """A deep chain of prefixes takes a few more pages than its tokens alone, as each prefix begins a page."""
     cache.retire(request, keep=False)
-    request.start = request.computed = request.lost = 0
+    request.start = request.computed = request.lost_end = 0
     if cache.fits_alone(request):
-        lineup.apart += 1
+        lineup.without_prefixes += 1
     else:
         lineup.too_long[place] = request.most_pages(cache.page_size)

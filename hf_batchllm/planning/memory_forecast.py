@@ -1,8 +1,8 @@
-"""How much memory the requests that run will need, over the steps to come: whether there is room for one more.
+"""How much memory the running requests will need over the steps to come, and so whether one more request fits.
 
-Each of them adds a token a step for as long as it goes on. Where its length is known, that is certain; else it is as
-likely as answers have turned out to be so far. They do not all end at once, so what they need together at any one time
-is less than what each of them needs in the end.
+Each running request adds a token a step until it ends. Its length is known where nothing but its limit ends it;
+otherwise it is estimated from the answers that have ended so far. Requests do not all end at once, so the most that
+they need together at any one time is less than the sum of what each of them needs in the end.
 """
 
 from __future__ import annotations
@@ -12,185 +12,195 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .paged_cache import PagedCache
-from .units import FinishReason, Request, Unit
+from .units import FinishReason, Prefix, Request, Unit
 
-_BUCKETS = 256
-_UNSEEN = 4.0  # what is thought of lengths beforehand counts as much as so many answers
-_CAREFUL = 2.0  # standard deviations of what they need together
-_LIKELY, _CERTAIN = 48, 32  # points in time: ever further apart, and when some of those end whose length is known
+_MOST_BUCKETS = 256  # of lengths, about
+_PRIOR_ANSWERS = 4.0  # the guess made before any answer has ended weighs as much as so many answers
+_MARGIN = 2.0  # standard deviations that are added to the mean
+_TIMES_SPREAD = 48  # points in time at which memory is estimated: ever further apart,
+_TIMES_AT_ENDS = 32  # and so many more, at which requests of known length end
 
 
 class Lifetimes:
-    """How long answers become, learned from those that have ended and from how far the others have come.
+    """How long answers become: learned from those that have ended, and from the lengths of those that still run.
 
-    ``longest``: as long as any may become.
+    ``longest``: the longest that any answer may become.
     """
 
     def __init__(self, longest: int) -> None:
-        self._width = -(-longest // _BUCKETS)
+        self._width = -(-longest // _MOST_BUCKETS)
         self._stopped = np.zeros(longest // self._width + 1)
-        # Before any have been seen they are as likely to be of about 20 tokens as of about 200.
+        # Before any answer has ended, lengths about 20 are as likely as lengths about 200.
         even = 1 / np.arange(1, len(self._stopped) + 1)
-        self._unseen = _UNSEEN * even / even.sum()
-        self._cut = np.zeros_like(self._stopped)  # by a limit: nobody knows how long they would have become
+        self._prior = _PRIOR_ANSWERS * even / even.sum()
+        self._cut = np.zeros_like(self._stopped)  # ended by a limit: their own end would have come later
 
     def learn(self, request: Request) -> None:
         if request.can_stop:
             ends = self._stopped if request.finish_reason is FinishReason.STOP else self._cut
             ends[len(request.generated) // self._width] += 1
 
-    def going_on(self, made: np.ndarray) -> _GoingOn:
-        """``made`` [running] int64: new tokens of those that have not ended."""
+    def survival(self, made: np.ndarray) -> _Survival:
+        """``made`` [running] int64: the new tokens of each running request."""
         size = len(self._stopped)
         unended = self._cut + np.bincount(made // self._width, minlength=size)
-        stopped = self._stopped + self._unseen
+        stopped = self._stopped + self._prior
         at_risk = np.cumsum((stopped + unended)[::-1])[::-1]
-        # Whoever has come into a bucket is half through it, on average.
-        kept = 1 - stopped / (at_risk - unended / 2)
-        return _GoingOn(np.concatenate([[1.0], np.cumprod(np.maximum(kept, 1e-9))]), self._width)
+        # An unended answer in a bucket has passed half of it, on average.
+        passed = 1 - stopped / (at_risk - unended / 2)
+        return _Survival(np.concatenate([[1.0], np.cumprod(np.maximum(passed, 1e-9))]), self._width)
 
 
-class _GoingOn:
-    """``share`` [buckets + 1]: of all answers, those that become longer than so many buckets."""
+class _Survival:
+    """``share`` [buckets + 1]: the share of all answers that become longer than so many buckets of ``width`` tokens."""
 
     def __init__(self, share: np.ndarray, width: int) -> None:
         at = np.arange(len(share)) * width
-        self._share = np.interp(np.arange(at[-1] + 1), at, share)  # looking up is much faster
+        self._share: np.ndarray = np.interp(np.arange(at[-1] + 1), at, share)  # of tokens: a look-up is much faster
 
     def longer(self, than: np.ndarray) -> np.ndarray:
-        return self._share.take(than, mode="clip")
+        """The share of all answers that become longer than ``than`` tokens."""
+        share: np.ndarray = self._share.take(than, mode="clip")
+        return share
 
 
 class Forecast:
-    """``running``: those that run now. Whoever is let in is to be told by ``add``.
+    """``running``: the requests that run now. Those that enter are added by ``add``.
 
-    Members of a prefix are expected to come one after the other: who comes next tells whether it stays for others.
+    Requests on the same prefix are expected to enter one after the other. So the request after a newcomer tells whether
+    the newcomer's prefixes stay when it ends.
     """
 
     def __init__(self, cache: PagedCache, lifetimes: Lifetimes, running: Iterable[Request], longest: int) -> None:
         self._cache = cache
         self._lifetimes = lifetimes
         self._longest = longest
-        self._running = _Rows([*running], cache.page_size)
-        # To add if all of them were at their longest at once, so never more.
-        self.most = self._running.most
-        self._entered: list[Request] = []  # since then, as long as there are no curves
-        self._curves: _Curves | None = None  # made when they are needed
+        self._running = _RequestArrays([*running], cache.page_size)
+        # The pages to add if all of them came to their longest at once: an upper bound.
+        self.most_new_pages = self._running.most_new_pages
+        self._entered: list[Request] = []  # added since, while there are no curves
+        self._curves: _Curves | None = None  # made on first need
 
-    def admits(self, request: Request, then: Request | None, free: int, late: int = 0) -> bool:
-        """Whether ``request`` may enter where so many pages are free. ``then``: who comes after it, and waits.
+    def admits(self, request: Request, then: Request | None, free: int, delay: int = 0) -> bool:
+        """Whether ``request`` fits into ``free`` pages, now and later. ``then``: the next request in the queue.
 
-        ``late``: steps after this one before its prompt is computed, at the most.
+        ``delay``: the most steps that may pass after this one before the prompt of ``request`` is computed.
         """
-        if self._cache.missing_with_ancestors(request, request.max_length) + self.most <= free:
+        if self._cache.missing_with_ancestors(request, request.max_length) + self.most_new_pages <= free:
             return True
         if self._cache.missing_with_ancestors(request, request.length) > free:
             return False
         if self._curves is None:
             running = self._running
             if self._entered:
-                running = _Rows([*running.requests, *self._entered], self._cache.page_size)
+                running = _RequestArrays([*running.requests, *self._entered], self._cache.page_size)
             self._curves = _Curves(self._cache, self._lifetimes, running, self._longest)
-        return self._curves.peak_with(request, then, late) <= free
+        return self._curves.peak_with(request, then, delay) <= free
 
     def add(self, request: Request) -> None:
-        """It has entered, and has pages."""
-        self.most += self._cache.missing(request, request.max_length)
+        """``request`` has entered, and has pages for its prompt."""
+        self.most_new_pages += self._cache.missing(request, request.max_length)
         if self._curves is None:
             self._entered.append(request)
         else:
             self._curves.add(request)
 
 
-class _Rows:
-    """What arithmetic needs to know of ``requests``; there may be thousands."""
+class _RequestArrays:
+    """The numbers of ``requests`` as arrays, one entry for each request: there may be thousands."""
 
     def __init__(self, requests: Sequence[Request], page_size: int) -> None:
         self.requests = requests
         self._page_size = page_size
-        seen = [len(request.generated) for request in requests]
+        generated = [len(request.generated) for request in requests]
         pending = [request.pending for request in requests]
-        self.made = np.array(seen, dtype=np.int64) + np.array(pending, dtype=np.int64)
+        self.made = np.array(generated, dtype=np.int64) + np.array(pending, dtype=np.int64)
         limits = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
         prompts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
         self._own_prompt = prompts - np.array([request.start for request in requests], dtype=np.int64)
         self.left = limits - self.made
         self.can_stop = np.array([request.can_stop for request in requests], dtype=bool)
-        held = np.array([len(request.pages) for request in requests], dtype=np.int64)
-        self.held = int(held.sum())
+        pages = np.array([len(request.pages) for request in requests], dtype=np.int64)
+        self.pages = int(pages.sum())  # that all of them have now
         in_the_end = -(-(self._own_prompt + limits - 1) // page_size)
-        self.most = int(np.maximum(in_the_end - held, 0).sum())  # pages to add
+        self.most_new_pages = int(np.maximum(in_the_end - pages, 0).sum())
 
-    def over(self, times: np.ndarray, going_on: _GoingOn, late: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """[requests, times] each: how likely it is that one still runs, and its pages then.
+    def over(self, times: np.ndarray, survival: _Survival, delay: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """[requests, times] each: how likely it is that a request still runs, and its pages then.
 
-        From one point in time to the next it counts as who runs at the first with the pages of the second. Who may be
-        ``late`` counts as who is not as long as it grows, and as who is when it comes to ending.
+        From one point in time to the next a request counts as if it ran as surely as at the first and had the pages of
+        the second. A request that may start late, by ``delay`` steps, is counted as growing on time and as ending late:
+        both estimates are safe.
         """
-        before = np.maximum(np.concatenate([[0], times[:-1]]) - late, 0)
+        before = np.maximum(np.concatenate([[0], times[:-1]]) - delay, 0)
         alive = (self.left[:, None] > before).astype(float)
         if self.can_stop.any():
-            likely = going_on.longer(self.made[:, None] + before) / going_on.longer(self.made)[:, None]
+            likely = survival.longer(self.made[:, None] + before) / survival.longer(self.made)[:, None]
             alive *= likely if self.can_stop.all() else np.where(self.can_stop[:, None], likely, 1.0)
         tokens = (self._own_prompt + self.made)[:, None] + np.minimum(times, self.left[:, None]) - 1
         return alive, (-(-tokens // self._page_size)).astype(float)
 
 
 class _Curves:
-    """Pages over time, of what runs and of what it stands on."""
+    """Over the time to come, the pages of the running requests and of the prefixes that leave with them."""
 
-    def __init__(self, cache: PagedCache, lifetimes: Lifetimes, running: _Rows, longest: int) -> None:
+    def __init__(self, cache: PagedCache, lifetimes: Lifetimes, running: _RequestArrays, longest: int) -> None:
         self._cache = cache
         known = running.left[~running.can_stop]
-        when = [np.geomspace(1, longest, _LIKELY)]
+        when = [np.geomspace(1, longest, _TIMES_SPREAD)]
         if len(known):
-            when.append(np.quantile(known, np.linspace(0, 1, _CERTAIN), method="lower"))
+            when.append(np.quantile(known, np.linspace(0, 1, _TIMES_AT_ENDS), method="lower"))
         self._times = np.unique(np.concatenate(when).astype(np.int64))  # [times]  steps from now
-        self._going_on = lifetimes.going_on(running.made)
-        alive, pages = running.over(self._times, self._going_on)
+        self._survival = lifetimes.survival(running.made)
+        alive, pages = running.over(self._times, self._survival)
         likely = alive * pages
-        self._mean = likely.sum(0)  # [times]
-        self._variance = (likely * (pages - likely)).sum(0)
-        self._held = running.held
-        # Of each prefix: how likely it is that nobody who runs stands on it any more; and the pages that go with all.
-        self._left_alone = _left_alone(running.requests, alive)
-        self._leaving = np.zeros_like(self._mean)
-        for prefix, ended in self._left_alone.items():
-            self._leaving += self._pages_of(prefix) * ended
+        self._mean = likely.sum(0)  # [times]  pages of the running requests
+        self._variance = (likely * (pages - likely)).sum(0)  # [times]
+        self._pages_now = running.pages
+        self._unread = _unread_probabilities(
+            running.requests, alive
+        )  # of each prefix [times]: how likely it has no reader left
+        self._leaving = np.zeros_like(self._mean)  # [times]  pages of such prefixes
+        for prefix, unread in self._unread.items():
+            self._leaving += self._pages_leaving(prefix) * unread
 
     @staticmethod
-    def _pages_of(prefix: Unit) -> int:
-        return 0 if prefix.kept else len(prefix.pages)  # type: ignore[attr-defined]
+    def _pages_leaving(prefix: Unit) -> int:
+        """Pages that ``prefix`` gives back when its last reader has ended."""
+        return 0 if isinstance(prefix, Prefix) and prefix.kept else len(prefix.pages)
 
-    def peak_with(self, request: Request, then: Request | None, late: int) -> float:
-        """The most pages beyond those of now that are needed at any time, with ``request``."""
-        (alive,), (pages,) = _Rows([request], self._cache.page_size).over(self._times, self._going_on, late)
+    def peak_with(self, request: Request, then: Request | None, delay: int) -> float:
+        """The most pages, beyond those in use now, that are needed at any time if ``request`` enters."""
+        (alive,), (pages,) = self._alive_and_pages(request, delay)
         mean = self._mean + alive * pages - self._leaving
         variance = self._variance + alive * (1 - alive) * pages**2
         stay = {prefix for prefix, _ in then.ancestors()} if then is not None else set()
         mine = {prefix for prefix, _ in request.ancestors()}
         for prefix in stay | mine:
-            if (ended := self._left_alone.get(prefix)) is not None:
-                mean += self._pages_of(prefix) * ended * (1.0 if prefix in stay else alive)
-        brought = sum(self._cache.missing(prefix, cut) for prefix, cut in request.ancestors())
-        return float((mean + _CAREFUL * np.sqrt(variance)).max()) - self._held + brought
+            if (unread := self._unread.get(prefix)) is not None:
+                mean += self._pages_leaving(prefix) * unread * (1.0 if prefix in stay else alive)
+        brought = sum(self._cache.missing(prefix, end) for prefix, end in request.ancestors())
+        return float((mean + _MARGIN * np.sqrt(variance)).max()) - self._pages_now + brought
 
     def add(self, request: Request) -> None:
-        """Only the last to enter a step may have to wait for its prompt, and nobody is asked for after it."""
-        (alive,), (pages,) = _Rows([request], self._cache.page_size).over(self._times, self._going_on)
+        """Count ``request`` too, without a delay: only the last to enter a step may have one, and none follows."""
+        (alive,), (pages,) = self._alive_and_pages(request)
         self._mean += alive * pages
         self._variance += alive * (1 - alive) * pages**2
-        self._held += len(request.pages)
+        self._pages_now += len(request.pages)
         for prefix, _ in request.ancestors():
-            was = self._left_alone.get(prefix)
-            self._left_alone[prefix] = ended = 1 - alive if was is None else was * (1 - alive)
-            self._leaving += self._pages_of(prefix) * (ended if was is None else ended - was)
+            before = self._unread.get(prefix)
+            self._unread[prefix] = unread = 1 - alive if before is None else before * (1 - alive)
+            self._leaving += self._pages_leaving(prefix) * (unread if before is None else unread - before)
+
+    def _alive_and_pages(self, request: Request, delay: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        return _RequestArrays([request], self._cache.page_size).over(self._times, self._survival, delay)
 
 
-def _left_alone(requests: Sequence[Request], alive: np.ndarray) -> dict[Unit, np.ndarray]:
-    """Of each prefix below ``requests``, how likely it is that none of them runs any more.
+def _unread_probabilities(requests: Sequence[Request], alive: np.ndarray) -> dict[Unit, np.ndarray]:
+    """For each prefix below ``requests`` [times]: how likely it is that none of its readers runs any more.
 
-    ``alive`` [requests, times]: how likely each of them does.
+    ``alive`` [requests, times]: how likely it is that a request runs.
     """
     members: dict[Unit, list[int]] = {}
     for row, request in enumerate(requests):
@@ -200,10 +210,10 @@ def _left_alone(requests: Sequence[Request], alive: np.ndarray) -> dict[Unit, np
         return {}
     rows = np.concatenate([np.array(some) for some in members.values()])
     begins = np.cumsum([0, *(len(some) for some in members.values())])[:-1]
-    found: dict[Unit, np.ndarray] = {}
-    for above, ended in zip(members, np.multiply.reduceat(1 - alive[rows], begins, axis=0), strict=True):
-        unit: Unit | None = above
+    unread: dict[Unit, np.ndarray] = {}
+    for base, ended in zip(members, np.multiply.reduceat(1 - alive[rows], begins, axis=0), strict=True):
+        unit: Unit | None = base
         while unit is not None:
-            found[unit] = ended if unit not in found else found[unit] * ended
+            unread[unit] = ended if unit not in unread else unread[unit] * ended
             unit = unit.base
-    return found
+    return unread

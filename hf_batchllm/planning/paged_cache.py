@@ -1,7 +1,7 @@
-"""PagedCache: who owns which page of the KV cache, and for how long. Bookkeeping only; the tensors are KVStorage's.
+"""PagedCache: which unit owns which pages of the KV cache, and for how long. The tensors themselves are KVStorage's.
 
-Pages are ragged: each unit starts on a fresh page wherever its base ends, so nothing is hashed, aligned or copied.
-Only pages that are *new* are ever asked for: what a unit stands on is there already, or is counted once.
+Each unit starts on a fresh page wherever its base ends, so nothing is hashed, aligned or copied. A unit asks for pages
+of its own tokens only: those of its base belong to the base, and are counted once.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from .units import Branch, Prefix, Request, Unit, units_below
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free. Schedulers look first, so this is a mistake of theirs."""
+    """More pages were asked for than are free. A scheduler looks first, so this is a mistake in the scheduler."""
 
 
-def _counts(unit: Unit) -> bool:
-    """Whether it is a request; the branches of one do not count."""
+def _is_counted(unit: Unit) -> bool:
+    """Whether ``unit`` counts as a request: the beams of a search count as one, by their root."""
     return isinstance(unit, Request) and (not isinstance(unit, Branch) or unit is unit.root)
 
 
 class PagedCache:
+    """``keep_prefixes``: how many prefixes may stay for the next call."""
+
     def __init__(self, num_pages: int, page_size: int, keep_prefixes: int = 0) -> None:
         assert num_pages > 0 and page_size > 0
         self.num_pages = num_pages
         self.page_size = page_size
         self.keep_prefixes = keep_prefixes
-        # A heap gives the lowest page first: neighbours in a unit are mostly neighbours in memory.
+        # A heap, which gives the lowest page first: a unit's pages are mostly neighbours in memory.
         self._free = list(range(num_pages))
         self._holders: dict[Unit, None] = {}  # every unit that has pages
         self._kept: OrderedDict[Prefix, None] = OrderedDict()  # least recently used first
-        self.requests = 0  # that have pages
+        self.requests = 0  # how many requests have pages
         self.peak_pages = 0
-        self.lost_tokens = 0  # computed, then given up for want of memory: they have to be computed again
+        self.lost_tokens = 0  # computed, then given up for want of memory, and needed again
 
     def start_counting(self) -> None:
-        """A call begins."""
+        """A call begins: count its peak and its lost tokens from here."""
         self.peak_pages = self.num_pages - len(self._free)
         self.lost_tokens = 0
 
@@ -57,28 +59,28 @@ class PagedCache:
         return -(-tokens // self.page_size)
 
     def missing(self, unit: Unit, upto: int) -> int:
-        """Pages to add so that ``unit`` has room for its tokens before position ``upto``."""
+        """Pages that ``unit`` lacks for its tokens before position ``upto``."""
         return max(0, self.pages_for(upto - unit.start) - len(unit.pages))
 
     def missing_with_ancestors(self, unit: Unit, upto: int) -> int:
-        """The same, with what is missing of the prefixes that it stands on."""
-        return self.missing(unit, upto) + sum(self.missing(prefix, cut) for prefix, cut in unit.ancestors())
+        """The same, with the pages that its ancestors lack for what it reads of them."""
+        return self.missing(unit, upto) + sum(self.missing(below, end) for below, end in unit.ancestors())
 
     def fits_alone(self, request: Request) -> bool:
-        """Whether the request can run to its end when everything else has left the cache."""
+        """Whether the request can run to its end when everything but its ancestors has left the cache."""
         pages = request.most_pages(self.page_size)
-        pages += sum(self.pages_for(prefix.wanted - prefix.start) for prefix, _ in request.ancestors())
+        pages += sum(self.pages_for(below.read_end - below.start) for below, _ in request.ancestors())
         return pages <= self.num_pages
 
     def grow(self, num_pages: int) -> None:
-        """More pages; those that there are stay as they are."""
+        """Add pages. The present ones stay as they are."""
         assert num_pages >= self.num_pages
         for page in range(self.num_pages, num_pages):
             heapq.heappush(self._free, page)
         self.num_pages = num_pages
 
     def compact(self) -> list[int]:
-        """Shrink to the pages that are held. Returns the page that each of those left was before."""
+        """Shrink to the pages that units hold, numbered anew. Returns the old number of each of them."""
         before = [page for unit in self._holders for page in unit.pages]
         after = 0
         for unit in self._holders:
@@ -97,14 +99,14 @@ class PagedCache:
             return
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
-        self.requests += not unit.pages and _counts(unit)
+        self.requests += not unit.pages and _is_counted(unit)
         unit.pages.extend(heapq.heappop(self._free) for _ in range(count))
         self._holders[unit] = None
         self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
 
     def release(self, unit: Unit) -> None:
-        """Take a unit's pages back. What it held would have to be computed again."""
-        self.requests -= bool(unit.pages) and _counts(unit)
+        """Take a unit's pages back. To be read again, it would have to be computed again."""
+        self.requests -= bool(unit.pages) and _is_counted(unit)
         for page in unit.pages:
             heapq.heappush(self._free, page)
         unit.pages.clear()
@@ -112,7 +114,7 @@ class PagedCache:
         self._holders.pop(unit, None)
 
     def cut(self, unit: Unit, upto: int) -> None:
-        """Take back the pages of a unit that nobody reads beyond position ``upto``."""
+        """Take back a unit's pages beyond position ``upto``, which nobody reads."""
         room = self.pages_for(upto - unit.start)
         if room == 0:
             self.release(unit)
@@ -123,68 +125,68 @@ class PagedCache:
         unit.computed = min(unit.computed, upto)
 
     def give_up(self, unit: Unit) -> None:
-        """Release a unit that is still needed: memory is short."""
+        """Release a unit that is still needed, because memory is short."""
         self.lost_tokens += unit.computed - unit.start
-        unit.lost = max(unit.lost, unit.computed)
+        unit.lost_end = max(unit.lost_end, unit.computed)
         self.release(unit)
 
     def still_lost(self, requests: Iterable[Request]) -> int:
-        """Of the lost tokens, those of ``requests`` and what they stand on that have not been computed again."""
-        return sum(max(0, unit.lost - unit.computed) for unit in units_below([*requests]))
+        """The lost tokens of ``requests`` and their ancestors that have not been computed again yet."""
+        return sum(max(0, unit.lost_end - unit.computed) for unit in units_below([*requests]))
 
     # -- lifetimes ---------------------------------------------------------------------------------------------
 
     def attach(self, unit: Unit, base: Unit | None) -> None:
-        """``unit`` stands on ``base`` from now on and keeps it alive."""
+        """From now on ``unit`` stands on ``base``, which stays as long as the unit does."""
         assert unit.base is None and not unit.pages
         if base is not None:
-            assert base.start <= unit.start <= base.readable
+            assert base.start <= unit.start <= base.readable_end
             unit.base = base
             base.refs += 1
-            base.wanted = max(base.wanted, unit.start)
+            base.read_end = max(base.read_end, unit.start)
 
     def retire(self, unit: Unit, keep: bool = True) -> None:
-        """``unit`` has ended: its pages go, and so does every unit that nobody else stands on (unless kept).
+        """``unit`` has ended: release it, and every ancestor that no other unit stands on.
 
-        Of a branch on which others stand, what they read stays.
+        Prefixes that are kept stay (``keep``: whether more may be kept now), and of a beam as much as others read.
         """
         ending: Unit | None = unit
         while ending is not None:
             if ending.refs > 0:
-                if isinstance(ending, Branch) and not ending.held:
-                    self.cut(ending, ending.wanted)
+                if isinstance(ending, Branch) and not ending.in_use:
+                    self.cut(ending, ending.read_end)
                 break
-            if ending is not unit and isinstance(ending, Branch) and ending.held:
+            if ending is not unit and isinstance(ending, Branch) and ending.in_use:
                 break
             if isinstance(ending, Prefix):
                 if ending.kept:
                     break
                 if keep and self._keep(ending):
                     break
-            self.lost_tokens -= max(0, ending.lost - ending.computed)  # it ends without having them computed again
+            self.lost_tokens -= max(0, ending.lost_end - ending.computed)  # nobody needs them again
             self.release(ending)
             base, ending.base = ending.base, None
             if base is not None:
                 base.refs -= 1
                 if base.refs == 0:
-                    base.wanted = base.start  # if it is kept, those who come may read less of it
+                    base.read_end = base.start  # if it is kept, later readers may read less of it
             ending = base
         self._trim()
 
     @property
     def evictable_pages(self) -> int:
-        """At most so many pages would ``evict`` free."""
+        """The most pages that ``evict`` may free: it spares kept prefixes on which waiting requests stand."""
         return sum(len(prefix.pages) for prefix in self._kept if prefix.running == 0)
 
     @property
     def droppable_pages(self) -> int:
-        """So many pages ``evict`` frees for certain: of kept prefixes on which nobody stands, not even who waits."""
+        """Pages that ``evict`` frees for certain: those of kept prefixes on which no unit stands."""
         return sum(len(prefix.pages) for prefix in self._kept if prefix.refs == 0)
 
     def evict(self, pages: int) -> bool:
-        """Drop kept prefixes that nothing stands on until ``pages`` are free; least recently used first.
+        """Drop kept prefixes that no unit stands on until ``pages`` are free; the least recently used first.
 
-        They are gone even if that was not enough: a newcomer that could wait asks for ``evictable_pages`` first.
+        They are dropped even if that is not enough, so where a request could wait ask for ``evictable_pages`` first.
         """
         while len(self._free) < pages:
             idle = next((prefix for prefix in self._kept if prefix.refs == 0), None)
@@ -194,7 +196,7 @@ class PagedCache:
         return True
 
     def evict_idle(self, pages: int) -> bool:
-        """As ``evict``, then prefixes without a *running* request: their members compute them again when they come."""
+        """As ``evict``, then give up prefixes without a *running* request: waiting ones compute them again."""
         if self.evict(pages):
             return True
         for prefix in [unit for unit in self._holders if isinstance(unit, Prefix)]:
@@ -202,8 +204,8 @@ class PagedCache:
                 if prefix.kept:
                     del self._kept[prefix]
                     prefix.kept = False
-                # No more of it than somebody reads comes back, and only that is lost.
-                prefix.end = prefix.wanted
+                # Only what is read of it will be computed again, so only that counts as lost.
+                prefix.end = prefix.read_end
                 prefix.computed = min(prefix.computed, prefix.end)
                 self.give_up(prefix)
             if len(self._free) >= pages:
@@ -216,23 +218,23 @@ class PagedCache:
         """The kept prefix that agrees longest with ``ids[:limit]``, and for how many tokens."""
         best, longest = None, 0
         for prefix in self._kept:
-            reach = min(prefix.computed, limit)
-            if prefix.key != key or reach <= longest:
+            most = min(prefix.computed, limit)
+            if prefix.key != key or most <= longest:
                 continue
-            differ = np.flatnonzero(prefix.ids[:reach] != ids[:reach])
-            agree = int(differ[0]) if len(differ) else reach
+            differ = np.flatnonzero(prefix.ids[:most] != ids[:most])
+            agree = int(differ[0]) if len(differ) else most
             if agree > longest:
                 best, longest = prefix, agree
         if best is None:
             return None, 0
         self._kept.move_to_end(best)
         while longest <= best.start:  # the agreement ends inside an outer prefix
-            assert best.base is not None
+            assert isinstance(best.base, Prefix)
             best = best.base
         return best, longest
 
     def forget_kept(self) -> None:
-        """Drop every kept prefix that nothing stands on: the weights have changed, or a call broke off."""
+        """Drop every kept prefix that no unit stands on: the weights have changed, or a call broke off."""
         while idle := [prefix for prefix in self._kept if prefix.refs == 0]:
             for prefix in idle:
                 self._drop(prefix)
@@ -240,13 +242,13 @@ class PagedCache:
     def _keep(self, prefix: Prefix) -> bool:
         if self.keep_prefixes == 0 or prefix.computed < prefix.end or prefix.end == prefix.start:
             return False
-        if any(below.computed < cut for below, cut in prefix.ancestors()):
-            return False  # what it stands on was evicted and has not come back: nobody could read it
+        if any(below.computed < end for below, end in prefix.ancestors()):
+            return False  # an ancestor was given up and not computed again, so the prefix cannot be read
         if self.match(prefix.ids, prefix.end, prefix.key)[1] == prefix.end:
-            return False  # a call that made no use of kept prefixes had to compute it again
+            return False  # the same tokens are kept already, and this call did not use them
         prefix.kept = True
-        prefix.lost = prefix.start  # another call counts anew
-        prefix.ids = np.array(prefix.ids[: prefix.end])  # lets the prompt itself go
+        prefix.lost_end = prefix.start  # the next call counts anew
+        prefix.ids = np.array(prefix.ids[: prefix.end])  # a copy, so that the rest of the prompt is freed
         self._kept[prefix] = None
         return True
 
@@ -265,13 +267,13 @@ class PagedCache:
     # -- proof -------------------------------------------------------------------------------------------------
 
     def check_integrity(self, alive: Iterable[Unit] | None = None) -> None:
-        """Every page is free or has one holder, and what units say of themselves and of each other agrees.
+        """Assert that every page is free or has one holder, and that units, cache and counts agree.
 
-        ``alive``: every request that has not ended. With it, a prefix that outlives its readers shows as well.
+        ``alive``: every request that has not ended. With it, prefixes that outlive their readers are found as well.
         """
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
-        assert self.requests == sum(map(_counts, self._holders)), "requests are miscounted"
+        assert self.requests == sum(map(_is_counted, self._holders)), "requests are miscounted"
         units = units_below([*self._holders, *self._kept, *(alive or ())])
         standing = dict.fromkeys(units, 0)
         for unit in units:
@@ -284,18 +286,21 @@ class PagedCache:
                 assert not unit.kept or unit.computed == unit.end, f"{unit} is kept and not complete"
             if unit.base is not None:
                 standing[unit.base] += 1
-                assert unit.base.start <= unit.start <= unit.base.readable, f"{unit} reads beyond {unit.base}"
-                assert unit.start <= unit.base.wanted, f"{unit} reads more of {unit.base} than that knows"
+                assert unit.base.start <= unit.start <= unit.base.readable_end, f"{unit} reads beyond {unit.base}"
+                assert unit.start <= unit.base.read_end, f"{unit} reads more of {unit.base} than its `read_end` says"
             if isinstance(unit, Request) and unit.computed > unit.start:
-                for prefix, cut in unit.ancestors():
-                    assert prefix.computed >= cut, f"{unit} was computed before {prefix}"
+                for below, end in unit.ancestors():
+                    assert below.computed >= end, f"{unit} was computed before {below}"
             if isinstance(unit, Branch):
                 assert unit.computed <= unit.length, f"{unit} is computed beyond its end"
         for below, count in standing.items():
             assert below.refs >= count, f"{below} counts fewer units than the {count} that stand on it"
-            if isinstance(below, Request) and not isinstance(below, Branch):
+            if isinstance(below, Branch):
+                stays = below.in_use
+            elif isinstance(below, Prefix):
+                stays = below.kept
+            else:
                 assert below.refs == 0, f"{below} is no unit to stand on"
                 continue
-            stays = below.held if isinstance(below, Branch) else below.kept
             assert alive is None or below.refs == count, f"{below} counts more units than the {count} on it"
             assert alive is None or count or stays, f"{below} has outlived its readers"

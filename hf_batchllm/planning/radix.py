@@ -1,8 +1,7 @@
 """The radix tree over a sorted list of prompts, and which of its nodes are worth a segment. Plain CPU, no recursion.
 
-The tree is that of the prompts *without their last token*, because every prompt must own at least that one: where its
-logits come from. So two equal prompts share all but one token, and a prompt that is a prefix of another shares all
-but its last.
+The tree holds the prompts *without their last token*: every prompt must compute at least that one by itself, for its
+logits. So two equal prompts share all tokens but one, and a prompt that is a prefix of another shares all but its last.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 
 def shared_lengths(rows: Sequence[np.ndarray]) -> list[int]:
-    """For sorted ``rows``: the tokens that each shares with the one before it (0 for the first)."""
+    """For sorted ``rows``: how many tokens each shares with the row before it (0 for the first)."""
     shared = [0] * len(rows)
     for place in range(1, len(rows)):
         above, below = rows[place - 1], rows[place]
@@ -29,18 +28,18 @@ def shared_lengths(rows: Sequence[np.ndarray]) -> list[int]:
 
 @dataclass(slots=True)
 class RadixTree:
-    """A node is a prefix at which at least two branches part. Members are places in the sorted list."""
+    """A node is a prefix after which at least two branches part. Its members are neighbours in the sorted list."""
 
     depth: list[int]  # [nodes] tokens of the prefix, from the first one
     parent: list[int]  # [nodes] -1 at the top
     first: list[int]  # [nodes] first member
     last: list[int]  # [nodes] last member
-    leaf_parent: list[int]  # [rows] the node that a row hangs on, -1 for none
-    bottom_up: list[int]  # the nodes, each after all those below it
+    leaf_parent: list[int]  # [rows] the deepest node that a row belongs to, -1 for none
+    bottom_up: list[int]  # the nodes, each after all nodes below it
 
 
 def build_tree(shared: Sequence[int]) -> RadixTree:
-    """The tree whose neighbouring rows share ``shared[place]`` tokens with the row before."""
+    """The tree of sorted rows of which row ``place`` shares ``shared[place]`` tokens with the row before."""
     tree = RadixTree([], [], [], [], [], [])
     depth = tree.depth
     path: list[int] = []  # nodes open at this row, top first
@@ -70,18 +69,18 @@ def build_tree(shared: Sequence[int]) -> RadixTree:
 def nearest_kept(tree: RadixTree, lengths: Sequence[int] | np.ndarray, fee: int) -> list[int]:
     """For each node the nearest kept node, itself or above (-1 for none), in the cheapest choice of nodes to keep.
 
-    A kept node costs the tokens from its nearest kept ancestor's end to its own depth, once, and ``fee``. A row costs
-    its tokens after its nearest kept ancestor's end. The total is the least there is; on a tie the node is kept.
+    A kept node costs ``fee`` and the tokens between its nearest kept ancestor's end and its own depth, once. A row
+    costs its tokens after its nearest kept ancestor's end. The total cost is minimal; on a tie the node is kept.
 
-    A node's own choice depends on one thing above it: where the nearest kept ancestor ends. So one pass upwards finds
-    for each node the end from which on it is better dissolved, and one pass downwards applies it.
+    A node's own choice depends on one thing above it: where the nearest kept ancestor ends. So one pass upwards finds,
+    for each node, the smallest such end at which it is better dissolved, and one pass downwards applies it.
     """
     row_tokens = np.zeros(len(tree.depth), np.int64)
     row_count = np.zeros(len(tree.depth), np.int64)
     leaf_parent = np.asarray(tree.leaf_parent, np.int64)
-    hanging = leaf_parent >= 0
-    np.add.at(row_tokens, leaf_parent[hanging], np.asarray(lengths, np.int64)[hanging])
-    np.add.at(row_count, leaf_parent[hanging], 1)
+    in_a_node = leaf_parent >= 0
+    np.add.at(row_tokens, leaf_parent[in_a_node], np.asarray(lengths, np.int64)[in_a_node])
+    np.add.at(row_count, leaf_parent[in_a_node], 1)
 
     curves: list[_CostCurve | None] = [
         _CostCurve(tokens, -count) for tokens, count in zip(row_tokens.tolist(), row_count.tolist(), strict=True)
@@ -108,15 +107,15 @@ def nearest_kept(tree: RadixTree, lengths: Sequence[int] | np.ndarray, fee: int)
 
 
 class _CostCurve:
-    """The least cost of what is below a place in the tree, by ``end``: where the nearest kept ancestor ends.
+    """The least cost of everything below a node, as a function of ``end``: where the nearest kept ancestor ends.
 
-    Over whole numbers, from 0 to the depth of the place, it is a chain of lines. The first is ``intercept + slope *
-    end``; ``changes`` holds what is added to intercept and slope from each of the sorted ``turns`` on; the last line
-    is kept as well, as the sum of everything. A slope is minus the number of units (rows, kept nodes) that would pay
-    for one token more, so every line falls by at least 1.
+    Over the whole numbers from 0 to the node's depth it is a chain of lines. The first line is ``intercept + slope *
+    end``. At each of the sorted ``turns``, ``changes`` says how much intercept and slope change from there on. The last
+    line is stored as well: it is the sum of the first line and all changes. A slope is minus the number of units (rows,
+    kept nodes) that would pay for one token more, so every line falls by at least 1.
 
-    What lies beyond the parent's depth is cut off, so there are never more turns than a row below has tokens: to
-    insert into a plain sorted list costs no more than to read that row. Curves merge smaller into larger.
+    The curve is cut off at the parent's depth, so it never has more turns than a row below has tokens: inserting into a
+    plain sorted list costs no more than reading that row. Of two curves, the smaller is merged into the larger.
     """
 
     __slots__ = ("changes", "intercept", "last_intercept", "last_slope", "slope", "turns")
@@ -132,7 +131,7 @@ class _CostCurve:
         return self.last_intercept + self.last_slope * end
 
     def shorten(self, end: int) -> None:
-        """Forget what lies beyond ``end``."""
+        """Forget the curve beyond ``end``."""
         keep = bisect_right(self.turns, end)
         for turn in self.turns[keep:]:
             intercept, slope = self.changes.pop(turn)
@@ -141,7 +140,7 @@ class _CostCurve:
         del self.turns[keep:]
 
     def add(self, other: _CostCurve) -> None:
-        """Become the sum of both, which shares ``other``'s storage or empties it."""
+        """Become the sum of both. ``other`` is used up: its storage may become part of the sum."""
         self.intercept += other.intercept
         self.slope += other.slope
         self.last_intercept += other.last_intercept
@@ -158,10 +157,10 @@ class _CostCurve:
                 insort(self.turns, turn)
 
     def offer_to_keep(self, cost: int) -> int:
-        """Become the lesser of itself and the line ``cost - end``; returns the first ``end`` where it is itself.
+        """Become the minimum of itself and the line ``cost - end``; returns the first ``end`` where it stays itself.
 
-        At least two units are below a node, so each line here falls by 2 or more and crosses the new one once: the new
-        line is the curve up to there, and the turns that it covers are gone.
+        At least two units are below a node, so each line here falls by 2 or more and the curve crosses the new line
+        once. Up to there the curve becomes the new line, and the turns before are removed.
         """
         intercept, slope = self.intercept, self.slope
         crossing, covered = 0, 0

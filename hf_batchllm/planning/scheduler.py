@@ -1,14 +1,10 @@
-"""What goes into the next step.
+"""Schedulers: which tokens go into the next step.
 
-The default scheduler fills memory and keeps sharers together; a plain one shows the seam.
-
-A scheduler plans; it neither knows what a token is nor waits for one. It counts only what is new: the tokens that a
-step must run, the pages that a request adds.
+A scheduler counts tokens and pages. It neither looks at a token nor waits for one.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
@@ -18,7 +14,8 @@ from typing import Any
 from .base_scheduler import BaseScheduler, as_base_scheduler
 from .memory_forecast import Forecast, Lifetimes
 from .paged_cache import PagedCache
-from .units import Chunk, FinishReason, Request, Step
+from .step import Chunk, Step
+from .units import FinishReason, Request
 
 
 def make_scheduler(choice: Any, gather_rows: int = 0) -> BaseScheduler:
@@ -28,34 +25,8 @@ def make_scheduler(choice: Any, gather_rows: int = 0) -> BaseScheduler:
     return FifoScheduler() if isinstance(choice, str) else as_base_scheduler(choice)
 
 
-_AT_FIRST = 4  # times that rows run in a row when answers that may stop begin
-_SOONER = 4  # where newcomers wait for whoever stops, rows run so many times fewer before somebody looks
-
-
-class ExpectedLength:
-    """How long answers become, learned from those that have ended."""
-
-    _SURE = 8  # answers seen before their spread is trusted
-
-    def __init__(self) -> None:
-        self.count, self._mean, self._squares = 0, 0.0, 0.0
-
-    def learn(self, new_tokens: int) -> None:
-        self.count += 1
-        delta = new_tokens - self._mean
-        self._mean += delta / self.count
-        self._squares += delta * (new_tokens - self._mean)
-
-    def of(self, request: Request) -> int:
-        """New tokens to expect of a request that has not ended, those that it has already among them."""
-        if not request.can_stop:
-            return request.max_new_tokens
-        if self.count < self._SURE:
-            guess = request.max_new_tokens / 2  # nothing is known: neither all stop at once nor all run to the limit
-        else:
-            # The first to end are the short ones, so the mean alone would be too low.
-            guess = self._mean + math.sqrt(self._squares / self.count)
-        return min(request.max_new_tokens, max(math.ceil(guess), request.made + 1))
+_FIRST_TIMES = 4  # how often rows run in a row at first, if their answers may stop
+_SHORTER_BURSTS = 4  # bursts are so many times shorter where requests wait for the memory of answers that may stop
 
 
 class QueueScheduler(BaseScheduler):
@@ -98,11 +69,11 @@ class QueueScheduler(BaseScheduler):
         times = min(most, max(left))
         if any(request.can_stop for request in rows):
             # Two bursts are on their way when somebody stops, so what runs in vain is about what was made, at most.
-            times = min(times, max(_AT_FIRST, max(request.made for request in rows) // 2))
+            times = min(times, max(_FIRST_TIMES, max(request.made for request in rows) // 2))
         if self.waiting:  # for memory: whoever ends makes room
             times = min(times, *left)
             if any(request.can_stop for request in rows):
-                times = min(times, max(1, most // _SOONER))
+                times = min(times, max(1, most // _SHORTER_BURSTS))
 
         def ends(times: int) -> list[int]:
             # The step itself has been counted as computed; the last token is sampled and not run.
@@ -121,8 +92,8 @@ class QueueScheduler(BaseScheduler):
 
     def _enter(self, request: Request) -> None:
         """Into the running set, with pages for its whole prompt and for whatever of its prefixes is not there."""
-        for prefix, cut in request.ancestors():
-            self.cache.reserve(prefix, cut)
+        for prefix, end in request.prefixes():
+            self.cache.reserve(prefix, end)
             prefix.running += 1
         self.cache.reserve(request, request.length)
         self.running[request] = None
@@ -130,7 +101,7 @@ class QueueScheduler(BaseScheduler):
     def _make_room_alone(self, request: Request, upto: int, beside: int = 0) -> bool:
         """Room for a newcomer, and so many pages beside, while nothing runs, whatever has to go for it."""
         # Held while room is made, or what the request stands on would go first and be computed again.
-        chain = [prefix for prefix, _ in request.ancestors()]
+        chain = [prefix for prefix, _ in request.prefixes()]
         for prefix in chain:
             prefix.running += 1
         try:
@@ -148,7 +119,7 @@ class QueueScheduler(BaseScheduler):
 
     def _leave(self, request: Request) -> None:
         del self.running[request]
-        for prefix, _ in request.ancestors():
+        for prefix, _ in request.prefixes():
             prefix.running -= 1
 
     def _fill(self, request: Request, step: Step, budget: int) -> int:
@@ -180,14 +151,14 @@ class QueueScheduler(BaseScheduler):
 
 
 class GroupScheduler(QueueScheduler):
-    """Decode rows first, then prompts as far as the token budget goes, then newcomers as far as memory goes.
+    """The default. Decode rows first, then prompts as far as the token budget goes, then as many new requests as fit.
 
-    Newcomers are let in by memory alone: a request enters when the pages that it adds fit beside those running, at any
-    time as they are expected to grow and to end. When the expectation was too low the youngest gives its pages back
-    and is computed again later; the oldest never does, so something always moves.
+    Memory alone decides whether a request may enter: its pages must fit beside the running requests, now and later, as
+    these are expected to grow and to end. Where the forecast was too low, the youngest running request gives its pages
+    back and is computed again later. The oldest never does, so there is always progress.
 
-    Fewer than ``gather_rows`` decode rows wait while prompts fill the step, until there are so many or no prompts
-    left. Where a few rows cost nearly as much as many and prompts hide none of it (a CPU), that makes fewer steps.
+    Fewer than ``gather_rows`` decode rows wait while prompts fill the step, until there are so many rows or no prompts
+    left. That makes fewer steps where few rows cost nearly as much as many (a CPU).
     """
 
     def __init__(self, gather_rows: int = 0) -> None:
@@ -197,8 +168,8 @@ class GroupScheduler(QueueScheduler):
         super().start(requests, cache, max_batch_tokens)
         self._longest = max((request.max_new_tokens for request in requests), default=1)
         self._lifetimes = Lifetimes(self._longest)
-        self._full = False  # somebody was kept out, and nobody has ended since: it would hardly be otherwise now
-        self._budget_left = max_batch_tokens  # of the step in the making
+        self._full = False  # a request did not fit, and none has ended since: asking again would hardly change that
+        self._budget_left = max_batch_tokens  # of the step that is being made
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
@@ -210,7 +181,7 @@ class GroupScheduler(QueueScheduler):
         ready = [request for request in self.running if request.todo == 1 and request.made and not request.exhausted]
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
             for request in ready:
-                # One that is not running any more has given its pages to an older one just now.
+                # A request that is no longer running has just given its pages to an older one.
                 if budget > 0 and request in self.running and self._room_to_grow(request):
                     self._row(request, step)
                     budget -= 1
@@ -249,14 +220,17 @@ class GroupScheduler(QueueScheduler):
             return tokens >= self.max_batch_tokens
         if (self._full and self.running) or not self._fits(self.waiting[0], self._forecast()):
             return False
-        for request in self.waiting:  # as if all of them fitted, and without the prefixes that they bring
+        for request in self.waiting:  # counted as if all of them fitted, and without their prefixes
             tokens += request.todo
             if tokens >= self.max_batch_tokens:
                 return True
         return False
 
     def _room_to_grow(self, request: Request) -> bool:
-        """A page for the next token, if it needs one; the youngest pay for it. False if that was the request itself."""
+        """Give the request a page for its next token, if it needs one, at the cost of the youngest running request.
+
+        False if that is the request itself, which then waits.
+        """
         while (missing := self.cache.missing(request, request.length)) > self.cache.free_pages:
             if self.cache.evict(missing):
                 continue
@@ -267,9 +241,9 @@ class GroupScheduler(QueueScheduler):
                 self._preempt(request)
                 return False
             elif not self.cache.evict_idle(missing):
-                # Alone, it fits: unless a prefix kept from another call holds more than is read of it. Entering
-                # anew cuts that prefix down.
-                if not any(prefix.wanted < prefix.end for prefix, _ in request.ancestors()):
+                # A request fits alone, unless a prefix kept from another call holds more than is read of it. Entering
+                # again cuts that prefix.
+                if not any(prefix.read_end < prefix.end for prefix, _ in request.prefixes()):
                     raise RuntimeError(f"no page left for the only running request, {request}")
                 self._preempt(request)
                 return False
@@ -277,7 +251,7 @@ class GroupScheduler(QueueScheduler):
         return True
 
     def _preempt(self, request: Request) -> None:
-        assert not request.pending, "its tokens are needed to compute it again, and nobody has seen them"
+        assert not request.pending, "its tokens are needed to compute it again, and the host has not seen all of them"
         self._leave(request)
         self.cache.give_up(request)
         self.waiting.appendleft(request)
@@ -287,26 +261,29 @@ class GroupScheduler(QueueScheduler):
         return Forecast(self.cache, self._lifetimes, self.running, self._longest)
 
     def _fits(self, request: Request, forecast: Forecast) -> bool:
-        """Whether ``request``, the next in the queue, may enter: there is room for it, now and as all of them grow."""
+        """Whether ``request``, the next in the queue, may enter: it fits now, and later beside those that grow."""
         if not self.running:
-            # Alone it always fits (that was checked before the call began), whatever has to go for it.
+            # A request always fits alone, as was checked before the call began: anything else may have to go.
             return self._make_room_alone(request, request.length)
         then = self.waiting[1] if len(self.waiting) > 1 else None
-        # What others wait for with its pages in the cache does not go for a newcomer's sake.
-        if not forecast.admits(request, then, self.cache.free_pages + self.cache.droppable_pages, self._late(request)):
+        # Kept prefixes on which waiting requests stand are not given up for a newcomer.
+        free = self.cache.free_pages + self.cache.droppable_pages
+        if not forecast.admits(request, then, free, self._delay(request)):
             return False
         return self.cache.evict(self.cache.missing_with_ancestors(request, request.length))
 
-    def _late(self, request: Request) -> int:
-        """Steps after this one until the prompt of ``request`` is computed, when decode rows go first in each."""
-        tokens = request.todo + sum(max(0, cut - prefix.computed) for prefix, cut in request.ancestors())
+    def _delay(self, request: Request) -> int:
+        """How many steps after this one until the prompt of ``request`` is computed: decode rows go first in each."""
+        tokens = request.todo + sum(max(0, end - below.computed) for below, end in request.ancestors())
         left = max(0, tokens - self._budget_left)
         return -(-left // max(1, self.max_batch_tokens - len(self.running)))
 
 
 class FifoScheduler(QueueScheduler):
-    """The plain one: in the order of the list, a step is either prompts or decode rows, and nothing is ever preempted,
-    because a request enters only when its longest possible answer fits."""
+    """The plain one: in the order of the list, each step is either prompts or decode rows.
+
+    No request is ever preempted, because a request enters only when its longest possible answer fits.
+    """
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: (request.index, request.sample))

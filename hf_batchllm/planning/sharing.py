@@ -1,7 +1,7 @@
-"""Prompts -> ``SharingPlan``: which tokens are computed once for several prompts, and in which order all of them run.
+"""Prompts -> ``SharingPlan``: which tokens are computed once for several prompts, and in which order prompts run.
 
-All prompts go into one radix tree, found by sorting: prompts with a common prefix are neighbours then. A node of the
-tree that pays becomes a ``Segment``; the others dissolve into what is below them. No model and no torch.
+Sorted prompts form one radix tree, as prompts with a common prefix are neighbours. A node of the tree that saves enough
+becomes a ``Segment``; any other node dissolves into the nodes below it. No model and no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MIN_SHARED_TOKENS: int = BatchConfig.min_shared_tokens
 
 
 def plan_prompts(prompts: Any, tokenizer: Any = None, *, min_shared_tokens: int = MIN_SHARED_TOKENS) -> SharingPlan:
-    """What a list of prompts would share, without a model: ``print(plan_prompts(prompts, tokenizer))``.
+    """The plan for a list of prompts, without a model: ``print(plan_prompts(prompts, tokenizer))``.
 
-    ``prompts`` is what ``BatchGenerator.generate`` takes; ``tokenizer`` is needed for strings and chats only.
+    ``prompts`` may be anything that ``BatchGenerator.generate`` takes. Strings and chats need the ``tokenizer``.
     """
     loader = None if tokenizer is None else lambda: tokenizer
     prepared = prepare_prompts(prompts, tokenizer=loader)
@@ -40,11 +40,11 @@ def plan_sharing(
     share: bool = True,
     new_tokens: int | Sequence[int] = 1,
 ) -> SharingPlan:
-    """The cheapest plan for ``prompts``, in which a segment counts ``min_shared_tokens`` tokens more than it has.
+    """The plan with the fewest tokens to compute, where each segment costs ``min_shared_tokens`` more than it has.
 
-    So a segment is kept when it saves that many tokens at least. ``new_tokens`` to be generated, for all or for each
-    prompt, decide the order alone. With ``share=False`` there are no segments; the order follows the same rule.
-    To plan several samples of a prompt, list it as many times.
+    So a segment is kept if it saves at least as many. ``new_tokens``, of each prompt or of all, decide only the order.
+    With ``share=False`` there are no segments; the order follows the same rule. To plan several samples of a prompt,
+    list it as many times.
     """
     if not isinstance(min_shared_tokens, (int, np.integer)) or isinstance(min_shared_tokens, bool):
         raise ConfigError(f"min_shared_tokens is {min_shared_tokens!r}; it is a number of tokens, 0 or more")
@@ -69,7 +69,7 @@ def _plan(prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, sh
     by_prefix, shared = _sorted_by_prefix(prompts) if share else (np.arange(count), [0] * count)
     tree = build_tree(shared)
     nearest = np.asarray([*nearest_kept(tree, lengths[by_prefix], fee), -1], np.int64)
-    # The -1 just added stands for "no node": index -1 finds it, as it finds the 0 at the end of these.
+    # Index -1 stands for "no node": it finds the -1 added at the end here, and the 0 added at the end of `depth`.
     depth = np.asarray([*tree.depth, 0], np.int64)
     kept = np.flatnonzero(nearest[:-1] == np.arange(len(tree.depth)))
     kept_above = nearest[np.asarray(tree.parent, np.int64)[kept]]
@@ -106,10 +106,10 @@ def _plan(prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, sh
 
 
 def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]:
-    """The prompts in an order in which those with a common prefix are neighbours, and what each shares with the last.
+    """An order that makes prompts with a common prefix neighbours, and how many tokens each shares with the last.
 
-    The bytes of the ids sort by memcmp; any total order on tokens will do. Equal prompts stay in their order, and
-    prompts with different keys are kept apart.
+    Any total order on tokens will do: the bytes of the ids sort fastest. Equal prompts stay in their order. Prompts
+    with different keys share nothing.
     """
     by_key: dict[Hashable, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -125,18 +125,19 @@ def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]
 
 
 def _bytes_of(ids: np.ndarray) -> bytes:
-    if isinstance(ids.base, bytes) and len(ids.base) == ids.nbytes:
-        return ids.base  # prepare_prompts made the array over these bytes
+    base: object = ids.base
+    if isinstance(base, bytes) and len(base) == ids.nbytes:
+        return base  # prepare_prompts made the array over these bytes
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
 def _run_order(
     by_prefix: np.ndarray, cost: np.ndarray, decode: np.ndarray, first: np.ndarray, members: np.ndarray
 ) -> np.ndarray:
-    """Places in the order to run them: group by group, those with more to decode for each token to compute first.
+    """Places in the order to run them: group by group, the most new tokens for each token to compute first.
 
-    Their long decodes then overlap the prefill of the others. A group is a run of ``members`` places from ``first``;
-    a row outside of them is a group of its own. Ties go to the group with the smallest prompt index.
+    Their long decodes then overlap the prefill of the others. A group is the ``members`` places from a ``first`` on; a
+    place outside of all groups is one by itself. On a tie the group with the smallest prompt index comes first.
     """
     count = len(by_prefix)
     inside = np.zeros(count + 1, np.int64)
@@ -151,6 +152,7 @@ def _run_order(
 
 
 def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:
+    """The plan for ``prompts`` by the settings of ``config``."""
     return plan_sharing(
         prompts,
         min_shared_tokens=config.min_shared_tokens,

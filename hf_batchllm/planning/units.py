@@ -1,14 +1,13 @@
-"""What is on its way through the engine: shared prefixes, requests, and the step that they make up.
+"""Units: runs of tokens with pages of their own. Shared prefixes, requests and the beams of a search are units.
 
-A *unit* is a run of tokens with pages of its own. A shared prefix is one; a request is one. A unit stands on a
-``base``: the prefix that holds everything before its ``start``, which may reach further than the unit reads of it.
+A unit stands on its ``base``, the unit that holds everything before its ``start``. The base may hold more than that:
+the unit reads it only up to ``start``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -16,27 +15,35 @@ import numpy as np
 
 
 class Unit(ABC):
-    """Tokens ``[start, ...)`` of one sequence, the pages that hold their K and V, and what comes before them."""
+    """Tokens ``[start, ...)`` of one sequence, and the pages that hold their K and V."""
 
-    __slots__ = ("base", "computed", "key", "lost", "pages", "refs", "start", "wanted")
+    __slots__ = ("base", "computed", "key", "lost_end", "pages", "read_end", "refs", "start")
 
     def __init__(self, start: int, key: Hashable) -> None:
+        # The position of the first own token. Set when the unit is made, and moved on where a kept prefix holds more.
         self.start = start
-        self.base: Unit | None = None  # set by the cache, which counts who stands on whom
+        # The unit that holds the tokens before `start`; None if there are none. Set by the cache.
+        self.base: Unit | None = None
+        # Only units with equal keys share K and V: the name of the adapter, say. Set when the unit is made.
         self.key = key
-        self.computed = start  # set by the scheduler: K and V before this position are there, or in the step just made
-        self.lost = start  # set by the cache: they were there once, and have been given up
-        self.pages: list[int] = []  # set by the cache
-        self.refs = 0  # set by the cache: units that stand directly on this one
-        self.wanted = start  # set by the cache: how far the units that stand on it read
+        # K and V before this position are in the pages, or will be after the steps made so far. Set by the scheduler.
+        self.computed = start
+        # K and V before this position have been in the pages once; those from `computed` on are lost. Set by the cache.
+        self.lost_end = start
+        # The pages of the own tokens, in their order. Set by the cache.
+        self.pages: list[int] = []
+        # How many units have this one as their base. Set by the cache.
+        self.refs = 0
+        # The furthest `start` of these units: nobody reads this one beyond. Set by the cache.
+        self.read_end = start
 
     @property
-    def readable(self) -> int:
-        """The position up to which others may stand on it."""
+    def readable_end(self) -> int:
+        """The furthest position at which a unit that stands on this one may start."""
         return self.start
 
     def ancestors(self) -> list[tuple[Unit, int]]:
-        """The units below this one, outermost first, each with the position up to which it is read."""
+        """The units below this one, the one at the beginning first, each with the position up to which it is read."""
         chain: list[tuple[Unit, int]] = []
         child: Unit = self
         while child.base is not None:
@@ -45,26 +52,34 @@ class Unit(ABC):
         chain.reverse()
         return chain
 
+    def prefixes(self) -> list[tuple[Prefix, int]]:
+        """The ancestors that are shared prefixes. Of a request that is no beam, these are all ancestors."""
+        return [(unit, end) for unit, end in self.ancestors() if isinstance(unit, Prefix)]
+
     @abstractmethod
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """The ids at positions ``[begin, end)``."""
 
 
 class Prefix(Unit):
-    """Tokens that several units stand on, computed once."""
+    """Tokens that several prompts begin with, computed once."""
 
     __slots__ = ("end", "ids", "kept", "running")
 
     def __init__(self, ids: np.ndarray, start: int, end: int, key: Hashable = None) -> None:
         assert 0 <= start <= end <= len(ids)
         super().__init__(start, key)
-        self.ids = ids  # the whole sequence from position 0; ids[start:end] is what this unit holds
+        # The sequence from position 0 on, at least up to `end`. Set when the prefix is made.
+        self.ids = ids
+        # The position after the last own token. Set when the prefix is made; the cache may cut it to `read_end`.
         self.end = end
-        self.running = 0  # set by the scheduler: running requests anywhere above
-        self.kept = False  # set by the cache: stays for the next call
+        # How many running requests stand on it, directly or on prefixes in between. Set by the scheduler.
+        self.running = 0
+        # Whether it stays in the cache for the next call. Set by the cache.
+        self.kept = False
 
     @property
-    def readable(self) -> int:
+    def readable_end(self) -> int:
         return self.end
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
@@ -83,7 +98,7 @@ class FinishReason(StrEnum):
 
 
 class Request(Unit):
-    """One sequence to generate: a prompt, what it has produced, and how long it may become."""
+    """One sequence to generate: a prompt, its new tokens so far, and how long it may become."""
 
     __slots__ = (
         "can_stop",
@@ -114,40 +129,46 @@ class Request(Unit):
         assert 0 <= start < len(prompt_ids), "a request owns at least its last prompt token"
         assert max_new_tokens > 0
         super().__init__(start, key)
+        # These seven are set when the request is made.
         self.index = index  # the prompt's place in the list
-        self.sample = sample  # which of its num_return_sequences
-        self.rank = rank  # place in the order of the plan; the lowest unfinished rank is never preempted
-        self.prompt_ids = prompt_ids
-        self.max_new_tokens = max_new_tokens
-        self.can_stop = can_stop  # before it is as long as it may become
+        self.sample = sample  # which of the prompt's num_return_sequences
+        self.rank = rank  # place in the order of the plan
+        self.prompt_ids = prompt_ids  # int32 [tokens]
+        self.max_new_tokens = max_new_tokens  # after so many new tokens it has ended
+        self.can_stop = can_stop  # whether anything else may end it before that: a stop token, a string, a criterion
+        # New tokens that the host has seen. Set by the engine.
         self.generated: list[int] = []
-        self.pending = 0  # set by the engine: tokens sampled on the device that nobody here has seen yet
-        self.seat = 0  # set by the engine: where the device keeps its last token
+        # How many more tokens steps on their way give, which the host has not seen yet. Set by the engine.
+        self.pending = 0
+        # The place at which the device keeps the last token. Set when the call begins.
+        self.seat = 0
+        # Why it has ended; None while it has not. Set by the engine.
         self.finish_reason: FinishReason | None = None
-        self.score: float | None = None  # of a beam search's answer
+        # The score of a beam search's answer. Set by the beam engine.
+        self.score: float | None = None
 
     @property
     def length(self) -> int:
-        """All tokens that there are, seen or not."""
+        """Tokens of the prompt and new ones, seen by the host or not."""
         return len(self.prompt_ids) + len(self.generated) + self.pending
 
     @property
     def made(self) -> int:
-        """New tokens, seen or not."""
+        """New tokens, seen by the host or not."""
         return len(self.generated) + self.pending
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further token may be sampled, though the last ones may not have been seen."""
+        """Whether no further token may be sampled; the host may not have seen the last ones yet."""
         return self.made >= self.max_new_tokens
 
     @property
     def max_length(self) -> int:
-        """Positions that ever need K and V: the last token is sampled and never run."""
+        """How many positions need K and V in the end: the last token is sampled and never run."""
         return len(self.prompt_ids) + self.max_new_tokens - 1
 
     def most_pages(self, page_size: int) -> int:
-        """Pages of its own that it needs at the most."""
+        """The most pages of its own that it may need."""
         return -(-(self.max_length - self.start) // page_size)
 
     @property
@@ -160,18 +181,18 @@ class Request(Unit):
         return self.finish_reason is not None
 
     def expect(self, tokens: int = 1) -> None:
-        """So many tokens are being sampled, and will be seen later."""
+        """A step has been launched that samples so many tokens; the host sees them later."""
         assert not self.done and tokens > 0
         assert self.computed == self.length + tokens - 1, "a token is sampled before its prompt is computed"
         self.pending += tokens
         assert self.made <= self.max_new_tokens
 
     def append(self, token: int, is_stop: bool) -> None:
-        """Take a sampled token and notice the end."""
+        """Take a sampled token; ``is_stop``: whether it ends the answer."""
         self.extend([token], FinishReason.STOP if is_stop else None)
 
     def extend(self, tokens: list[int], reason: FinishReason | None) -> None:
-        """Take tokens that were sampled one after the other; ``reason``: why the last of them ends the answer."""
+        """Take tokens sampled one after the other; ``reason``: why the last of them ends the answer, if it does."""
         assert not self.done and tokens
         if self.pending:
             assert self.pending >= len(tokens)
@@ -185,13 +206,13 @@ class Request(Unit):
             self.end(FinishReason.LENGTH)
 
     def end(self, reason: FinishReason) -> None:
-        """With the tokens that have been seen."""
+        """The answer is what the host has seen."""
         assert not self.done
         self.finish_reason = reason
-        self.pending = 0  # whatever has been sampled since is not part of the answer
+        self.pending = 0  # tokens sampled since are no part of the answer
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """Tokens at positions ``[begin, end)``: of the prompt, then of what was generated; 0 where nobody knows yet."""
+        """Ids of the prompt, then new ones; 0 for a token that the host has not seen yet."""
         assert 0 <= begin <= end <= self.length
         prompt = len(self.prompt_ids)
         if end <= prompt:
@@ -208,90 +229,49 @@ class Request(Unit):
 
 
 class Branch(Request):
-    """One way to go on from a prompt, of several; others may stand on it, each up to where it parted from it.
+    """A beam of a search, or the prompt (the root) on which its beams stand.
 
-    ``generated`` holds all new tokens, those below ``start`` included.
+    A beam may stand on another one, up to the position where the two parted. ``generated`` holds all of its new tokens,
+    those before ``start`` included.
     """
 
-    __slots__ = ("held", "root", "width")
+    __slots__ = ("in_use", "root", "width")
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.held = True  # somebody goes on from it; else it stays as far, and as long, as others stand on it
-        self.width = 0  # of the prompt itself: how many ways are followed at a time
-        self.root: Branch = self  # the prompt itself
+        # Whether the search still goes on from it. Afterwards only what other beams read of it stays in the cache.
+        # Set by the group of beams.
+        self.in_use = True
+        # Of the root: how many beams the search follows at a time; of a beam: 0. Set when requests are lined up.
+        self.width = 0
+        # The prompt's own unit. Set when the branch is made.
+        self.root: Branch = self
 
     def fork(self, tokens: list[int], start: int) -> Branch:
-        """Another one of the same prompt, with these new tokens, that reads this one up to ``start``."""
+        """A new beam of the same prompt with these new tokens, that will read this unit up to ``start``."""
         branch = Branch(
             self.index, self.prompt_ids, self.max_new_tokens, rank=self.rank, key=self.key, can_stop=self.can_stop
         )
-        branch.start = branch.computed = branch.lost = branch.wanted = start
+        branch.start = branch.computed = branch.lost_end = branch.read_end = start
         branch.generated = tokens
         branch.root = self.root
         return branch
 
     @property
-    def readable(self) -> int:
+    def readable_end(self) -> int:
         return self.length
 
     def most_pages(self, page_size: int) -> int:
-        """Each way in pages of its own: so a search goes on when its pages are spent, however they lay before."""
+        """Of the root: its own pages and pages for every beam that share nothing.
+
+        With so many a search can always go on, however its beams shared pages before: each gets pages of its own.
+        """
         prompt, new = len(self.prompt_ids) - self.start, self.max_new_tokens - 1
         return -(-prompt // page_size) + self.width * -(-new // page_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``[begin, end)`` of a unit, to run in this step."""
-
-    unit: Unit
-    begin: int
-    end: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the model's output for the last token of the chunk is a request's next token."""
-        return isinstance(self.unit, Request) and self.end == self.unit.length
-
-
-@dataclass(slots=True)
-class Step:
-    """What one run of the model works on: decode rows of a token each, then chunks of prompts.
-
-    Rows are in the order of the plan, so that all rows below a prefix are neighbours. Without chunks, the rows may run
-    several times before anybody looks: each time with the token that it was given the time before.
-    """
-
-    rows: list[Request] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    times: int = 1  # set by the engine; a row that may have no more tokens leaves earlier
-    _sampling: list[Request] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many the model runs over at a time."""
-        return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
-
-    def times_of(self, request: Request) -> int:
-        """How many tokens the step gives a request. To be asked before the engine expects them."""
-        return min(self.times, request.max_new_tokens - request.made)
-
-    def sampling(self) -> list[Request]:
-        """The requests that get a token, rows first. Found out once: it changes whether a chunk is the last one."""
-        if self._sampling is None:
-            self._sampling = self.rows + [chunk.unit for chunk in self.chunks if chunk.samples]  # type: ignore[misc]
-        return self._sampling
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Rows and chunks alike, as chunks."""
-        for request in self.rows:
-            yield Chunk(request, request.length - 1, request.length)
-        yield from self.chunks
-
-
 def units_below(units: Sequence[Unit]) -> list[Unit]:
-    """``units`` and every prefix that they stand on, each once, a base before what stands on it."""
+    """``units`` and all of their ancestors, each once, a base before what stands on it."""
     seen: dict[Unit, None] = {}
     for unit in units:
         path: list[Unit] = []

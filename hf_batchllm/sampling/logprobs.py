@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ..inputs.prompts import Prompt
-from ..planning.units import Chunk, Request, Unit
+from ..planning.step import Chunk
+from ..planning.units import Request, Unit
 
 LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
 Sample = Callable[[torch.Tensor, Sequence[Request]], list[int]]

@@ -1,4 +1,4 @@
-"""What beams may go on with: the best sums of log-probabilities, through transformers' processors."""
+"""The candidates for a group's next beams: the best sums of log-probabilities, after transformers' processors."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ...sampling.processor_chains import Chains, Layout, look_back, run
 from .group import BeamGroup
 from .search_rules import Searches, SearchRules
 
-_NOISE = 16  # times the memory that scores take
+_NOISE_MEMORY = 16  # drawing takes so many times the memory of the scores
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """For some prompts with the same options."""
+    """The candidates of groups whose prompts have the same options."""
 
     groups: list[BeamGroup]
-    searches: Searches
-    places: list[int]  # of the groups in ``searches``
+    searches: Searches  # theirs, and maybe those of more prompts
+    places: list[int]  # [groups]  where each group stands in `searches`
     scores: torch.Tensor  # [groups, candidates]
-    parents: torch.Tensor  # [groups, candidates]  which beam each goes on from
-    tokens: torch.Tensor  # [groups, candidates]
+    parents: torch.Tensor  # [groups, candidates]  the number of the beam that each goes on from
+    tokens: torch.Tensor  # [groups, candidates]  the token that each adds
 
 
 class BeamScores:
-    """``options``: by a prompt's index."""
+    """From logits to ``Candidates``, for all groups of a call. ``options``: of each prompt, by its index."""
 
     def __init__(
         self,
@@ -56,18 +56,19 @@ class BeamScores:
         self._place: dict[BeamGroup, tuple[Searches, int]] = {}
         positions = getattr(base_model(model).config, "max_position_embeddings", None)
         for some, numbers in alike.items():
-            # By the options alone: of a MaxLengthCriteria of the user's the rules of ``generate`` know nothing.
+            # By the options alone: in ``generate`` a user's MaxLengthCriteria does not change the length penalty.
             lengths = [len(groups[number].root.prompt_ids) for number in numbers]
-            searches = Searches(rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
+            searches = Searches(search_rules_of(some), [some.max_new_tokens(length, positions) for length in lengths])
             for place, number in enumerate(numbers):
                 self._place[groups[number]] = searches, place
 
     def place(self, group: BeamGroup) -> tuple[Searches, int]:
+        """The searches that the group belongs to, and its place in them."""
         return self._place[group]
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
-        """``logits`` [rows, vocabulary] float32: of each group's beams in their order, or of its prompt alone."""
+        """``logits`` [rows, vocabulary] float32: a row for each beam, in the groups' order; one for a group without."""
         self._chains.forget_done()
         alike: dict[tuple[Layout, bool], list[int]] = {}
         begins, row = [], 0
@@ -78,11 +79,11 @@ class BeamScores:
         found = []
         for (layout, begun), numbers in alike.items():
             width = layout.options.num_beams
-            at_once = max(1, rows_at_once(logits) // (width * (_NOISE if layout.options.do_sample else 1)))
+            at_once = max(1, rows_at_once(logits) // (width * (_NOISE_MEMORY if layout.options.do_sample else 1)))
             for begin in range(0, len(numbers), at_once):
                 some = numbers[begin : begin + at_once]
                 rows = [row for each in some for row in range(begins[each], begins[each] + (width if begun else 1))]
-                # As a rule they lie side by side: no copy.
+                # Mostly they lie side by side, which needs no copy.
                 together = rows == list(range(rows[0], rows[0] + len(rows)))
                 mine = logits[rows[0] : rows[0] + len(rows)] if together else logits[rows]
                 found.append(self._candidates([groups[each] for each in some], mine, layout))
@@ -92,7 +93,7 @@ class BeamScores:
         searches = self._place[groups[0]][0]
         rules, places = searches.rules, [self._place[group][1] for group in groups]
         width, vocabulary = rules.width, logits.shape[-1]
-        if not groups[0].beams:  # at first they are all the same
+        if not groups[0].beams:  # at first all beams are the same
             logits = logits.repeat_interleave(width, dim=0)
         log_probs = logits.log_softmax(dim=-1)
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
@@ -119,13 +120,13 @@ def draw_candidates(
     sums: torch.Tensor,  # [groups, beams * vocabulary]
     count: int,
     width: int,
-    noise: Sequence[tuple[int, int]],  # [groups]  the seed, and the prompt's number
-    made: Sequence[int],  # [groups]
+    noise: Sequence[tuple[int, int]],  # [groups]  (seed, the prompt's number)
+    made: Sequence[int],  # [groups]  new tokens of each beam
 ) -> torch.Tensor:  # [groups, count]
-    """So many of each group, one after the other and none twice, each from the softmax of what is left.
+    """Draw ``count`` candidates of each group without replacement, each from the softmax of those that are left.
 
-    They are those whose log-probabilities are the highest after noise of Gumbel's kind, which belongs to a prompt, a
-    beam's place among the others, a position and a token: it does not matter which groups share a step.
+    That gives the candidates whose log-probabilities are the highest after Gumbel noise is added. The noise depends on
+    the seed, the prompt, the beam's number, the position and the token: which groups share a step does not matter.
     """
     if not bool(torch.isfinite(sums.amax(dim=-1)).all()):
         raise RuntimeError(NO_DISTRIBUTION)
@@ -137,7 +138,7 @@ def draw_candidates(
     return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices
 
 
-def rules_of(options: Options) -> SearchRules:
+def search_rules_of(options: Options) -> SearchRules:
     config, eos = options.config, options.config._eos_token_tensor
     return SearchRules.of(
         options.num_beams, 0 if eos is None else eos.shape[0], config.early_stopping, config.length_penalty

@@ -1,7 +1,7 @@
-"""The beams of a prompt as units of the cache: they stand on each other, each up to where it parted.
+"""The beams of a prompt as units of the cache: beams stand on each other, each up to where it parted.
 
-Of the beams that go on from one, the best stays in its pages and the others begin pages of their own: no beam is ever
-copied. One that nobody follows any more leaves what others read of it.
+Where several beams go on from one, the best stays in its pages and the others begin pages of their own: no beam is ever
+copied. Of a beam that has no successor, as much stays as others read.
 """
 
 from __future__ import annotations
@@ -20,62 +20,61 @@ class Answer(Request):
 
     def __init__(self, root: Branch, sample: int) -> None:
         super().__init__(root.index, root.prompt_ids, root.max_new_tokens, sample=sample, rank=root.rank)
-        self.parents: list[int] = []  # which beam each of its tokens was picked from
-        self.searched = 0  # new tokens that the search has looked at: its own may be fewer
+        self.parents: list[int] = []  # the number of the beam that each of its tokens continued
+        self.searched = 0  # steps that the prompt's search took: it may have gone on after this answer was found
 
     @property
     def made(self) -> int:
+        """New tokens of the search, so that reports count all of them."""
         return self.searched
 
 
 class BeamGroup:
-    """A prompt and its beams.
-
-    ``root`` holds the last of the prompt's tokens and is read by all beams.
-    """
+    """A prompt and its beams. ``root`` holds the prompt's last tokens and is read by all beams."""
 
     def __init__(self, root: Branch, cache: PagedCache, answers: Sequence[Answer]) -> None:
         self.root = root
         self.width = root.width
         self.answers = answers
-        self.beams: list[Branch] = []  # the best first; none before the first tokens, or while the group waits
-        self.logits: dict[Branch, Any] = {}  # of those that the step has come to; [vocabulary] each
+        self.beams: list[Branch] = []  # the best first; none before the first tokens, and while the group waits
+        self.logits: dict[Branch, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
         self.made = 0  # new tokens of each beam
-        self.parents: list[list[int]] = []  # [beams]: which beam each of their tokens was picked from
-        self.slots: list[BeamChoice] = [BeamChoice([], []) for _ in range(self.width)]
+        self.parents: list[list[int]] = []  # [beams] of [made]  the number of the beam that each token continued
+        self.finished = [FinishedBeam([], []) for _ in range(self.width)]  # the best first
         self._cache = cache
-        self._tokens: list[list[int]] = []  # of the beams, while there are none
+        self._tokens: list[list[int]] = []  # new tokens of the beams, while these have no units
 
     @property
-    def waiting_for(self) -> list[Branch]:
-        """Whose logits are to come before the search can go on."""
+    def without_logits(self) -> list[Branch]:
+        """The units that have to run before the search can go on."""
         return [unit for unit in self.beams or [self.root] if unit not in self.logits]
 
     @property
     def complete(self) -> bool:
+        """Whether the logits of all beams are there, so that the next beams can be chosen."""
         return len(self.logits) == max(1, len(self.beams))
 
     def tokens(self, beam: int) -> list[int]:
-        """The new tokens of a beam; of the prompt, none."""
+        """The new tokens of a beam; none before there are beams."""
         return self.beams[beam].generated if self.beams else []
 
     def all_tokens(self) -> list[list[int]]:
-        """Of each beam, wherever the group is."""
+        """The new tokens of each beam, also while the group waits."""
         return [list(beam.generated) for beam in self.beams] or self._tokens
 
     @property
-    def all_pages(self) -> int:
-        """Pages that its beams take when each has its own, beside the prompt's."""
+    def unshared_pages(self) -> int:
+        """Pages that the beams take beside the prompt's if they share none."""
         return self.width * self._cache.pages_for(self.made)
 
     @property
     def pages(self) -> int:
-        """Pages that its beams, and what they stand on above the prompt, hold."""
+        """Pages that the beams take beside the prompt's, those of former beams that they read included."""
         units = units_below(self.beams)
         return sum(len(unit.pages) for unit in units if isinstance(unit, Branch) and unit is not self.root)
 
     def fork(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """The beams of the next step: from which of the present ones each goes on, and with which token."""
+        """Make the next beams: each goes on from the present beam numbered in ``parents``, with a new token."""
         self.logits.clear()
         cache, before = self._cache, self.beams
         self.parents = [[*(self.parents[parent] if before else ()), parent] for parent in parents]
@@ -84,7 +83,7 @@ class BeamGroup:
         if not before:
             self._stand_on_the_prompt([[token] for token in tokens])
             return
-        stays = {parent: rank for rank, parent in reversed(list(enumerate(parents)))}  # the best of each one's children
+        stays = {parent: rank for rank, parent in reversed(list(enumerate(parents)))}  # the best successor of each beam
         for rank, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
             unit = before[parent]
             if stays[parent] != rank:
@@ -95,32 +94,33 @@ class BeamGroup:
             before[parent].generated.append(tokens[rank])
         for parent, unit in enumerate(before):
             if parent not in stays:
-                self._leave(unit)
+                self._abandon(unit)
         if len(stays) < len(before):
-            self._trim()
+            self._cut_unread()
 
     def dissolve(self) -> None:
-        """Give up all that its beams have computed; their tokens are known."""
+        """Give up the units of the beams; their tokens are remembered."""
         self._tokens = self.all_tokens()
         for beam in self.beams:
-            self._leave(beam)
+            self._abandon(beam)
         self.beams = []
         self.logits.clear()
         assert self.root.refs == 0
 
     def restore(self) -> None:
-        """The beams once more, each in pages of its own; what they have had is to be computed again."""
+        """Make units for the beams again, each with pages of its own; their new tokens have to be computed again."""
         self._stand_on_the_prompt(self._tokens)
         self._tokens = []
         for beam in self.beams:
             self._cache.reserve(beam, beam.length)
 
     def end(self) -> None:
+        """The search is over: give up all units."""
         for beam in self.beams:
-            self._leave(beam)
+            self._abandon(beam)
         self.beams = []
         self.logits.clear()
-        self._leave(self.root)
+        self._abandon(self.root)
 
     def _stand_on_the_prompt(self, tokens: Sequence[list[int]]) -> None:
         for own in tokens:
@@ -128,25 +128,25 @@ class BeamGroup:
             self._cache.attach(beam, self.root)
             self.beams.append(beam)
 
-    def _leave(self, unit: Branch) -> None:
-        unit.held = False
+    def _abandon(self, unit: Branch) -> None:
+        unit.in_use = False
         self._cache.retire(unit)
 
-    def _trim(self) -> None:
-        """Of beams that nobody goes on from, keep no more than others read."""
+    def _cut_unread(self) -> None:
+        """Cut beams that are no longer in use down to what others read of them."""
         read: dict[Branch, int] = {}
         for unit in units_below(self.beams):
             if isinstance(unit.base, Branch):
                 read[unit.base] = max(read.get(unit.base, 0), unit.start)
         for unit, upto in read.items():
-            if not unit.held:
-                unit.wanted = upto
+            if not unit.in_use:
+                unit.read_end = upto
                 self._cache.cut(unit, upto)
                 del unit.generated[upto - len(unit.prompt_ids) :]
 
 
-class BeamChoice:
-    """What stands in one of the places for answers."""
+class FinishedBeam:
+    """One of the best finished beams so far: an answer, if it stays among them. Empty while there are too few."""
 
     __slots__ = ("parents", "stopped", "tokens")
 

@@ -1,4 +1,4 @@
-"""The loop of a beam search: next step, build, run; where all beams of a prompt have come by, choose who goes on."""
+"""The loop of a beam search: next step, build, run; once all beams of a prompt have run, choose its next beams."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 from ...model.batch import BatchBuilder
 from ...model.runner import ModelRunner, current_device
-from ...planning.units import Branch, FinishReason, Request, Step
+from ...planning.step import Step
+from ...planning.units import Branch, FinishReason, Request
 from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
-from .group import BeamChoice, BeamGroup
+from .group import BeamGroup, FinishedBeam
 from .scheduler import BeamScheduler
 from .stopping import BeamEndings
 
@@ -39,25 +40,25 @@ class BeamEngine:
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0
-        self.beam_tokens = 0  # of those, all but prompts'
-        self._decoded = 0  # and those among them that were run for the first time, and chosen from
-        self._of = {group.root: group for group in groups}
+        self.beam_tokens = 0  # of the model tokens, those of beams
+        self._decoded = 0  # of the beams' tokens, those run for the first time, up to each group's last choice
+        self._group_of: dict[Request, BeamGroup] = {group.root: group for group in groups}
 
     @property
     def decoded(self) -> int:
-        """Of the beams' tokens, those that were run for the first time."""
+        """How many of the beams' tokens were run for the first time."""
         return self._decoded + sum(len(group.logits) for group in self.groups if group.beams)
 
     def run(self, watch: Callable[[Step, int], None] | None = None) -> Iterator[Request]:
-        """Answers as they are found, those of a prompt together.
+        """Answers as they are found, all answers of a prompt together.
 
-        ``watch`` is told of every step that has been run, and how many tokens of answers it brought.
+        ``watch`` is called after every step, with the step and the number of new answer tokens that it gave.
         """
         switch = self.timekeeper.switch
         while True:
             switch("scheduling")
             if late := self.endings.late():
-                finished = [self._of[root] for root in late]
+                finished = [self._group_of[root] for root in late]
                 for group in finished:
                     self._out_of_time(group)
             else:
@@ -73,7 +74,7 @@ class BeamEngine:
                 yield from group.answers
 
     def _step(self, step: Step) -> tuple[list[BeamGroup], list[BeamGroup]]:
-        """The groups that have come to their end with it, and all that have come further."""
+        """Run a step. Returns the groups whose search is over with it, and all groups whose next beams were chosen."""
         batch = self.builder.build(step)
         sampling = step.sampling()
         beams = len(step.rows) + sum(
@@ -96,34 +97,36 @@ class BeamEngine:
         return finished, groups
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
-        """The groups all of whose logits are there, and those [rows, vocabulary], in the order of their beams."""
-        row_of = {}
+        """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""
+        row_of: dict[Branch, int] = {}
         for row, unit in enumerate(sampling):
-            group = self._of[unit.root]
+            assert isinstance(unit, Branch)
+            group = self._group_of[unit.root]
             if unit is group.root and group.made:
-                continue  # computed again, to be read by its beams
+                continue  # a prompt computed again for its beams: its logits have been used
             group.logits[unit] = None
             row_of[unit] = row
-        touched = dict.fromkeys(self._of[unit.root] for unit in row_of)
-        rows, held = [], []
+        touched = dict.fromkeys(self._group_of[unit.root] for unit in row_of)
+        rows: list[int] = []
+        earlier: list[torch.Tensor] = []  # logits of earlier steps
         for group in touched:
             for unit in group.beams or [group.root]:
                 if unit not in row_of and unit in group.logits and group.complete:
-                    rows.append(len(logits) + len(held))
-                    held.append(group.logits[unit])
+                    rows.append(len(logits) + len(earlier))
+                    earlier.append(group.logits[unit])
                 elif unit in row_of and group.complete:
                     rows.append(row_of[unit])
-                elif unit in row_of:  # the next step overwrites them
+                elif unit in row_of:  # a copy, as the next step overwrites them
                     group.logits[unit] = logits[row_of[unit]].clone()
         complete = [group for group in touched if group.complete]
-        if held:
-            logits = torch.cat([logits, torch.stack(held)])
+        if earlier:
+            logits = torch.cat([logits, torch.stack(earlier)])
         if rows == list(range(len(rows))):
             return complete, logits[: len(rows)]
         return complete, logits[torch.tensor(rows, device=logits.device)]
 
     def choose(self, candidates: Candidates) -> list[BeamGroup]:
-        """Who goes on, and which answers there are. Returns the groups whose search is over."""
+        """Choose each group's next beams and its answers so far. Returns the groups whose search is over."""
         groups, parents, tokens = candidates.groups, candidates.parents.numpy(), candidates.tokens.numpy()
         made = [group.made for group in groups]
         stops = np.stack([self.endings.of_candidates(*each) for each in zip(groups, parents, tokens, strict=True)])
@@ -133,57 +136,61 @@ class BeamEngine:
         finished = []
         for number, group in enumerate(groups):
             own = parents[number].tolist(), tokens[number].tolist(), stops[number].tolist()
-            self._keep(group, choice.kept[number], own)
+            self._note_finished(group, choice.answers[number], own)
             self._decoded += len(group.beams)
             if choice.over[number]:
                 self._finish(group, FinishReason.LENGTH)
                 finished.append(group)
             else:
-                going_on = choice.running[number]
-                group.fork([own[0][each] for each in going_on], [own[1][each] for each in going_on])
+                running = choice.running[number]
+                group.fork([own[0][each] for each in running], [own[1][each] for each in running])
         return finished
 
-    def _keep(self, group: BeamGroup, kept: Sequence[int], own: tuple[list[int], list[int], list[bool]]) -> None:
-        before, (parents, tokens, stops) = group.slots, own
-        if list(kept) == list(range(group.width)):
+    def _note_finished(
+        self, group: BeamGroup, answers: Sequence[int], own: tuple[list[int], list[int], list[bool]]
+    ) -> None:
+        """``answers``: as in ``Choice``. ``own``: the parents and tokens of the candidates, and whether each stops."""
+        before, (parents, tokens, stops) = group.finished, own
+        if list(answers) == list(range(group.width)):
             return
-        group.slots = []
-        for each in kept:
+        group.finished = []
+        for each in answers:
             if each < group.width:
-                group.slots.append(before[each])
+                group.finished.append(before[each])
                 continue
-            place = each - group.width
-            parent = parents[place]
+            candidate = each - group.width
+            parent = parents[candidate]
             history = group.parents[parent] if group.beams else []
-            group.slots.append(BeamChoice([*group.tokens(parent), tokens[place]], [*history, parent], stops[place]))
+            new = FinishedBeam([*group.tokens(parent), tokens[candidate]], [*history, parent], stops[candidate])
+            group.finished.append(new)
 
     def _finish(self, group: BeamGroup, otherwise: FinishReason) -> None:
-        """``otherwise``: why answers have ended that no token ended."""
+        """Fill in the group's answers. ``otherwise``: the reason of answers that nothing in their tokens ended."""
         searches, place = self.scores.place(group)
         scores = searches.scores[place].tolist()
-        for answer, found, score in zip(group.answers, group.slots, scores, strict=False):
-            answer.generated, answer.parents = found.tokens, found.parents
-            answer.searched = group.made + (otherwise is not FinishReason.TIME)  # with the one just chosen
+        for answer, best, score in zip(group.answers, group.finished, scores, strict=False):
+            answer.generated, answer.parents = best.tokens, best.parents
+            answer.searched = group.made + (otherwise is not FinishReason.TIME)  # and the token just chosen
             answer.score = None if otherwise is FinishReason.TIME and not group.made else score
-            answer.end(FinishReason.STOP if found.stopped else otherwise)
+            answer.end(FinishReason.STOP if best.stopped else otherwise)
         group.root.end(otherwise)
         self.timekeeper.switch("scheduling")
         self.scheduler.finish(group.root)
         self.timekeeper.switch("tokens")
 
     def _out_of_time(self, group: BeamGroup) -> None:
-        """The beams that there are take their places among the answers; a prompt that had not begun has none."""
+        """The present beams compete with the finished ones for the answers. A prompt that had not begun has none."""
         if group.made:
             self._decoded += len(group.logits)
             searches, place = self.scores.place(group)
             tokens = group.all_tokens()
             running = searches.running[[place]]
             choice = searches.step([place], [group.made - 1], running, torch.ones_like(running, dtype=torch.bool))
-            before = group.slots
-            group.slots = [
+            before = group.finished
+            group.finished = [
                 before[each]
                 if each < group.width
-                else BeamChoice(tokens[each - group.width], group.parents[each - group.width])
-                for each in choice.kept[0]
+                else FinishedBeam(tokens[each - group.width], group.parents[each - group.width])
+                for each in choice.answers[0]
             ]
         self._finish(group, FinishReason.TIME)

@@ -1,11 +1,12 @@
-"""What a beam search gives back for tensors, as ``generate`` shapes it."""
+"""The output of a beam search on tensors, in the shape that ``generate`` gives it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers.generation import GenerateBeamDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ...inputs.options import Options
 from ...planning.units import Request
@@ -21,7 +22,7 @@ def beam_output(
     options: Options,
     tensors: StepTensors | None,
 ) -> GenerateBeamDecoderOnlyOutput:
-    """Scores and logits are 0 in rows of prompts whose search was over."""
+    """Where a prompt's search was over before the others, its rows of scores and logits are 0."""
     device = sequences.device
     indices = torch.full((len(answers), longest), -1, dtype=torch.int32)
     for row, answer in zip(indices, answers, strict=True):
@@ -31,16 +32,13 @@ def beam_output(
     scores = None
     if options.config.output_scores:
         scores = torch.tensor([NEVER if answer.score is None else answer.score for answer in answers], device=device)
-    return GenerateBeamDecoderOnlyOutput(
-        sequences=sequences,
-        sequences_scores=scores,
-        beam_indices=indices.to(device),
-        **({} if tensors is None else tensors.outputs(None, device)),
-    )
+    fields: dict[str, Any] = {} if tensors is None else {**tensors.outputs(None, device)}
+    fields |= {"sequences": sequences, "sequences_scores": scores, "beam_indices": indices.to(device)}
+    return GenerateBeamDecoderOnlyOutput(**fields)
 
 
 def filling(options: Options) -> int | None:
-    """What fills up the rows of a tensor. ``generate`` has a rule of its own for beams."""
+    """The id that fills up short rows of a tensor. ``generate`` has a rule of its own for beams."""
     if options.num_beams == 1:
         return options.pad_token_id
     eos = options.config._eos_token_tensor

@@ -1,31 +1,33 @@
-"""What goes into the next step of a beam search: as GroupScheduler has it, with the beams of a prompt for a request."""
+"""The scheduler of beam searches: as GroupScheduler, with the beams of a prompt in the place of a request."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
+from ...planning.expected_length import ExpectedLength
 from ...planning.paged_cache import PagedCache
-from ...planning.scheduler import ExpectedLength, QueueScheduler
-from ...planning.units import Branch, Request, Step
+from ...planning.scheduler import QueueScheduler
+from ...planning.step import Step
+from ...planning.units import Request
 from .group import BeamGroup
 
 
 class BeamScheduler(QueueScheduler):
-    """Beams that go on first, then prompts as far as the token budget goes, then newcomers as far as memory goes.
+    """Beams that go on first, then prompts as far as the token budget goes, then as many new prompts as fit.
 
-    When memory runs short the youngest prompt gives up what it holds and is computed again later, its beams with it.
-    The oldest never does: if it is alone and its pages are spent, its beams get pages of their own, which are enough.
+    When memory runs short the youngest prompt and its beams give up their pages and are computed again later. The
+    oldest never does. If it is alone and has no page left, each of its beams gets pages of its own, which always fit.
     """
 
     def __init__(self, groups: Sequence[BeamGroup], gather_rows: int = 0) -> None:
-        self.groups: dict[Branch, BeamGroup] = {group.root: group for group in groups}
+        self.groups: dict[Request, BeamGroup] = {group.root: group for group in groups}
         self.gather_rows = gather_rows
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
         self.expected = ExpectedLength()
-        self._ended_pages, self._ended_tokens = 1, 6  # while nothing is known
+        self._ended_pages, self._ended_tokens = 1, 6  # of searches that are over; a guess to begin with
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
@@ -33,21 +35,22 @@ class BeamScheduler(QueueScheduler):
     def next(self) -> Step | None:
         step = self._empty_step()
         budget = self.max_batch_tokens
-        behind = [root for root in self.running if self._is_behind(root)]
-        rows = sum(root.width for root in self.running) - sum(root.width for root in behind)
-        wait = rows < self.gather_rows and self._prompts_fill_a_step(behind)
-        for root in behind if wait else list(self.running):
-            # One that is not running any more has given its pages to an older one just now.
-            if budget > 0 and root in self.running and self._room_to_grow(self.groups[root]):
-                budget -= self._take(self.groups[root], step, budget)
+        running = [self.groups[root] for root in self.running]
+        prefilling = [group for group in running if self._has_prefill(group)]
+        rows = sum(group.width for group in running) - sum(group.width for group in prefilling)
+        wait = rows < self.gather_rows and self._prompts_fill_a_step(prefilling)
+        for group in prefilling if wait else running:
+            # A group that is no longer running has just given its pages to an older one.
+            if budget > 0 and group.root in self.running and self._room_to_grow(group):
+                budget -= self._add_to_step(group, step, budget)
         if budget > 0 and self.waiting:
-            promised = sum(self._growth(self.groups[root]) for root in self.running)
+            promised = self._promised()
             while budget > 0 and self.waiting and self._fits(self.groups[self.waiting[0]], promised):
                 group = self.groups[self.waiting.popleft()]
                 self._enter(group.root)
                 group.restore()
                 promised += self._growth(group)
-                budget -= self._take(group, step, budget)
+                budget -= self._add_to_step(group, step, budget)
         return self._checked(step)
 
     def finish(self, request: Request) -> None:
@@ -62,32 +65,30 @@ class BeamScheduler(QueueScheduler):
             self._some_gave_up = True
         group.end()
 
-    def _is_behind(self, root: Branch) -> bool:
-        """Whether there is more to compute of a prompt than a token for each beam."""
-        return root.todo > 0 or any(beam.todo > 1 for beam in self.groups[root].beams)
+    def _has_prefill(self, group: BeamGroup) -> bool:
+        """Whether more has to be computed than a token for each beam."""
+        return group.root.todo > 0 or any(beam.todo > 1 for beam in group.beams)
 
-    def _prompts_fill_a_step(self, behind: Sequence[Branch]) -> bool:
-        units = [unit for root in behind for unit in (root, *self.groups[root].beams)]
-        tokens = sum(unit.todo for unit in units)
+    def _prompts_fill_a_step(self, prefilling: Sequence[BeamGroup]) -> bool:
+        tokens = sum(unit.todo for group in prefilling for unit in (group.root, *group.beams))
         if tokens >= self.max_batch_tokens or not self.waiting:
             return tokens >= self.max_batch_tokens
-        promised = sum(self._growth(self.groups[root]) for root in self.running)
-        if not self._fits(self.groups[self.waiting[0]], promised):
+        if not self._fits(self.groups[self.waiting[0]], self._promised()):
             return False
-        for root in self.waiting:  # as if all of them fitted, and without the prefixes that they bring
+        for root in self.waiting:  # counted as if all of them fitted, and without their prefixes
             tokens += root.todo
             if tokens >= self.max_batch_tokens:
                 return True
         return False
 
-    def _take(self, group: BeamGroup, step: Step, budget: int) -> int:
-        """What is left of a prompt, or of what its beams have had, then a row for each beam. Returns tokens used."""
+    def _add_to_step(self, group: BeamGroup, step: Step, budget: int) -> int:
+        """Add what has yet to run of the prompt and its beams, last tokens as rows. Returns the tokens used."""
         used = 0
-        whole = group.root.todo == 0
-        for unit in group.waiting_for:
+        has_prompt = group.root.todo == 0
+        for unit in group.without_logits:
             if used == budget:
                 break
-            if whole and unit.todo == 1:
+            if has_prompt and unit.todo == 1:
                 self._row(unit, step)
                 used += 1
             else:
@@ -95,14 +96,17 @@ class BeamScheduler(QueueScheduler):
         return used
 
     def _room_to_grow(self, group: BeamGroup) -> bool:
-        """Pages for the beams' next tokens; the youngest pay for them. False if that was the group itself."""
+        """Give the beams pages for their next tokens, at the cost of the youngest running prompt.
+
+        False if that is the group itself, which then waits.
+        """
         while (missing := self._missing(group)) > self.cache.free_pages:
             if self.cache.evict(missing):
                 continue
             youngest = next(reversed(self.running))
             if youngest is not group.root:
                 self._preempt(self.groups[youngest])
-            elif len(self.running) > 1 or not self._put_together(group):
+            elif len(self.running) > 1 or not self._give_own_pages(group):
                 self._preempt(group)
                 return False
         for beam in group.beams:
@@ -112,11 +116,11 @@ class BeamScheduler(QueueScheduler):
     def _missing(self, group: BeamGroup) -> int:
         return sum(self.cache.missing(beam, beam.length) for beam in group.beams)
 
-    def _put_together(self, group: BeamGroup) -> bool:
-        """Give each beam of the only group pages of its own: then it has as many as were found to be enough."""
+    def _give_own_pages(self, group: BeamGroup) -> bool:
+        """Give each beam of the only running group pages of its own: the cache was found large enough for that."""
         group.dissolve()
-        if not self.cache.evict_idle(group.all_pages):
-            return False  # a prefix kept from another call holds more than is read of it: entering cuts it down
+        if not self.cache.evict_idle(group.unshared_pages):
+            return False  # a prefix kept from another call holds more than is read of it: entering again cuts it
         group.restore()
         self.preemptions += 1
         return True
@@ -129,19 +133,19 @@ class BeamScheduler(QueueScheduler):
         self.preemptions += 1
 
     def _fits(self, group: BeamGroup, promised: int) -> bool:
-        """Whether a newcomer may enter: what it adds fits beside the pages promised to the growth of those running."""
+        """Whether the next group may enter: its pages fit beside those ``promised`` to the growth of running groups."""
         root = group.root
         if not self.running:
-            # Alone it always fits (that was checked before the call began), whatever has to go for it.
-            return self._make_room_alone(root, root.length, group.all_pages)
-        beams = max(self._expected_pages(group), group.all_pages)  # what comes back has pages of its own for each
+            # A group always fits alone, as was checked before the call began: anything else may have to go.
+            return self._make_room_alone(root, root.length, group.unshared_pages)
+        beams = max(self._expected_pages(group), group.unshared_pages)  # beams that come back share no pages
         needed = self.cache.missing_with_ancestors(root, root.length) + beams + promised
         return self._could_have(needed) and self.cache.evict(needed)
 
     def _expected_pages(self, group: BeamGroup) -> int:
-        """Of all beams together, at the end: what each would take alone, or what it came to for those that have ended.
+        """Pages of all beams at the end: as many as they take unshared, or as in the searches that are over, if more.
 
-        Each parting of the ways begins a page, so a long search may have many that are half empty.
+        Wherever beams part, one of them begins a page, so a long search may have many pages that are half empty.
         """
         tokens = min(max(self.expected.of(group.root), group.made + 1), group.root.max_new_tokens - 1) or 1
         partings = tokens * self._ended_pages / self._ended_tokens
@@ -150,7 +154,6 @@ class BeamScheduler(QueueScheduler):
     def _growth(self, group: BeamGroup) -> int:
         return max(0, self._expected_pages(group) - group.pages)
 
-
-def branches(groups: Iterable[BeamGroup]) -> list[Branch]:
-    """Every unit from which somebody goes on."""
-    return [unit for group in groups for unit in (group.root, *group.beams) if unit.held]
+    def _promised(self) -> int:
+        """Pages that the running groups are expected to add."""
+        return sum(self._growth(self.groups[root]) for root in self.running)

@@ -1,8 +1,8 @@
-"""The rules of a beam search as transformers has them: who goes on, who has finished, when it is over.
+"""The rules of a beam search as in transformers: which beams go on, which are answers, and when the search is over.
 
-Numbers alone, in float32 on the host: no model, no tokens. Many searches are looked at together, each wherever it is.
-Order among equals is left to ``torch.topk``, asked as transformers asks it: equals there are, wherever less than a
-whole set of beams has anything to go on with.
+Only scores, in float32 on the host: no model, no tokens. Many searches take a step together, each at its own length.
+The order among equal scores is that of ``torch.topk``, called as transformers calls it. Equal scores are common:
+wherever fewer candidates than beams can go on, the rest all have the score ``NEVER``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-NEVER = -1.0e9  # transformers' score of what is not there
+NEVER = -1.0e9  # transformers' score of a beam or an answer that does not exist
 
 
 @dataclass(frozen=True)
 class SearchRules:
-    """What the searches of some prompts have in common."""
+    """The options that some searches have in common."""
 
     width: int  # num_beams
-    candidates: int  # looked at in each step: some of them end
+    candidates: int  # in each step; more than beams, as some of them end
     early_stopping: bool | str
     length_penalty: float
 
@@ -31,39 +31,39 @@ class SearchRules:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step comes to, for each of the searches that took it."""
+    """The outcome of a step, for each of the searches that took it."""
 
-    running: list[list[int]]  # [searches, width]  which candidates go on, the best first
-    kept: list[list[int]]  # [searches, width]  answers: below ``width`` those there were, then candidates
+    running: list[list[int]]  # [searches, width]  the candidates that go on, the best first
+    answers: list[list[int]]  # [searches, width]  below `width` the number of an answer so far, else width + candidate
     over: list[bool]  # [searches]
 
 
 class Searches:
-    """``longest``: new tokens that each search may come to by its options."""
+    """The state of several searches. ``longest``: how many new tokens each may have by its options."""
 
     def __init__(self, rules: SearchRules, longest: Sequence[int]) -> None:
         count, width = len(longest), rules.width
         self.rules = rules
-        self.running = torch.full((count, width), NEVER)  # scores of beams that go on
-        self.running[:, 0] = 0.0  # at first they are all the same
-        self.scores = torch.full((count, width), NEVER)  # of answers
-        self.finished = torch.zeros(count, width, dtype=torch.bool)  # whether there is an answer
+        self.running = torch.full((count, width), NEVER)  # scores of the beams
+        self.running[:, 0] = 0.0  # at first all beams are the same, so only one counts
+        self.scores = torch.full((count, width), NEVER)  # of the answers
+        self.finished = torch.zeros(count, width, dtype=torch.bool)  # whether the answer exists
         self._may_improve = torch.ones(count, 1, dtype=torch.bool)
         self._longest = list(longest)
 
     def step(
         self,
         which: Sequence[int],
-        made: Sequence[int],  # [searches]  new tokens that each had before this step
-        scores: torch.Tensor,  # [searches, candidates]  sums of log-probabilities, as they were picked
+        made: Sequence[int],  # [searches]  new tokens of each beam before this step
+        scores: torch.Tensor,  # [searches, candidates]  sums of log-probabilities, in the order of picking
         ends: torch.Tensor,  # [searches, candidates] bool
     ) -> Choice:
         rules, index = self.rules, torch.tensor(which, dtype=torch.long)
-        # Those that end are passed over, unless there is nobody else.
+        # Candidates that end go on only where there are not enough others.
         going_on = scores + ends.to(torch.float32) * NEVER
         chosen = going_on.topk(rules.width).indices
         running = going_on.gather(1, chosen)
-        # A candidate counts as an answer if it is among the best so many; the others are there to go on with.
+        # Only the best `width` candidates may become answers. The others are there to replace them as beams.
         just_ended = ends.clone()
         just_ended[:, rules.width :] = False
         may_improve, finished = self._may_improve[index], self.finished[index]
@@ -73,20 +73,20 @@ class Searches:
         for excluded in (full, ~may_improve, ~just_ended):
             new += excluded.to(torch.float32) * NEVER
         merged = torch.cat([self.scores[index], new], dim=1)
-        kept = merged.topk(rules.width).indices
-        answers = merged.gather(1, kept)
-        finished = torch.cat([finished, just_ended], dim=1).gather(1, kept)
-        # Whether the best of those going on could still become better than the worst answer.
+        answers = merged.topk(rules.width).indices
+        answer_scores = merged.gather(1, answers)
+        finished = torch.cat([finished, just_ended], dim=1).gather(1, answers)
+        # Whether the best beam could still become better than the worst answer.
         if rules.early_stopping == "never" and rules.length_penalty > 0.0:
             penalty = self._by_length([self._longest[search] for search in which])
-        worst = torch.where(finished, answers.amin(dim=1, keepdim=True), NEVER)
+        worst = torch.where(finished, answer_scores.amin(dim=1, keepdim=True), NEVER)
         may_improve = may_improve & (running[:, :1] / penalty > worst).any(dim=-1, keepdim=True)
         over = ~may_improve[:, 0] | ends.all(dim=1)
         if rules.early_stopping is True:
             over |= finished.all(dim=1)
-        self.running[index], self.scores[index], self.finished[index] = running, answers, finished
+        self.running[index], self.scores[index], self.finished[index] = running, answer_scores, finished
         self._may_improve[index] = may_improve
-        return Choice(chosen.tolist(), kept.tolist(), over.tolist())
+        return Choice(chosen.tolist(), answers.tolist(), over.tolist())
 
     def _by_length(self, lengths: Sequence[int]) -> torch.Tensor:  # [searches, 1]
         return torch.tensor([float(length**self.rules.length_penalty) for length in lengths])[:, None]

@@ -1,4 +1,4 @@
-"""What ends a beam: the rules of ``endings``, asked of all candidates of a step."""
+"""What ends a beam: the rules of ``sampling.stopping``, applied to all candidates of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BeamEndings(Endings):
     def of_candidates(
         self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray
     ) -> np.ndarray:  # [candidates] bool
-        """Which of the candidates end with the token that each adds to its parent, the length apart."""
+        """Which candidates end with the token that each adds to its parent, limits of length not counted."""
         rules = self._rules[group.root.index]
         stops = np.isin(tokens, list(rules.stop_tokens)) if rules.stop_tokens else np.zeros(len(tokens), dtype=bool)
         if not rules.looks:

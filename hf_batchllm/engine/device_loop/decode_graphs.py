@@ -1,6 +1,6 @@
-"""Decode steps as CUDA graphs: captured once for so many rows, replayed whatever the rows are and share.
+"""Decode steps as CUDA graphs: captured once for a number of rows, replayed for any rows, whatever they share.
 
-Where a model cannot be captured, its rows run by themselves in the same way, and that is said.
+Where a model cannot be captured, its rows run the same way without a graph, and a warning says so.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from ...model.owners_state import not_in_graphs, owners_state
 from ...model.runner import ModelRunner
 from ...model.triton_attention import Met, TritonBackend
 from ...notices import Notices
-from .decode_rows import Advance, DecodeRows, Pick, Seats
-from .graph_sizes import WORTH, size_of, sizes_to_come
+from .decode_rows import Advance, DecodeRows, Pick
+from .graph_sizes import WORTHWHILE_STEPS, size_of, sizes_to_come
+from .seats import Seats
 
 _CAPTURE = "graphs: capture"
-_WARM_ROWS = 16  # of the run in which kernels are compiled
-# Bytes free on the device with which PyTorch's cache need not be emptied before a capture, to which what lies in it is
-# of no use. Emptying it makes the host wait.
-_PLENTY = 2 << 30
+_WARM_ROWS = 16  # rows of the run in which kernels are compiled
+# A capture cannot use the memory in PyTorch's cache. With so many bytes free beside it, the cache need not be emptied
+# first, which would make the host wait.
+_PLENTY_OF_BYTES = 2 << 30
 
 
 class DecodeGraphs:
-    """The graphs of a call, by their rows. ``capture``: whether there are to be any; otherwise rows run without."""
+    """The decode rows of a call, by their number, each number with a graph once it is worth it.
+
+    ``capture``: whether there are graphs at all; without, the same rows run one kernel after the other.
+    """
 
     def __init__(
         self,
@@ -53,58 +57,61 @@ class DecodeGraphs:
         self._graphs: dict[int, DecodeRows] = {}  # captured or not
         self._met: dict[tuple[Any, ...], Met] = {}
         self._pool: Any = None
-        # What could not be captured once cannot be the next time.
+        # A model that could not be captured in an earlier call cannot be captured in this one.
         self._given_up = not capture or notices.was_given(_CAPTURE)
-        self._state: object = None  # of the model, as it was captured
-        self._warm = False  # whether so many rows have run that kernels are compiled for those that are prepared
-        self.look_again = True  # somebody else has been at work since the last step
-        self.not_prepared = ""  # why graphs are only captured when they are wanted
+        self._state: object = None  # the model's state as it was captured
+        self._warm = False  # whether a run has compiled the kernels of all sizes that are prepared
+        self.model_may_have_changed = True  # the caller had control since the last step
+        self.why_not_prepared = ""  # why graphs are only captured when a step needs them
         self._preparing = False
         self.seconds = 0.0  # that captures took
-        self.seconds_beside = 0.0  # of these, while the device was at work
-        self.bytes = 0  # and the memory
+        self.seconds_beside = 0.0  # of these, the seconds while the device was at work on other steps
+        self.bytes = 0  # that the graphs take
         self.captured = 0
-        self.steps = 0  # run by graphs
+        self.steps = 0  # that graphs have run
 
     def run(self, batch: ModelBatch, steps_to_come: int) -> torch.Tensor | None:  # [rows, most_times]
-        """What the rows of a burst produce: see ``DecodeRows.settle``. None if the kernels cannot do all of it; then
-        nothing has been done."""
-        if batch.burst is None or not self._backend.does_all:
+        """Run a burst. Returns its tokens as ``DecodeRows.settle``, or None if the kernels cannot do every layer.
+
+        In that case nothing has run.
+        """
+        if batch.burst is None or not self.does_all:
             return None
-        self._look()
+        self._drop_outdated()
         rows = batch.attention.rows
         size = size_of(rows)
-        graph = self._graphs.get(size) or self._made(size)
+        graph = self._graphs.get(size) or self._make(size)
         step = self._backend.work_of(batch.attention)
         try:
             graph.load(batch, step)
-        except NoRoom:  # an odd burst: what is made for it has room enough
+        except NoRoom:  # rows made for this burst have room for it
             self._forget(graph)
-            graph = self._made(size)
+            graph = self._make(size)
             graph.load(batch, step)
         times = batch.burst.times
         if not graph.captured:
             graph.run()
             self._warm |= size % _WARM_ROWS == 0
             times -= 1
-            if not self._given_up and steps_to_come >= WORTH:
+            if not self._given_up and steps_to_come >= WORTHWHILE_STEPS:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
         self.steps += times if graph.captured else 0
         return graph.settle()[:rows]
 
-    def _look(self) -> None:
-        """The owner may do anything to the model between two results."""
-        if not self.look_again or (self._given_up and not any(graph.captured for graph in self._graphs.values())):
+    def _drop_outdated(self) -> None:
+        """Drop graphs of a model that has changed: between two results its owner may do anything to it."""
+        captured = [graph for graph in self._graphs.values() if graph.captured]
+        if not self.model_may_have_changed or (self._given_up and not captured):
             return
         adapters = self._runner.adapters
-        of_steps = None if adapters is None else adapters.name  # which the owner's model has in steps alone
-        state = owners_state(self._runner.model, self._seats.last.device), of_steps
-        self.look_again = False
+        adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
+        state = owners_state(self._runner.model, self._seats.last.device), adapter
+        self.model_may_have_changed = False
         if state == self._state:
             return
-        for graph in [graph for graph in self._graphs.values() if graph.captured]:
+        for graph in captured:
             self._forget(graph)
         self._state = state
         if (reason := not_in_graphs(self._runner.model)) is not None:
@@ -115,44 +122,49 @@ class DecodeGraphs:
         return self._backend.storage
 
     @property
+    def does_all(self) -> bool:
+        """Whether the kernels can do every layer, so that rows may run several times in a row."""
+        return self._backend.does_all
+
+    @property
     def prepares(self) -> bool:
-        """Whether graphs may be captured beforehand."""
-        return not (self._given_up or self.not_prepared)
+        """Whether graphs may be captured before a step needs them."""
+        return not (self._given_up or self.why_not_prepared)
 
     def prepare(self, left: Sequence[int], may_stop: bool) -> None:
-        """Capture one of the graphs that steps to come will want, while the device is at work on what it was given.
+        """Capture one of the graphs that steps to come will need, while the device is at work on earlier ones.
 
-        ``left``: how many tokens each of the sequences that run at a time may still get; some ``may_stop`` before.
+        ``left``: how many tokens each of the running sequences may still get; ``may_stop``: some may end before that.
         """
-        known = self._met or self._backend.met  # the kinds of work that there are
-        if not self.prepares or not known or not self._backend.does_all:
+        known = self._met or self._backend.met  # the kinds of work that layers have had so far
+        if not self.prepares or not known or not self.does_all:
             return
-        if self._runner.model.training:  # dropout would draw noise in a run that is made when there is time for it
+        if self._runner.model.training:  # in an extra run, dropout would draw noise: the tokens would depend on timing
             return
-        self._look()
+        self._drop_outdated()
         there = {size for size, graph in self._graphs.items() if graph.captured}
-        wanted = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
-        if not self.prepares or wanted is None or self._is_tight():
-            return  # where memory is short, they are captured when they are wanted
-        together = wanted == len(left) and not may_stop and max(left) - min(left) < WORTH
+        size = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
+        if not self.prepares or size is None or self._is_tight():
+            return  # where memory is short, capture only what a step needs
+        together = size == len(left) and not may_stop and max(left) - min(left) < WORTHWHILE_STEPS
         seconds, self._preparing = self.seconds, True
         try:
             if not self._warm:
-                # What is made on first use is made in a run of a few idle rows: in a capture it could not be.
+                # A run of a few padding rows makes whatever is made on first use: a capture could not make it.
                 self._new(_WARM_ROWS).run_idle(known)
                 self._warm = True
-            graph = self._made(wanted)
+            graph = self._make(size)
             graph.work.make_rooms(known, idle=not together)
             self._capture(graph)
-        except Exception as error:  # of steps that can do without, or fail by themselves
-            self.not_prepared = f"{type(error).__name__}: {error}"
+        except Exception as error:  # steps run without this graph; if the error is theirs, they raise it themselves
+            self.why_not_prepared = f"{type(error).__name__}: {error}"
         finally:
             self._preparing = False
         self.seconds_beside += self.seconds - seconds
-        if self.not_prepared:
-            self._graphs.pop(wanted, None)
+        if self.why_not_prepared:
+            self._graphs.pop(size, None)
 
-    def _made(self, size: int) -> DecodeRows:
+    def _make(self, size: int) -> DecodeRows:
         self._graphs[size] = self._new(size)
         return self._graphs[size]
 
@@ -174,16 +186,16 @@ class DecodeGraphs:
             if not any(other.captured for other in self._graphs.values()):
                 self._pool = torch.cuda.graph_pool_handle()  # a pool goes with its last graph
             graph.capture(self._pool)
-        except BaseException as error:  # whatever a model does that a graph cannot hold; an interrupt
-            # A capture that breaks off leaves both as they are while it goes on.
+        except BaseException as error:  # the model does something that a graph cannot hold; or an interrupt
+            # A capture that breaks off leaves its own stream and generator state in place: put both back.
             torch.cuda.set_stream(stream)
             fresh = torch.Generator(device)
             fresh.set_state(noise)
             generator.graphsafe_set_state(fresh)
             if not isinstance(error, Exception):
                 raise
-            if self._preparing:  # when it is wanted, after a run of its own, it may do
-                self.not_prepared = f"{type(error).__name__}: {error}"
+            if self._preparing:  # it may work when a step needs it, after a run of these very rows
+                self.why_not_prepared = f"{type(error).__name__}: {error}"
             elif isinstance(error, torch.OutOfMemoryError):
                 self._give_up("too little memory is left to capture them: set a smaller `kv_memory`")
             else:
@@ -197,14 +209,14 @@ class DecodeGraphs:
 
     def _is_tight(self) -> bool:
         device = self._seats.last.device
-        return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY
+        return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _PLENTY_OF_BYTES
 
     def _give_up(self, reason: str, kind: str = "graphs") -> None:
         self._given_up = True
         self._notices(kind, f"decode steps run without CUDA graphs, which is slower: {reason}")
 
     def _forget(self, graph: DecodeRows) -> None:
-        """Let it go, once what was launched has ended."""
+        """Drop a graph, once all that was launched has ended."""
         if graph.captured and self._seats.last.device.type == "cuda":
             torch.cuda.current_stream(self._seats.last.device).synchronize()
         self._graphs = {rows: other for rows, other in self._graphs.items() if other is not graph}
@@ -215,7 +227,7 @@ class DecodeGraphs:
         captured = any(graph.captured for graph in self._graphs.values())
         self._graphs.clear()
         if stream is not None and captured:
-            torch.cuda.empty_cache()  # the memory of their pool is not used for anything else until then
+            torch.cuda.empty_cache()  # until then, nothing else can use the memory of the graphs' pool
 
 
 def graphs_for(
@@ -227,7 +239,7 @@ def graphs_for(
     most_times: int,
     notices: Notices,
 ) -> DecodeGraphs | None:
-    """None where the device does not keep the state of decode rows."""
+    """None where the backend cannot keep the state of decode rows on the device."""
     if not isinstance(runner.backend, TritonBackend):
         return None
     capture = config.cuda_graphs and seats.last.device.type == "cuda"

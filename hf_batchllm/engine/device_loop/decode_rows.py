@@ -1,77 +1,41 @@
 """Decode rows whose state the device keeps: they run several times in a row, and the host sends nothing in between.
 
-Everything lies at fixed addresses, so that a CUDA graph of one run serves all of them: what the rows are, share and
-read is filled in before a burst. Fewer rows than there is room for leave the rest idle: those own no key, write
-nothing, and nobody looks at them. So does a row that has ended.
+Everything lies at fixed addresses, so that a CUDA graph of one run serves all runs: a burst only fills in its requests
+and what they read and share. Where a burst has fewer rows than there is room for, the rest are idle padding rows: they
+read no key, write nothing, and their output is dropped. A row that has ended is idle as well.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
-from ...kernels.work_lists import NoRoom, WorkLists, sent
+from ...kernels.work_lists import NoRoom, PrefillWork, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
+from ...model.torch_attention import CascadePlan, Scratch
 from ...model.triton_attention import KernelAttention, Met, StepWork, TritonBackend
+from .graph_capture import capturing, own_copies
+from .seats import Seats
 
-Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
-Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]  # as sample_triton.advance
+# (logits [rows, vocabulary], seats [rows], new tokens so far [rows]) -> tokens [rows], -1 for none
+Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (rows, picked tokens, eos tokens, page size, each row's set of eos tokens), as `sample_triton.advance`
+Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]
 
-_PAD = -2  # pads sets of tokens: -1 stands where none was picked
-_SPARE = 1.3  # lists have room for so many times what they were first made for
-
-
-@dataclass(frozen=True)
-class Seats:
-    """What the device keeps of each request; nobody's seat is the last."""
-
-    last: torch.Tensor  # [seats] int64  its last token
-    ended: torch.Tensor  # [seats] bool  whether that was one that ends the answer
-    eos: torch.Tensor  # [any] int64  those that do; where requests differ several sets of them, padded: [sets, any]
-    which: torch.Tensor | None = None  # [seats] int32  which set is each request's, where they differ
-
-    @classmethod
-    def of(cls, stop_tokens: Sequence[frozenset[int]], device: torch.device) -> Seats:
-        """``stop_tokens``: of each request those that end it."""
-        sets = {tokens: number for number, tokens in enumerate(dict.fromkeys(stop_tokens))} or {frozenset(): 0}
-        most = max(map(len, sets))
-        eos = [[*sorted(tokens), *[_PAD] * (most - len(tokens))] for tokens in sets]
-        which = [*(sets[tokens] for tokens in stop_tokens), 0]
-        with torch.inference_mode(False):  # written in steps that may run outside
-            return cls(
-                torch.zeros(len(which), dtype=torch.long, device=device),
-                torch.zeros(len(which), dtype=torch.bool, device=device),
-                torch.tensor(eos if len(sets) > 1 else eos[0], dtype=torch.long).to(device),
-                torch.tensor(which, dtype=torch.int32).to(device) if len(sets) > 1 else None,
-            )
-
-    @property
-    def any_end(self) -> bool:
-        return self.eos.numel() > 0
-
-    def take(self, seats: torch.Tensor, picked: torch.Tensor) -> None:
-        """The tokens that a step has picked."""
-        self.last[seats] = picked.clamp(min=0)  # -1 is no token, and the next step may be on its way
-        if self.any_end:
-            eos = self.eos if self.which is None else self.eos[self.which[seats]]
-            self.ended[seats] = (picked[:, None] == eos).any(dim=1)
+_ROOM_TO_GROW = 1.3  # lists have room for so many times the work that they are first made for
 
 
 class RowsWork:
-    """The work of whatever the rows are; as ``StepWork``, at addresses that stay. The kernels can do all layers.
+    """The work lists of the rows' layers: as ``StepWork``, at fixed addresses, for layers that the kernels can do.
 
-    ``met``: what work has come up so far in the call, by a layer's key. A kernel without work still takes 2 to 4 us,
-    so none is launched for work that has not come up. When it does come up there is no room for it (NoRoom), and the
-    rows are made anew: with room, and with the kernel.
+    ``met``: the kinds of work that have come up so far in the call, by a layer's key. A kernel without work still takes
+    2 to 4 us, so no kernel is launched for a kind that has not come up. When that kind does come up there is no room
+    for it (NoRoom), and the rows are made anew, with room and with the kernel.
     """
 
     has_chunks = False
@@ -94,7 +58,7 @@ class RowsWork:
         return list(self._rooms.values())
 
     def load(self, step: StepWork) -> None:
-        """Take over a step's lists. NoRoom if they do not fit."""
+        """Copy a step's lists into these. NoRoom if they do not fit."""
         made = []
         for key, room in self._rooms.items():
             work = step.on_host(*key)
@@ -110,33 +74,39 @@ class RowsWork:
         return self._met.setdefault(key, Met()).note(work.items, self._merges(work))
 
     def _merges(self, work: WorkLists) -> bool:
-        return work.merges or work.rows < self.rows  # what idle rows give is written by the merge: zeros
+        return work.merges or work.rows < self.rows  # the merge writes the zeros of idle rows
 
     def lists(self, *key: Any) -> WorkLists:  # window, heads, kv_heads, sinks
-        if key not in self._rooms:  # in the run before the capture
+        if key not in self._rooms:  # first asked for, in the run before the capture
             assert self._step is not None
             work = self._step.on_host(*key)
-            room = self._rooms[key] = self._room(key, self._note(key, work), work)
+            room = self._rooms[key] = self._new_room(key, self._note(key, work), work)
             room.packed.copy_(sent(room.fitted(work).packed, self._device))
         return self._rooms[key]
 
-    def make_rooms(self, known: Mapping[tuple[Any, ...], Met], idle: bool) -> None:
-        """Room for the ``known`` kinds of work, none of which has come yet. ``idle``: some rows will be."""
-        for key, met in known.items():
-            self._rooms[key] = self._room(key, Met(set(met.tiles), met.merges or idle))
+    def chunk_lists(self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int) -> PrefillWork:
+        raise AssertionError("decode rows come without chunks")
 
-    def _room(self, key: tuple[Any, ...], met: Met, work: WorkLists | None = None) -> WorkLists:
+    def torch_plan(self, scratch: Scratch) -> CascadePlan:
+        raise AssertionError("rows are only made where the kernels can do all layers")
+
+    def make_rooms(self, known: Mapping[tuple[Any, ...], Met], idle: bool) -> None:
+        """Make room for the ``known`` kinds of work before any work comes. ``idle``: whether some rows will be."""
+        for key, met in known.items():
+            self._rooms[key] = self._new_room(key, Met(set(met.tiles), met.merges or idle))
+
+    def _new_room(self, key: tuple[Any, ...], met: Met, work: WorkLists | None = None) -> WorkLists:
         _, heads, kv_heads, sinks = key
         at_once = self._multiprocessors // kv_heads + 1
         blocks = self.rows * (heads // kv_heads) // 64 + 1
         items = {16: 2 * self.rows + 6 * at_once, 64: 4 * blocks + self.rows // 2 + 4 * at_once}
-        wanted = {tile: 0 if work is None else _more(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
-        with torch.inference_mode(False):  # filled for bursts that may run outside
+        sizes = {tile: 0 if work is None else _with_slack(len(work.items.get(tile, ()))) for tile in sorted(met.tiles)}
+        with torch.inference_mode(False):  # filled for bursts that may run outside of it
             room = WorkLists.room(
                 rows=self.rows,
-                items={tile: max(items[tile], size) for tile, size in wanted.items()},
-                entries=max(self._entries, 0 if work is None else _more(len(work.entries))),
-                parts=max(8 * self.rows + 8 * at_once, 0 if work is None else _more(work.parts)),
+                items={tile: max(items[tile], size) for tile, size in sizes.items()},
+                entries=max(self._entries, 0 if work is None else _with_slack(len(work.entries))),
+                parts=max(8 * self.rows + 8 * at_once, 0 if work is None else _with_slack(work.parts)),
                 device=self._device,
                 direct=not sinks,
             )
@@ -145,7 +115,7 @@ class RowsWork:
 
 
 class DecodeRows:
-    """``most_times``: how often the rows may run in a row."""
+    """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row."""
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick,
@@ -159,12 +129,12 @@ class DecodeRows:
         self._page_size = backend.storage.page_size
         self._graph: torch.cuda.CUDAGraph | None = None
         device = seats.last.device
-        few = (most_times - 1) // self._page_size + 2
+        pages = (most_times - 1) // self._page_size + 2  # that a row may write to in a burst
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        with torch.inference_mode(False):  # a later burst may run outside
+        with torch.inference_mode(False):  # a later burst may run outside of it
             self._state = Rows(
                 token=zeros(rows, dtype=torch.long),
                 position=zeros(rows, dtype=torch.long),
@@ -174,11 +144,11 @@ class DecodeRows:
                 remaining=zeros(rows),
                 status=zeros(rows),
                 start=zeros(rows),
-                pages=zeros(rows, few),
+                pages=zeros(rows, pages),
                 produced=zeros(rows, most_times, dtype=torch.long),
             )
             self._seat = zeros(rows, dtype=torch.long)
-            self._which = None if seats.which is None else zeros(rows)  # set of tokens that end a row
+            self._which = None if seats.which is None else zeros(rows)  # each row's set of eos tokens
         entries = backend.storage.num_pages + 8 * rows + 64
         self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
         self._context = KernelAttention(self.work, backend)
@@ -188,14 +158,14 @@ class DecodeRows:
         return self._graph is not None
 
     def load(self, batch: ModelBatch, step: StepWork) -> None:
-        """What the next burst is about. NoRoom if it does not fit."""
+        """Fill in the next burst. NoRoom if its work lists do not fit."""
         burst, state = batch.burst, self._state
         assert burst is not None
         self.work.load(step)
         rows, tokens, positions = batch.attention.rows, batch.tokens, batch.attention.positions
-        nobody = len(self._seats.last) - 1
-        given = [  # where it goes, what it is, and what it is of rows that there are not
-            (self._seat, tokens.row_seats.numpy(), nobody),
+        no_request = len(self._seats.last) - 1
+        given = [  # (destination, values, filler for padding rows)
+            (self._seat, tokens.row_seats.numpy(), no_request),
             (state.position, positions, 0),
             (state.slot, batch.attention.slots.numpy(), -1),
             (state.length, positions + 1, 0),
@@ -205,15 +175,15 @@ class DecodeRows:
             (state.start, burst.start, 0),
             *((column, pages, -1) for column, pages in zip(state.pages.T, burst.pages.T, strict=True)),
         ]
-        numbers = np.empty((len(given), self.rows), dtype=np.int64)  # they travel in one copy
-        for line, (_, values, none) in zip(numbers, given, strict=True):
-            line[:rows], line[rows:] = values, none
-        for values, (place, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
-            place.copy_(values)
+        numbers = np.empty((len(given), self.rows), dtype=np.int64)  # all in one copy to the device
+        for line, (_, values, filler) in zip(numbers, given, strict=True):
+            line[:rows], line[rows:] = values, filler
+        for line, (destination, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
+            destination.copy_(line)
         state.token.copy_(self._seats.last[self._seat])
-        if self._which is not None:
+        if self._which is not None and self._seats.which is not None:
             self._which.copy_(self._seats.which[self._seat])
-        if self._seats.any_end:
+        if self._seats.any_eos:
             ended = self._seats.ended[self._seat]
             state.status.masked_fill_(ended, STOPPED)
             state.slot.masked_fill_(ended, -1)
@@ -221,22 +191,22 @@ class DecodeRows:
         state.produced.fill_(-1)
 
     def run(self) -> None:
-        """Each row's next token."""
+        """Run the rows once: each gets its next token."""
         if self._graph is not None:
             self._graph.replay()
         else:
             self._run()
 
     def settle(self) -> torch.Tensor:  # [rows, most_times]
-        """The burst is over: what the rows have produced, a row's token i at i modulo ``most_times``; -1 for none."""
+        """End the burst. Returns the rows' tokens: a request's new token i at i modulo ``most_times``; -1 for none."""
         state, seats = self._state, self._seats
         seats.last[self._seat] = state.token
-        if seats.any_end:
+        if seats.any_eos:
             seats.ended[self._seat] = state.status == STOPPED
         return state.produced
 
     def run_idle(self, known: Mapping[tuple[Any, ...], Met]) -> None:
-        """Once, for the sake of what is made on first use."""
+        """Run padding rows once, so that whatever the model makes on first use is made."""
         self.work.make_rooms(known, idle=True)
         self._seat.fill_(len(self._seats.last) - 1)
         self._state.status.fill_(PADDING)
@@ -244,11 +214,11 @@ class DecodeRows:
         self._run()
 
     def capture(self, pool: Any) -> None:
-        """After a run, of these rows or others, in which whatever is made on first use is made."""
+        """Capture a run as a graph. Rows must have run before: a capture cannot make what is made on first use."""
         for rooms in self.work.rooms:
             self._context.backend.reserve(rooms.parts)
         graph = torch.cuda.CUDAGraph()
-        with _capturing(graph, pool, self._state.token.device), own_copies():
+        with capturing(graph, pool, self._state.token.device), own_copies():
             self._run()
         self._graph = graph
 
@@ -260,49 +230,5 @@ class DecodeRows:
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
 
 
-@contextmanager
-def own_copies() -> Iterator[None]:
-    """What runs under autocast makes its own copies of weights.
-
-    Usually they are made on first use and kept until the block ends, or one of any other thread does. A graph would go
-    on reading them, and whoever comes after a capture would find copies that nobody has filled.
-    """
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(kept)
-
-
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
-    """As `torch.cuda.graph`, but the host does not wait for the device, which goes on with what it was given.
-
-    No garbage is collected meanwhile: events and graphs among it must not be taken apart during a capture.
-    """
-    collects = gc.isenabled()
-    try:
-        gc.disable()
-        with torch.cuda.stream(_capture_stream(device)):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                yield
-            except BaseException:
-                with suppress(Exception):  # it has to end all the same, and what went wrong was something else
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-    finally:
-        if collects:
-            gc.enable()
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps memory for each stream that it has worked on."""
-    return torch.cuda.Stream(device)
-
-
-def _more(count: int) -> int:
-    return int(_SPARE * count)
+def _with_slack(count: int) -> int:
+    return int(_ROOM_TO_GROW * count)

@@ -1,7 +1,7 @@
-"""Running ahead: tokens are picked on the device and stay there, while copies of them come back later.
+"""Running ahead: tokens are picked on the device and stay there, and copies of them reach the host later.
 
-The device keeps the last token of each request, each at its own seat, so that a request's next step can be launched
-before anyone on the host has seen what it continues.
+The device keeps each request's last token at the request's seat. So the next step can be launched before the host has
+seen the tokens that it continues.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from ...model.runner import ModelRunner, current_device
 from ...planning.units import Request
 from ...wording import shown_size
 from .decode_graphs import DecodeGraphs
-from .decode_rows import Pick, Seats
+from .decode_rows import Pick
+from .seats import Seats
 from .still_running import StillRunning
 
 
 class RunAhead:
+    """A ``Launcher`` whose steps go to the device without waiting for the tokens of earlier ones."""
+
     def __init__(
         self, runner: ModelRunner, pick: Pick, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
     ) -> None:
@@ -29,32 +32,32 @@ class RunAhead:
         self.seats = seats
         self.graphs = graphs
         self.device = device
-        # All steps go to one stream, whatever is the caller's between two results: a page's next owner writes to it
-        # after whoever was found to have ended.
+        # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
+        # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._outside: torch.cuda.Stream | None = None  # during a step, the caller's
-        self._unended: StillRunning | None = None  # of the requests of this turn
-        self._latest: torch.cuda.Event | None = None  # when the step that was launched last is over
+        self._outside: torch.cuda.Stream | None = None  # the caller's stream, during a step
+        self._still_running: StillRunning | None = None  # of the requests that `start` was given last
+        self._latest: torch.cuda.Event | None = None  # the end of the step that was launched last
 
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
-        """All requests begin, or those of one adapter; no more than ``most_rows`` of them run in a step."""
+        """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
         if self.graphs is not None:
-            self._unended = StillRunning(requests, self.graphs.storage, most_rows)
-            self.graphs.look_again = True  # what they have captured may be another adapter's
+            self._still_running = StillRunning(requests, self.graphs.storage, most_rows)
+            self.graphs.model_may_have_changed = True  # its adapter has
 
     @property
     def most_times(self) -> int:
-        return self.graphs.most_times if self.graphs is not None and self.runner.backend.does_all else 1
+        return self.graphs.most_times if self.graphs is not None and self.graphs.does_all else 1
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         if self._stream is not None:
             self._outside = torch.cuda.current_stream()
         with current_device(self.device), torch.cuda.stream(self._stream):
             wait = self._launch(batch, sampling)
-            if self.graphs is not None and self._unended is not None and self.graphs.prepares:
-                self._unended.begin(sampling)
+            if self.graphs is not None and self._still_running is not None and self.graphs.prepares:
+                self._still_running.begin(sampling)
                 if self._is_behind():
-                    self.graphs.prepare(*self._unended.left())
+                    self.graphs.prepare(*self._still_running.tokens_left())
         self._outside = None
         return wait
 
@@ -63,9 +66,9 @@ class RunAhead:
         if self.graphs is not None and burst is not None:
             produced = self.graphs.run(batch, int(burst.left.max()))
             if produced is not None:
-                landed = self._on_its_way(produced)
+                copied = self._copy_back(produced)
                 places = batch.tokens.made.numpy()[:, None] + np.arange(burst.times)  # [rows, times]
-                return lambda: np.take_along_axis(landed(), places % produced.shape[1], axis=1)
+                return lambda: np.take_along_axis(copied(), places % produced.shape[1], axis=1)
         batch = batch.to(self.device)
         tokens = batch.tokens
         rows = len(tokens.row_seats)
@@ -75,11 +78,11 @@ class RunAhead:
         if not sampling:
             return lambda: np.empty((0, 1), dtype=np.int64)
         picked = self.pick(logits, tokens.sample_seats, tokens.made)
-        self.seats.take(tokens.sample_seats, picked)
-        return self._on_its_way(picked[:, None])
+        self.seats.store(tokens.sample_seats, picked)
+        return self._copy_back(picked[:, None])
 
     def _is_behind(self) -> bool:
-        """Whether the device was still at work on the step before this one: then the host has time."""
+        """Whether the device is still at work on the step before this one: then the host has time."""
         if self._stream is None:
             return False
         before, self._latest = self._latest, torch.cuda.Event()
@@ -88,30 +91,32 @@ class RunAhead:
 
     def back(self) -> None:
         if self.graphs is not None:
-            self.graphs.look_again = True
+            self.graphs.model_may_have_changed = True
 
     @property
     def summary(self) -> str:
-        """For the report; empty where there are no graphs."""
+        """A sentence for the report; empty where there are no graphs."""
         graphs = self.graphs
         if graphs is None or not graphs.captured:
             return ""
         count = f"{graphs.captured} graph{'s' if graphs.captured > 1 else ''}"
         taken = f"{1000 * graphs.seconds:,.0f} ms and {shown_size(graphs.bytes)}"
         beside = f" ({1000 * graphs.seconds_beside:,.0f} ms while other steps ran)" if graphs.seconds_beside else ""
-        why = f"; no more while other steps run ({graphs.not_prepared.splitlines()[0]})" if graphs.not_prepared else ""
+        reason = graphs.why_not_prepared
+        why = f"; no more while other steps run ({reason.splitlines()[0]})" if reason else ""
         return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}{why}"
 
     def close(self) -> None:
-        if self._outside is not None:  # an interrupt came while a step put things back
+        if self._outside is not None:  # an interrupt came before `launch` put the stream back
             torch.cuda.set_stream(self._outside)
             self._outside = None
         if self.graphs is not None:
             self.graphs.close(self._stream)
 
-    def _on_its_way(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
+    def _copy_back(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Start copying ``tokens`` to the host. The function returned waits for the copy."""
         if self.device.type != "cuda":
-            now = tokens.cpu().numpy().copy()  # the next step writes to the same place
+            now = tokens.cpu().numpy().copy()  # a copy, as the next step may write to the same memory
             return lambda: now
         landed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         landed.copy_(tokens, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is passed to ``score`` -> ``ScoreItem``s: tokens, and the first one that is scored. All of it checked first."""
+"""From the arguments of ``score`` to ``ScoreItem``s: tokens, and the first that is scored. All of it is checked."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ...notices import Notices
 from ...wording import a_kind, is_array, is_number
 
 _A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
-_JOINED_AT_ONCE = 4096  # texts: contexts are joined to each of their continuations, which takes memory
+_TEXTS_AT_ONCE = 4096  # that are joined, each a context and a continuation, which takes memory
 _NO_CONTEXT = "nothing stands before it"
 
-Place = tuple[int, int]  # of a context in the list, and of one of its continuations
+Place = tuple[int, int]  # (number of the context, number of the continuation among those of the context)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreItem:
-    """Something to be scored: the tokens of ``ids`` from ``first`` on, which is not 0."""
+    """Tokens to score: those of ``ids`` from ``first`` on, which is never 0, as a first token has none before it."""
 
-    index: int
-    choice: int
-    ids: np.ndarray  # int32 [tokens]
+    index: int  # number of the context, or of the text
+    choice: int  # number of the continuation among those of the context
+    ids: np.ndarray  # int32 [tokens]  context and continuation
     first: int
-    text: str | None  # of what is scored, if it was passed in as text
-    key: Hashable = None  # as a Prompt has it
+    text: str | None  # the continuation, if it was passed as text
+    key: Hashable = None  # only items with equal keys share K and V
 
 
 @dataclass
 class ScoreInputs:
-    """``items`` and ``problems`` together are all that was asked for."""
+    """What to score. Each continuation asked for is either in ``items`` or in ``problems``."""
 
     items: list[ScoreItem] = field(default_factory=list)
     problems: dict[Place, str] = field(default_factory=dict)
-    texts: dict[Place, str] = field(default_factory=dict)  # of those with a problem
-    what: str = "context"  # that the first number counts
-    adapters: list[str | None] | None = None  # of each context, if they have some of their own
+    texts: dict[Place, str] = field(default_factory=dict)  # the continuations with a problem, where they are text
+    what: str = "context"  # what the first number of a place counts: "context" or "text"
+    adapters: list[str | None] | None = None  # of each context, if adapters were named
 
     @property
     def count(self) -> int:
         return len(self.items) + len(self.problems)
 
     def error(self) -> PromptError:
-        """For all problems that there are."""
+        """One error for all problems."""
         by_context: dict[int, str] = {}
         for (index, _), why in sorted(self.problems.items()):
             by_context.setdefault(index, why)
@@ -59,7 +59,7 @@ class ScoreInputs:
 
 @dataclass(frozen=True)
 class Reading:
-    """What it takes to make tokens of things."""
+    """Makes tokens of prompts, and finds the problems of those that cannot be read."""
 
     tokenizer: Callable[[], Any]
     vocab_size: int
@@ -77,26 +77,26 @@ def check_scores(
     architecture: Architecture,
     adapters: Callable[[int], list[str | None] | None],
 ) -> ScoreInputs:
-    """Each thing to be scored, or the reason why it cannot be. What makes no sense at all is an error here.
+    """Each continuation to score, or why it cannot be scored. Arguments that make no sense as a whole raise an error.
 
-    ``adapters`` gives that of each of so many contexts, if they have some of their own.
+    ``adapters``: takes the number of contexts and gives the adapter of each, or None if no adapters were named.
     """
     given, entries = _paired(contexts, continuations, choices)
     inputs = ScoreInputs(what="text" if given is None else "context")
     inputs.adapters = adapters(len(entries))
-    wanted = dict(_wanted(entries, inputs))
-    found = _whole_texts(wanted, read, inputs) if given is None else _continued(given, wanted, read, inputs)
+    asked = dict(_readable(entries, inputs))
+    found = _whole_texts(asked, read, inputs) if given is None else _continued(given, asked, read, inputs)
     items: dict[Place, ScoreItem] = {}
     for place, item in found:
-        why = _length_problem(len(item.ids) - 1, architecture)  # the last token is looked up, and not run
+        why = _length_problem(len(item.ids) - 1, architecture)  # the last token is never run
         if why is None:
             items[place] = item
         else:
             inputs.problems[place] = why
     inputs.items = [items[place] for place in sorted(items)]
-    if inputs.adapters is not None:  # what is computed with one is no good for another
+    if inputs.adapters is not None:  # K and V of one adapter are wrong for another
         inputs.items = [replace(item, key=inputs.adapters[item.index]) for item in inputs.items]
-    inputs.texts = {place: text for place in inputs.problems if isinstance(text := wanted.get(place), str)}
+    inputs.texts = {place: text for place in inputs.problems if isinstance(text := asked.get(place), str)}
     return inputs
 
 
@@ -104,7 +104,7 @@ def check_scores(
 
 
 def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[Any] | None, list[list[Any]]]:
-    """The contexts, and for each of them (or each text) what is to be scored."""
+    """The contexts (None for whole texts), and the continuations of each context, or each text."""
     if (continuations is None) == (choices is None):
         both = "both were given" if choices is not None else "neither was given"
         raise OptionValueError(
@@ -120,7 +120,7 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
             choices = read_all(choices)
         shared = list(as_list(choices, "choices"))
         if len(shared) == 1 and shared[0] is choices and not isinstance(choices, str) and not is_chat(choices):
-            # Ids that are a choice each, more often than not, and they would run as a single one.
+            # A list of ids, most likely meant as one choice for each id; it would run as a single choice.
             raise OptionValueError(
                 "choices", "must be a list of choices, not of numbers: [[5], [6]] are two of a token, [[5, 6]] is one"
             )
@@ -129,13 +129,13 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         if any(_several(choice) for choice in shared):
             raise OptionValueError(
                 "choices",
-                "are the same for every context, and here one of them is a list of several: what each context has of "
-                "its own goes to `continuations`",
+                "are the same for every context, and one of them is a list of several: pass continuations that differ "
+                "between contexts as `continuations`",
             )
         return given, [shared] * len(given)
     listed = as_list(continuations, "continuations")
     if len(given) == 1 and given[0] is contexts and len(listed) > 1:
-        return given, [list(listed)]  # of the one context, which is in no list
+        return given, [list(listed)]  # several continuations of one context that is not in a list
     if len(given) != len(listed):
         hint = "`choices=[...]` takes the same ones for every context"
         if len(given) == 1:
@@ -150,7 +150,7 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
 
 def _several(entry: Any) -> list[Any] | None:
     """The continuations in an entry that is a list of them; None if it is a single one."""
-    if isinstance(entry, np.ndarray) and entry.ndim == 1 and entry.dtype.kind in "UTO":  # in a column of a table
+    if isinstance(entry, np.ndarray) and entry.ndim == 1 and entry.dtype.kind in "UTO":  # a cell of a table's column
         entry = entry.tolist()
     if not isinstance(entry, (list, tuple)) or not entry:
         return None
@@ -159,8 +159,8 @@ def _several(entry: Any) -> list[Any] | None:
     return list(entry) if inner else None
 
 
-def _wanted(entries: list[list[Any]], inputs: ScoreInputs) -> Iterator[tuple[Place, Any]]:
-    """Each continuation that may be one."""
+def _readable(entries: list[list[Any]], inputs: ScoreInputs) -> Iterator[tuple[Place, Any]]:
+    """The continuations of a type that can be read; the others go to ``inputs.problems``."""
     of_texts = inputs.what == "text"
     for index, several in enumerate(entries):
         for choice, given in enumerate(several):
@@ -184,9 +184,9 @@ def _of_continuation(why: str, choice: int, count: int) -> str:
 # -- tokens ----------------------------------------------------------------------------------------------------
 
 
-def _whole_texts(wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, ScoreItem]]:
-    prompts, problems = read(list(wanted.values()))
-    for number, (place, given) in enumerate(wanted.items()):
+def _whole_texts(asked: dict[Place, Any], read: Reading, inputs: ScoreInputs) -> Iterator[tuple[Place, ScoreItem]]:
+    prompts, problems = read(list(asked.values()))
+    for number, (place, given) in enumerate(asked.items()):
         prompt = prompts[number]
         if prompt is None:
             inputs.problems[place] = problems[number]
@@ -197,51 +197,55 @@ def _whole_texts(wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs) -
 
 
 def _continued(
-    contexts: Sequence[Any], wanted: dict[Place, Any], read: Reading, inputs: ScoreInputs
+    contexts: Sequence[Any], asked: dict[Place, Any], read: Reading, inputs: ScoreInputs
 ) -> Iterator[tuple[Place, ScoreItem]]:
+    """Items of continuations of contexts.
+
+    A token that spans context and continuation is scored as the continuation's first token.
+    """
     before, problems = read(list(contexts))
     counts: dict[int, int] = {}
-    for index, _ in [*wanted, *inputs.problems]:
+    for index, _ in [*asked, *inputs.problems]:
         counts[index] = counts.get(index, 0) + 1
-    joined: list[Place] = []  # text after text: the tokenizer sees both at once
-    apart: list[Place] = []
-    for place, given in wanted.items():
+    joined: list[Place] = []  # text after text: the tokenizer reads both as one text
+    separate: list[Place] = []
+    for place, given in asked.items():
         index = place[0]
         if before[index] is None:
             inputs.problems[place] = _of_context(problems[index])
         elif isinstance(given, str) and isinstance(contexts[index], str):
             joined.append(place)
         else:
-            apart.append(place)
+            separate.append(place)
 
     def refuse(place: Place, why: str) -> None:
         inputs.problems[place] = _of_continuation(why, place[1], counts[place[0]])
 
-    for begin in range(0, len(joined), _JOINED_AT_ONCE):
-        some = joined[begin : begin + _JOINED_AT_ONCE]
-        whole, problems = read([contexts[place[0]] + wanted[place] for place in some])
+    for begin in range(0, len(joined), _TEXTS_AT_ONCE):
+        some = joined[begin : begin + _TEXTS_AT_ONCE]
+        whole, problems = read([contexts[place[0]] + asked[place] for place in some])
         for number, place in enumerate(some):
             prompt, context = whole[number], before[place[0]]
             assert context is not None
             if prompt is None:
-                alone = read([wanted[place]], special_tokens=False)[1]  # the context by itself is in order
+                alone = read([asked[place]], special_tokens=False)[1]  # the context alone was read
                 refuse(place, alone.get(0, problems[number]))
                 continue
             if np.array_equal(prompt.ids, context.ids[: len(prompt.ids)]):  # white space that is stripped, say
-                refuse(place, "leaves no trace: with it the tokenizer gives the tokens that it gives without it")
+                refuse(place, "adds no tokens: the tokenizer gives the same tokens with it and without it")
                 continue
-            first = _parting(context.ids, prompt.ids)
+            first = _first_difference(context.ids, prompt.ids)
             if first == 0:
                 refuse(place, f"begins inside the first token of the context, so {_NO_CONTEXT}: begin with a BOS token")
                 continue
-            yield place, ScoreItem(*place, prompt.ids, first, wanted[place], context.key)
+            yield place, ScoreItem(*place, prompt.ids, first, asked[place], context.key)
 
     # The same continuations of many contexts are read once.
-    distinct = {_identity(wanted[place]): wanted[place] for place in apart}
+    distinct = {_identity(asked[place]): asked[place] for place in separate}
     after, problems = read(list(distinct.values()), special_tokens=False)
     number_of = {identity: number for number, identity in enumerate(distinct)}
-    for place in apart:
-        given, context = wanted[place], before[place[0]]
+    for place in separate:
+        given, context = asked[place], before[place[0]]
         assert context is not None
         number = number_of[_identity(given)]
         continuation = after[number]
@@ -262,8 +266,8 @@ def _of_context(why: str) -> str:
     return why
 
 
-def _parting(context: np.ndarray, whole: np.ndarray) -> int:
-    """Where the tokens of a context and those of the context with its continuation part; at the last one, at most."""
+def _first_difference(context: np.ndarray, whole: np.ndarray) -> int:
+    """The first token at which a context alone and the whole text differ; at most the last token of the whole."""
     most = min(len(context), len(whole) - 1)
     differ = np.flatnonzero(context[:most] != whole[:most])
     return int(differ[0]) if len(differ) else most
@@ -286,12 +290,12 @@ def _length_problem(tokens: int, architecture: Architecture) -> str | None:
 
 
 def _without_special_tokens(tokenizer: Any) -> Callable[[list[str]], Any]:
-    # A processor for several media takes images first; it holds the tokenizer.
+    # A processor for several media takes images as its first argument, and holds the tokenizer.
     return partial(getattr(tokenizer, "tokenizer", tokenizer), add_special_tokens=False)
 
 
 class _Silent(Notices):
-    """An empty context is a plain question here: how likely is this at the beginning?"""
+    """No warning about an empty prompt: an empty context asks how likely a text is at the beginning."""
 
     def __call__(self, kind: str, message: str) -> None:
         pass

@@ -1,6 +1,7 @@
-"""Tokens that are looked up in the logits of prompts: which ones, at which positions of which units, and what is found.
+"""Looking up the log-probabilities of given tokens: which logits are needed, where, and what was found.
 
-Each position is looked at once, however many items have it in common.
+A look-up is a pair of a position and the token to find there. Each position's logits are computed once, however many
+items need them.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ import numpy as np
 import torch
 
 from ...inputs.prompts import Prompt
-from ...planning.units import Chunk, Request, Unit
+from ...kernels.work_lists import sent
+from ...planning.step import Chunk
+from ...planning.units import Request, Unit
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
 from .score_inputs import ScoreItem
 
-AT_ONCE = 1 << 25  # numbers that are looked at at a time
-_ON_A_CPU = 1 << 20  # for each thread: they stay in its cache
+AT_ONCE = 1 << 25  # logits that are looked through at a time
+_AT_ONCE_PER_CPU_THREAD = 1 << 20  # so many stay in a thread's cache
 
-U = TypeVar("U", bound=Hashable)
+U = TypeVar("U", bound=Hashable)  # a unit, or its number
 
 
 class Lookups:
-    """Which tokens are looked up at which positions of which units, and what was found."""
+    """The look-ups of a call and their results. ``readers``: of each sequence to run, the items that are read from it.
+
+    *Targets* are the tokens of all items that are scored, one item after the other.
+    """
 
     def __init__(self, items: Sequence[ScoreItem], readers: Sequence[Sequence[int]]) -> None:
         self._items = items
@@ -36,15 +42,17 @@ class Lookups:
         self._targets = np.concatenate([item.ids[item.first :] for item in items] or nothing).astype(np.int64)
         self._logprobs = np.full(len(self._targets), np.nan, np.float32)
         self._greedy = np.zeros(len(self._targets), bool)
-        self._of: dict[Unit, tuple[int, int]] = {}  # where its lookups stand in the following two
-        self._positions = self._places = np.zeros(0, np.int64)  # a unit's in order; the places are those of targets
-        self._seen: dict[Unit, int] = {}  # logits at all positions before have been asked for
+        # Of all look-ups, unit by unit, the positions (in order) and the places among the targets.
+        self._positions = self._places = np.zeros(0, np.int64)
+        self._range_of: dict[Unit, tuple[int, int]] = {}  # which of these are a unit's
+        self._asked_end: dict[Unit, int] = {}  # the logits at all positions of a unit before have been asked for
 
     def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """How many tokens of each prompt may come from kept prefixes: these give no logits."""
         return [min(self._items[number].first - 1 for number in numbers) for numbers in self._readers]
 
     def start(self, requests: Sequence[Request]) -> None:
-        """The call's requests, attached to their prefixes. Their ``index`` says who reads them."""
+        """Find the look-ups of each unit. ``requests`` are attached to prefixes; their ``index`` is the sequence's."""
         chains = (
             (request.index, [*request.ancestors(), (request, len(request.prompt_ids))][::-1]) for request in requests
         )
@@ -52,12 +60,12 @@ class Lookups:
             (place, [(unit, unit.start, cut) for unit, cut in chain]) for place, chain in chains
         )
         edges = np.searchsorted(owners, np.arange(len(units) + 1)).tolist()
-        self._of = {unit: (edges[number], edges[number + 1]) for unit, number in units.items()}
+        self._range_of = {unit: (edges[number], edges[number + 1]) for unit, number in units.items()}
 
     def most_tokens(self, budget: int, rows: int, plan: SharingPlan | None) -> int:
-        """How many tokens a step may have, of the ``budget``, so that no more than so many rows are asked for.
+        """How many tokens, of the ``budget``, a step may have without asking for more than ``rows`` rows of logits.
 
-        ``plan``: in whose order the prompts run, if they do, and from their beginning.
+        ``plan``: given if all prompts run from their beginning in its order.
         """
         if budget <= rows or plan is None or len(plan.order) != len(self._readers):
             return max(1, min(budget, rows))
@@ -71,9 +79,9 @@ class Lookups:
         return bisect_right(range(budget), rows, lo=max(rows, 1), key=most) - 1
 
     def _run_places(self, plan: SharingPlan) -> np.ndarray:
-        """At which of all tokens that are run, one after the other, something is looked up."""
+        """The numbers of the tokens with look-ups, counting all tokens in the order in which they run."""
         ends = [segment.end for segment in plan.segments]
-        begins: dict[int, int] = {}  # of each unit; prompts have numbers below 0
+        begins: dict[int, int] = {}  # unit -> the number of its token at position 0; prompts are keyed by -1 - number
         chains: list[tuple[int, list[tuple[int, int, int]]]] = []
         begin = 0
         for place in plan.order.tolist():
@@ -95,12 +103,12 @@ class Lookups:
     def _spread(
         self, chains: Iterable[tuple[int, Sequence[tuple[U, int, int]]]]
     ) -> tuple[dict[U, int], np.ndarray, np.ndarray, np.ndarray]:
-        """Over units: numbers of these, then of each lookup that number, its position, its place among the targets.
+        """The look-ups unit by unit: the units' numbers; of each look-up the unit, position and place in the targets.
 
-        ``chains``: a prompt, and the units that it is made of, innermost first, with what is read of each.
+        ``chains``: a prompt, and its units as (unit, start, end of what is read of it), the prompt's own unit first.
         """
         units: dict[U, int] = {}
-        parts: list[tuple[int, int, int, int]] = []  # of a unit [begin, end), for the targets from there on
+        parts: list[tuple[int, int, int, int]] = []  # (unit, begin, end, the first look-up's target)
         for prompt, chain in chains:
             for number in self._readers[prompt]:
                 item = self._items[number]
@@ -120,10 +128,10 @@ class Lookups:
         return units, owners[order], positions[order], (np.repeat(targets, counts) + steps)[order]
 
     def wanted(self, chunk: Chunk) -> list[Chunk]:
-        """The parts of a chunk whose logits are asked for; a request's last token is sampled anyway."""
+        """The parts of a chunk whose logits to ask for. A request's last token gives logits without being asked."""
         unit, end = chunk.unit, chunk.end
-        begin = max(chunk.begin, self._seen.get(unit, 0))
-        self._seen[unit] = max(begin, end)
+        begin = max(chunk.begin, self._asked_end.get(unit, 0))
+        self._asked_end[unit] = max(begin, end)
         if isinstance(unit, Request):
             end = min(end, unit.length - 1)
         positions = np.unique(self._positions[self._lookups(unit, begin, end)])
@@ -133,7 +141,10 @@ class Lookups:
         return [Chunk(unit, int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches]
 
     def pairs(self, sampling: Sequence[Request], asked: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
-        """For each lookup in a step's logits, its row and its place among the targets. Rows come in order."""
+        """For each look-up in a step's logits, its row and its place among the targets, in the order of the rows.
+
+        The step's logits are those of ``sampling``, a row each, then those of ``asked``.
+        """
         rows: list[np.ndarray] = [np.zeros(0, np.int64)]
         places: list[np.ndarray] = [np.zeros(0, np.int64)]
         row = 0
@@ -145,13 +156,16 @@ class Lookups:
         return np.concatenate(rows), np.concatenate(places)
 
     def targets(self, places: np.ndarray) -> np.ndarray:
-        return self._targets[places]
+        """The tokens at ``places``."""
+        tokens: np.ndarray = self._targets[places]
+        return tokens
 
     def put(self, places: np.ndarray, logprobs: np.ndarray, greedy: np.ndarray) -> None:
+        """Store what was found for the targets at ``places``."""
         self._logprobs[places], self._greedy[places] = logprobs, greedy
 
     def scores(self, request: Request, decode: Callable[[list[int]], str | None]) -> Iterator[Score]:
-        """Of the items that are read from a request that has ended."""
+        """The scores of all items that are read from ``request``, which has ended."""
         for number in self._readers[request.index]:
             item = self._items[number]
             mine = slice(self._offsets[number], self._offsets[number + 1])
@@ -161,8 +175,8 @@ class Lookups:
             yield Score(item.index, item.choice, text, ids, logprobs, greedy)
 
     def _lookups(self, unit: Unit, begin: int, end: int) -> slice:
-        """Those at positions ``[begin, end)``."""
-        first, last = self._of.get(unit, (0, 0))
+        """The look-ups of a unit at positions ``[begin, end)``."""
+        first, last = self._range_of.get(unit, (0, 0))
         low, high = np.searchsorted(self._positions[first:last], (begin, end)).tolist()
         return slice(first + low, first + max(low, high))
 
@@ -171,15 +185,15 @@ class Lookups:
 def looked_up(
     logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [pairs] float32, [pairs] bool
-    """For each pair of a row of ``logits`` [n, vocabulary] (in order) and a token: its log-probability, and whether it
-    is the likeliest, the first one among equals.
+    """For each pair of a row of ``logits`` [n, vocabulary] and a token: the token's log-probability, and whether it is
+    the likeliest, the first one among equals. ``rows`` are in ascending order.
     """
     device, vocabulary = logits.device, logits.shape[-1]
-    few = _ON_A_CPU * torch.get_num_threads() if device.type == "cpu" else AT_ONCE
-    few = max(1, few // vocabulary)
+    numbers = _AT_ONCE_PER_CPU_THREAD * torch.get_num_threads() if device.type == "cpu" else AT_ONCE
+    few = max(1, numbers // vocabulary)  # rows at a time
     begins = list(range(0, len(logits), few))
     edges = np.searchsorted(rows, [*begins, len(logits)]).tolist()
-    here, chosen = (_sent(values, device) for values in (rows, tokens))
+    here, chosen = (sent(torch.from_numpy(values), device) for values in (rows, tokens))
     logprobs: list[torch.Tensor] = []
     greedy: list[torch.Tensor] = []
     for begin, first, last in zip(begins, edges, edges[1:], strict=False):
@@ -191,8 +205,3 @@ def looked_up(
         logprobs.append(some[at, own] - whole[at])
         greedy.append(best[at] == own)
     return torch.cat(logprobs), torch.cat(greedy)
-
-
-def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

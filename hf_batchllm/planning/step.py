@@ -1,0 +1,61 @@
+"""A step: what one run of the model works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .units import Request, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[begin, end)`` of a unit, to run in this step."""
+
+    unit: Unit
+    begin: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the model's output for the last token of the chunk gives a request its next token."""
+        return isinstance(self.unit, Request) and self.end == self.unit.length
+
+
+@dataclass(slots=True)
+class Step:
+    """Decode rows of a token each, then chunks of prompts.
+
+    Rows are in the order of the plan, so that all rows on a prefix are neighbours. Without chunks, the rows may run
+    several times before the host sees their tokens: each run takes the token that the run before it gave.
+    """
+
+    rows: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    times: int = 1  # how often the rows run; set by the engine. A row that may have no more tokens leaves earlier
+    _sampling: list[Request] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens one run of the model takes."""
+        return len(self.rows) + sum(chunk.end - chunk.begin for chunk in self.chunks)
+
+    def times_of(self, request: Request) -> int:
+        """How many tokens the step gives a request. Right only until the engine calls ``request.expect``."""
+        return min(self.times, request.max_new_tokens - request.made)
+
+    def sampling(self) -> list[Request]:
+        """The requests that get a token, rows first.
+
+        Remembered from the first call on: the engine changes the requests' lengths, and ``Chunk.samples`` with them.
+        """
+        if self._sampling is None:
+            ends = [chunk.unit for chunk in self.chunks if chunk.samples]
+            self._sampling = self.rows + [unit for unit in ends if isinstance(unit, Request)]
+        return self._sampling
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Rows and chunks alike, as chunks."""
+        for request in self.rows:
+            yield Chunk(request, request.length - 1, request.length)
+        yield from self.chunks
