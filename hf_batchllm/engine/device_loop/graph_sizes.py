@@ -13,7 +13,7 @@ WORTH = 8  # steps still to come: fewer do not pay for a capture that the device
 _SMALL = (1, 2, 4, 8, 16, 32, 48, 64)  # up to here a step takes about as long as reading the weights
 # Products of more rows are not always slower: on a Hopper card 448 rows of an 8B model take 13.6 ms, 512 take 10.3.
 # These take 1 to 4 % more than the best there is on the mean of seven shapes, 33 % at worst; multiples of 32, 64 and
-# 128 took 2 to 6 %, 42 % at worst: examples/benchmarks/bench_sizes.py, BENCHMARKS.md.
+# 128 took 2 to 6 %, 42 % at worst: examples/benchmarks/bench_graph_sizes.py, BENCHMARKS.md.
 _SIZES = (
     *_SMALL, 96, 128, 160, 176, 208, 240, 256, 288, 320, 384, 432, 512, 576, 640, 768, 864, 960,
     *range(1024, 2048, 128), 2048,
