@@ -1,15 +1,15 @@
-"""How fast decode attention over many shared prefixes is on this GPU, beside its limits and beside others.
+"""How fast decode attention over many shared prefixes is on this GPU, beside the floor and other libraries.
 
-    python examples/benchmarks/bench_attention.py  # the default batches
-    python examples/benchmarks/bench_attention.py 16x16:2000+250  # groups x rows : shared + own tokens
-    python examples/benchmarks/bench_attention.py --rivals all  # torch's attention, FlashInfer, ... where installed
-    python examples/benchmarks/bench_attention.py --json figures.json
+    python examples/benchmarks/bench_decode_attention.py  # the default batches
+    python examples/benchmarks/bench_decode_attention.py 16x16:2000+250  # groups x rows : shared + own tokens
+    python examples/benchmarks/bench_decode_attention.py --rivals all  # torch, FlashInfer, ... where installed
+    python examples/benchmarks/bench_decode_attention.py --json figures.json
 
-How batches are written, and how the floor is worked out, stands in attention_batches.py; what the rivals are given, in
-attention_rivals.py. A batch is one decode step of one layer: the segment and own launches on parallel branches, then
-the merge, captured in a CUDA graph. Prefixes become segments where the gate of kernels/ranges.py lets them. Each graph
-goes over several caches in turn, so that nothing is left in L2 from the last time, and the time is the median of its
-replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
+bench_support/attention_batches.py explains how batches are written and how the floor is worked out;
+bench_support/attention_rivals.py, what the rivals get. A batch is one decode step of one layer in a CUDA graph: the
+segment and own launches on parallel branches, then the merge. Prefixes become segments where the gate of
+kernels/ranges.py lets them. Each graph goes over several caches in turn, so that nothing stays in L2, and the time is
+the median of its replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
 
 "GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is its share of a device-to-device
 copy (bytes read + bytes written), "floor" the floor's share of the time. "off" is the time with every row reading all
@@ -20,21 +20,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import attention_rivals as rivals  # beside this file
 import numpy as np
 import torch
-from attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
-from attention_batches import DecodeBatch as Batch
-from attention_problem import Problem
-from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, need_gpu, warm_branches
+from bench_support import attention_rivals as rivals
+from bench_support.attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
+from bench_support.attention_batches import DecodeBatch as Batch
+from bench_support.attention_problem import Problem
+from bench_support.gpu_timing import graph_ms, need_gpu, warm_branches
+from bench_support.options import add_attention_options, add_json_option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
+from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -191,17 +189,16 @@ def report(inputs: Inputs, copy: float, matmul: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", nargs="*", type=Batch.parse, default=[Batch.parse(text) for text in DEFAULT])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--caches", type=int, default=3, help="how many a graph goes over")
+    add_attention_options(parser)
+    parser.add_argument("--caches", type=int, default=3, help="that a graph goes over (default: %(default)s)")
     parser.add_argument("--rivals", default="none", help=f"a list of {', '.join(rivals.DECODE)}; none; or all")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
     names, missing = rivals.chosen(options.rivals, rivals.DECODE)
     torch.manual_seed(0)
-    copy, matmul = copy_bandwidth(), matmul_rate()
+    rates = measure_rates(torch.device("cuda"), torch.bfloat16)
+    copy, matmul = rates.copy, rates.operations
     warm_branches()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
     print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")

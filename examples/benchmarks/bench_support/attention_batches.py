@@ -18,15 +18,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
 from hf_batchllm.kernels.work_lists import Chunks, Ranges

@@ -22,14 +22,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import paged_rivals as paged  # beside this file
 import torch
-from attention_batches import PAGE
-from attention_problem import Make, Problem, Step, Unfit, plain_prompts
-from gpu_timing import graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from . import paged_rivals as paged
+from .attention_batches import PAGE
+from .attention_problem import Make, Problem, Step, Unfit, plain_prompts
+from .gpu_timing import graph_ms
 
 TOLERANCE = 8e-3  # bfloat16 weights and output against float32
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from attention_batches import Paging, repage  # beside this file
-from attention_problem import Make, Problem, Step, Unfit, plain_prompts
+
+from .attention_batches import Paging, repage
+from .attention_problem import Make, Problem, Step, Unfit, plain_prompts
 
 WORKSPACE = 512 << 20
 
