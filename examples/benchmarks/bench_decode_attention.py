@@ -11,9 +11,9 @@ segment and own launches on parallel branches, then the merge. Prefixes become s
 kernels/ranges.py lets them. Each graph goes over several caches in turn, so that nothing stays in L2, and the time is
 the median of its replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
 
-"GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is its share of a device-to-device
-copy (bytes read + bytes written), "floor" the floor's share of the time. "off" is the time with every row reading all
-of its tokens alone. The bar for random:40 is 60 % of copy.
+"GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is the share of a device-to-device
+copy's rate (bytes read + bytes written); "floor" is the floor's share of the time. "off" is the time if every row reads
+all of its tokens by itself. random:40 should reach 60 % of copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
 
 DEFAULT = ["16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "256x1:0+1024", "random:40"]
-BARS = {"random:40": 0.6}  # the least share of copy bandwidth
+LEAST_SHARES = {"random:40": 0.6}  # of a copy's rate that a batch should reach
 TOLERANCE = rivals.TOLERANCE
 
 
@@ -77,7 +77,7 @@ class Inputs:
 
     @property
     def problem(self) -> Problem:
-        """What rivals are given."""
+        """The same inputs for rivals."""
         batch = self.batch
         rows = np.ones(batch.total_rows, dtype=np.int64)
         return Problem(self.q, self.caches, self.want, batch.slots, rows, batch.outer + batch.shared, batch.degrees)
@@ -107,7 +107,7 @@ def measure(
     capacity: int = 1,
     replays: int = 25,
 ) -> dict[str, float]:
-    """Milliseconds for one step, and its error. ``only`` leaves out the other launches (and the check)."""
+    """Milliseconds of a step, and its error. ``only``: the launches to time, without the check; all if empty."""
     batch = inputs.batch
     kv_heads, dim = inputs.caches[0][0].shape[2:]
     work = wl.build_work(
@@ -125,14 +125,14 @@ def measure(
     part_out = torch.empty(work.parts, inputs.heads, dim, device="cuda")
     part_lse = torch.empty(work.parts, inputs.heads, device="cuda")
     tiles = sorted(work.items, reverse=True)
-    # Asked for one after the other: torch hands out the same few streams in turn, and two branches that happen to get
-    # the same one run one after the other.
+    # Made one right after the other: torch hands out the same few streams in turn, and two branches on the same
+    # stream would not run in parallel.
     main, side = torch.cuda.Stream(), torch.cuda.Stream()
     assert main != side
 
     def step(k: torch.Tensor, v: torch.Tensor) -> None:
-        # The long items first, and on the capturing stream: the other way round the short ones fill the card and the
-        # long ones end alone.
+        # Long items come first, on the capturing stream: otherwise short items fill the card, and the long ones
+        # end alone.
         branches = [main, side if parallel else main]
         side.wait_stream(main)
         for tile, stream in zip(tiles, branches, strict=False):
@@ -227,8 +227,8 @@ def main() -> None:
     for failure in failures:
         print(failure)
     for found in figures:
-        if bar := BARS.get(found["batch"]):
-            print(f"{found['batch']}: {found['share']:.1%} of copy; the bar is {bar:.0%}")
+        if least := LEAST_SHARES.get(found["batch"]):
+            print(f"{found['batch']}: {found['share']:.1%} of copy; at least {least:.0%} are wanted")
     if options.json:
         written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
         options.json.write_text(json.dumps(written, indent=1))

@@ -55,7 +55,7 @@ class Inputs:
 
     @property
     def problem(self) -> Problem:
-        """What rivals are given."""
+        """The same inputs for rivals."""
         return Problem(self.q, self.caches, self.want, self.batch.slots, self.batch.readers.rows)
 
     @staticmethod
@@ -102,13 +102,13 @@ def measure(inputs: Inputs, options: dict[str, int], replays: int) -> dict[str, 
 
 
 def kernels(wide: bool) -> list[Any]:
-    """All that the kernel, or the one for wide tiles, was compiled to so far."""
+    """The compiled versions of the kernel, or of the one for wide tiles, so far."""
     module = pt.for_hopper() if wide else pt
     return list(module._attend_chunks.device_caches[torch.cuda.current_device()][0].values())
 
 
 def profile(kernel: Any) -> str:
-    """What the compiler made of it: registers, words spilled, shared memory, blocks on a multiprocessor."""
+    """Registers, words spilled, shared memory and blocks on a multiprocessor of a compiled kernel."""
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     blocks = min(65536 // (-(-kernel.n_regs // 8) * 8 * 32 * warps), 233472 // (shared + 1024), 64 // warps)
     return f"{kernel.n_regs:5} {kernel.n_spills:6} {shared / 1024:6.0f} {blocks:6}"
@@ -152,7 +152,7 @@ def main() -> None:
             name = ",".join(str(tile[part]) for part in named)
             try:
                 found = measure(inputs, tile, options.replays)
-            except Exception as error:  # of several candidates one may not fit the card
+            except Exception as error:  # some candidates may not fit the card
                 failures.append(f"{batch}, {name}: {type(error).__name__}: {str(error)[:150]}")
                 continue
             wide = found.pop("tile") == tile.get("wide")
