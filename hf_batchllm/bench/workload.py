@@ -243,6 +243,8 @@ class MixedGroups(Mix):
 
 
 def _spread(lengths: Sequence[int]) -> str:
+    if min(lengths) == max(lengths):
+        return f"{lengths[0]:,}"
     return f"{min(lengths):,} to {max(lengths):,} (on average {sum(lengths) / len(lengths):,.0f})"
 
 
