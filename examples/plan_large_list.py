@@ -1,12 +1,12 @@
-"""How long it takes to plan a very large list: check the prompts, find all that they share, decide what pays.
+"""How long it takes to plan a very large list: to check the prompts and to find everything that they share.
 
     python examples/plan_large_list.py                       # the two default sizes, two shapes each
     python examples/plan_large_list.py 20000 --shared 500 --degree 4
 
-Shape "groups": prompts in groups of ``--degree`` that share ``--shared`` tokens, ``--own`` tokens of their own after
-that, shuffled. Shape "one system prompt": all of them share the same ``--shared`` tokens. The input is plain lists of
-Python ints. Each row runs in a fresh process; memory is the peak beyond what the process held with the input.
-"user s" is the library's own share of the total; most of the rest is the system handing out fresh memory.
+Shape "groups": shuffled prompts in groups of ``--degree``; a group shares ``--shared`` tokens, each adds ``--own``.
+Shape "one system prompt": all prompts share the same ``--shared`` tokens. Prompts are plain lists of Python ints. Each
+row runs in a fresh process. "extra GB" is the peak of memory beyond the input; "user s" is the library's own part of
+the total, and most of the rest is the system handing out fresh memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Many short questions about a few long pages, on a CPU: what `make demo` runs. Nothing is downloaded.
 
-The pages are Python's own documentation, which is wherever Python is. The model is Gemma 3 270M: small enough for two
-cores, and a base model, so each question comes with the beginning of its answer. Read `main` first.
+The pages are Python's own documentation, which comes with Python. The model is Gemma 3 270M, small enough for two
+cores. It is a base model, so each question comes with the beginning of its answer. Read `main` first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Read this page of Python's documentation, then answer the question in one senten
 MODULES = "copy", "cmd", "socketserver", "timeit", "unittest"
 TOPICS = "objects", "exceptions", "context-managers"
 
-QUESTIONS = {  # and how the answer begins
+QUESTIONS = {  # question: how its answer begins
     "What is this page about?": "The page is about",
     "When would you use this?": "You would use this when you",
     "How do you use it?": "You use it by",
@@ -49,7 +49,7 @@ QUESTIONS = {  # and how the answer begins
 
 MAX_NEW_TOKENS = 16
 SHOWN = 0, 10, 13, 43  # results that are printed
-EVERY = 7  # model.generate gets each 7th prompt: one about nearly every page, and no question too often
+EVERY = 7  # model.generate gets each 7th prompt: about nearly every page, with different questions
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def compare(
     result: BatchResult,
     seconds: float,
 ) -> None:
-    """A table of both ways; ``seconds`` is what ``generator.generate`` took for all prompts."""
+    """A table of both; ``seconds``: what ``generator.generate`` took for all prompts."""
     sample = range(0, len(prompts), EVERY)
     print(f"on every {EVERY}th prompt, {len(sample)} of the {len(prompts)}, because it takes so long ...", flush=True)
     same = 0
@@ -125,14 +125,14 @@ def compare(
         ("seconds for all", f"{one * len(prompts):.0f} (estimated)", f"{seconds:.0f}"),
     ]
     print()
-    for what, left, right in rows:
-        print(f"  {what:<32}{left:>18}{right:>18}")
+    for name, left, right in rows:
+        print(f"  {name:<32}{left:>18}{right:>18}")
     print(f"""
   tokens saved  {report.prompt_tokens - report.computed_tokens:,} of {report.prompt_tokens:,} ({report.saving:.0%})
   speed-up      {one / batch:.1f} x
   same tokens   {"yes" if same == len(sample) else "NO"}, for {same} of {len(sample)} prompts""")
-    # Own threads alone make a load of one for each core at most. More hits the many small steps of model.generate
-    # hardest, and the speed-up looks larger than it is.
+    # This process alone makes a load of at most one for each core. More slows the many small steps of model.generate
+    # most, and the speed-up looks larger than it is.
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.2 * (os.cpu_count() or 1):
         print("\n  Other programs kept this machine busy meanwhile: do not trust these times, run it again.")
 

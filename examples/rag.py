@@ -2,8 +2,8 @@
 
     python examples/rag.py          # the model needs the extra `demo`; half a minute on one CPU core
 
-What to copy: pages come *before* the questions in the prompts, so that questions share them; ``gen.plan`` says
-beforehand what that saves; and ``keep_prefixes`` keeps the pages for the next round of questions.
+What to copy: put pages *before* questions in the prompts, so that questions share them; ``gen.plan`` shows beforehand
+what that saves; ``keep_prefixes`` keeps the pages for the next round of questions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGES = [
     "back within thirty days; coffee beans cannot be returned. Questions are answered by Maria Sousa.",
 ]
 
-# A question, how its answer begins (the model is a base model: it goes on with a text), and what should come next.
+# A question, how its answer begins (a base model continues a text), and what should come next.
 QUESTIONS = [
     ("Who designed the machine?", "It was designed by", "Ana Reis"),
     ("How long is the warranty?", "The warranty is", "three years"),

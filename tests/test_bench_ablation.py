@@ -17,14 +17,15 @@ from test_model_triton_attention import twins as twins  # a fixture
 from transformers import GenerationConfig
 
 from hf_batchllm.bench import __main__ as bench
-from hf_batchllm.bench import ablation, figures, printed_tables
+from hf_batchllm.bench import ablation, json_output, printed_tables
 from hf_batchllm.bench.ablation import NAMES, Ablated, Ablation, Variant, ablate, variants_of, without_cascade
 from hf_batchllm.bench.arguments import read_arguments
-from hf_batchllm.bench.contenders import Ours, RecordingScheduler
+from hf_batchllm.bench.contenders import Ours
 from hf_batchllm.bench.floor import Floor, Needs
-from hf_batchllm.bench.measuring import Row
+from hf_batchllm.bench.machine_rates import Rates
+from hf_batchllm.bench.measuring import Measurement
 from hf_batchllm.bench.plot import plot
-from hf_batchllm.bench.rates import Rates
+from hf_batchllm.bench.recording_scheduler import RecordingScheduler
 from hf_batchllm.bench.workload import Workload
 from hf_batchllm.model.torch_attention import CascadePlan
 from hf_batchllm.model.triton_attention import TritonBackend
@@ -210,7 +211,7 @@ def test_the_table_and_the_json(
     said = capsys.readouterr().out
     for words in (
         "Medians of 2 rounds",
-        "sharing: in the first alone",
+        "sharing: in the first round only",
         "The same tokens for all 6 prompts in each row.",
     ):
         assert words in said
@@ -244,7 +245,7 @@ def test_list_order_says_what_else_is_off_where_memory_is_short(capsys: pytest.C
     few = ["--config", "tiny", "--requests", "32", "--shared", "128", "--new", "8", "--ablation", "order"]
     for memory, said in (("1MB", True), ("64MB", False)):
         assert bench.main([*few, "--set", f"kv_memory={memory}"]) == 0
-        assert ("order: everybody counts at their longest, too" in capsys.readouterr().out) is said
+        assert ("order: requests are also admitted at their longest" in capsys.readouterr().out) is said
 
 
 def test_a_variant_that_fails_is_reported_as_such(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +257,7 @@ def test_a_variant_that_fails_is_reported_as_such(model: Any, capsys: pytest.Cap
     found = ablate(model, {}, WORK, variants, runs=2, floor=False)
     assert [len(ablated.row.runs) for ablated in found.rows] == [2, 2, 0]
     assert "failed: RuntimeError: out of luck" in printed_tables.ablation_table(found)
-    assert figures.of_ablation(found)["ablation"][-1]["error"] == "RuntimeError: out of luck"
+    assert json_output.ablation_figures(found)["ablation"][-1]["error"] == "RuntimeError: out of luck"
     with pytest.raises(RuntimeError, match="out of luck"):
         ablate(model, {}, WORK, [Variant(ablation.ALL_ON, scheduler=Fails)], runs=1, floor=False)
 
@@ -270,7 +271,11 @@ def of_a_gpu(model: Any, all_on: Run) -> Ablation:
     report = type(report)(**{**vars(report), "computed_tokens": 1_760_000, "recomputed_tokens": 123_456})
     rows = [
         Ablated(
-            variant, Row(variant.name, work, [100.0 + nth, 110.0 + nth], floor=floor), report, 800, 800 - (nth == 2)
+            variant,
+            Measurement(variant.name, work, [100.0 + nth, 110.0 + nth], floor=floor),
+            report,
+            800,
+            800 - (nth == 2),
         )
         for nth, variant in enumerate(variants_of(NAMES))
     ]
@@ -285,9 +290,13 @@ def test_what_only_a_gpu_can_tell_has_its_place(model: Any, all_on: Run, tmp_pat
     assert len({len(line) for line in lines[: len(NAMES) + 2]}) == 1 and max(map(len, lines)) <= 120
     assert "1.01 x" in lines[2] and "123,456" in lines[2] and "at most 256 at once" in lines[9]
     said = " ".join(lines)
-    assert "but for so many of 800 prompts: 1 (cascade)." in said and "differ by up to 10.0 %" in said
+    assert "except for these numbers of 800 prompts: 1 (cascade)." in said and "differ by up to 10.0 %" in said
     pytest.importorskip("matplotlib")
-    found = {**figures.of_the_machine(model, "a model", "a GPU"), "work": "some", **figures.of_ablation(ablation_of)}
+    found = {
+        **json_output.machine_figures(model, "a model", "a GPU"),
+        "work": "some",
+        **json_output.ablation_figures(ablation_of),
+    }
     plot(json.loads(json.dumps(found)), tmp_path / "ablation.svg")
     assert (tmp_path / "ablation.svg").read_text().rstrip().endswith("</svg>")
 
@@ -305,8 +314,8 @@ def test_what_only_a_gpu_can_tell_has_its_place(model: Any, all_on: Run, tmp_pat
         (["--ablation", "--no-pieces"], "--no-pieces has no place"),
         (["--ablation", "--set", "scheduler=fifo"], "--ablation sets scheduler itself: leave out --set"),
         (["--ablation", "--set", "fuse=false"], "--ablation sets fuse itself: leave out --set"),
-        (["--max-running", "5"], "--max-running is about the row of --ablation"),
-        (["--ablation", "order", "--max-running", "5"], "--max-running is about the row of --ablation"),
+        (["--max-running", "5"], "--max-running is about the row admission of --ablation"),
+        (["--ablation", "order", "--max-running", "5"], "--max-running is about the row admission of --ablation"),
     ],
 )
 def test_what_it_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from support_families import build
 
-from hf_batchllm.bench.busy import busy_share, share_of
-from hf_batchllm.bench.device_time import BusySpan, Gap, kind_of, lines_of, time_of
+from hf_batchllm.bench.device_time import BusySpan, Gap, device_time_table, kind_of, time_of
 from hf_batchllm.bench.floor import NoFloorError, Shape, floor_of
+from hf_batchllm.bench.gpu_busy import busy_share_of, gpu_busy
+from hf_batchllm.bench.machine_rates import Rates, measure_rates
 from hf_batchllm.bench.models import load_model
-from hf_batchllm.bench.rates import Rates, measure_rates
 from hf_batchllm.bench.workload import Mix, MixedGroups, PromptGroup, Workload
 
 RATES = Rates(780e12, 4.2e12)
@@ -162,16 +162,16 @@ def test_how_busy_a_device_was() -> None:
 
     # Prompts until 500; the last six tenths of what follows begin at 700. Two kernels overlap, one lies in another.
     given = spans((0, 490), (500, 690), (690, 750), (740, 800), (900, 1000), (910, 920))
-    busy = share_of(given, prompts_until=500)
+    busy = busy_share_of(given, prompts_until=500)
     assert busy is not None and busy.share == pytest.approx((100 + 100) / 300) and busy.seconds == pytest.approx(300e-9)
     # A clock that tells another time says nothing: the last six tenths of everything.
     for elsewhere in (-1, 5000):
-        busy = share_of(given, prompts_until=elsewhere)
+        busy = busy_share_of(given, prompts_until=elsewhere)
         assert busy is not None and busy.seconds == pytest.approx(600e-9)
         assert busy.share == pytest.approx((90 + 190 + 110 + 100) / 600)
-    assert share_of(spans((0, 10), (10, 20)), -1).share == 1.0  # type: ignore[union-attr]
-    assert share_of(np.zeros((0, 2), dtype=np.int64), 0) is None
-    assert busy_share(torch.device("cpu"), lambda: None, lambda: 0) is None
+    assert busy_share_of(spans((0, 10), (10, 20)), -1).share == 1.0  # type: ignore[union-attr]
+    assert busy_share_of(np.zeros((0, 2), dtype=np.int64), 0) is None
+    assert gpu_busy(torch.device("cpu"), lambda: None, lambda: 0) is None
 
 
 def test_where_a_devices_time_goes() -> None:
@@ -193,7 +193,7 @@ def test_where_a_devices_time_goes() -> None:
     assert found.seconds["idle, under 10 us at a time"] == [0, pytest.approx(5e-6)]
     assert found.seconds["idle, longer"] == [0, pytest.approx(0.002)]
     assert found.gaps[-1] == Gap(pytest.approx(0.007), pytest.approx(0.002), "_act_and_mul", "_attend_items")
-    said = lines_of(found)
+    said = device_time_table(found)
     assert "0.013 s" not in said and "0.01 s and 6 kernels" in said and "2.00 ms at   0.007 s" in said
     assert kind_of("splitKreduce_kernel") == "products" and kind_of("Memcpy HtoD (Pinned -> Device)") == "copies"
     assert time_of([]) is None
@@ -237,8 +237,8 @@ def test_what_the_profiler_noted_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {torch.profiler.ProfilerActivity.CUDA})
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ran.append("synchronize"))
-    busy = busy_share(torch.device("cuda"), lambda: ran.append("run"), lambda: -1)
+    busy = gpu_busy(torch.device("cuda"), lambda: ran.append("run"), lambda: -1)
     assert busy is not None and busy.share == pytest.approx(50 / 60)
     Profile.profiler = SimpleNamespace()
     ran.clear()
-    assert busy_share(torch.device("cuda"), lambda: ran.append("run"), lambda: -1) is None
+    assert gpu_busy(torch.device("cuda"), lambda: ran.append("run"), lambda: -1) is None

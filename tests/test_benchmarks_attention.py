@@ -16,11 +16,21 @@ from hf_batchllm.kernels.work_lists import Ranges
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 
-import attention_rivals as rivals
 import calibrate_attention as calibrate
-import paged_rivals
-from attention_batches import EVERY, NEVER, PAGE, DecodeBatch, PrefillBatch, floor_ms, operations, repage, unique_bytes
-from attention_problem import Problem, Unfit
+from bench_support import attention_rivals as rivals
+from bench_support import paged_rivals
+from bench_support.attention_batches import (
+    EVERY,
+    NEVER,
+    PAGE,
+    DecodeBatch,
+    PrefillBatch,
+    floor_ms,
+    operations,
+    repage,
+    unique_bytes,
+)
+from bench_support.attention_problem import Problem, Unfit
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # no GPU: no need
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -257,15 +267,15 @@ def test_a_gate_is_suggested_between_what_pays_and_what_does_not() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "bench_attention",
-        "bench_prefill",
+        "bench_decode_attention",
+        "bench_prefill_attention",
         "calibrate_attention",
-        "bench_small",
-        "bench_sampling",
-        "bench_fused",
-        "bench_forward",
-        "bench_overlap",
-        "bench_sizes",
+        "bench_small_kernels",
+        "bench_sampling_kernels",
+        "bench_fused_layers",
+        "bench_prompt_step",
+        "bench_two_streams",
+        "bench_graph_sizes",
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

@@ -20,9 +20,10 @@ from hf_batchllm.results.views import icicle
 from hf_batchllm.results.views.axes import ticks
 from hf_batchllm.results.views.markup import clean, percent
 from hf_batchllm.results.views.plan import plan_html
-from hf_batchllm.results.views.timeline import columns, course_of, phases_of
+from hf_batchllm.results.views.timeline import columns, phases_bar, timeline_panels
 
 ROOT = Path(__file__).resolve().parents[1]
+VIEWS = ROOT / "hf_batchllm" / "results" / "views"
 MOST_BYTES = 300_000
 
 
@@ -155,7 +156,7 @@ def test_what_a_block_says():
 def test_what_is_not_shared_is_not_said_to_have_nothing_in_common():
     rows = [Prompt(np.arange(50, dtype=np.int32))] * 3
     page = view_of(plan_sharing(rows, share=False))
-    assert "Nothing is computed once for several of them" in page.text and "in common" not in page.text
+    assert "No tokens are computed once for several of them" in page.text and "in common" not in page.text
 
 
 def test_the_table_names_what_saves_most():
@@ -210,13 +211,13 @@ def test_a_timeline_of_any_length_has_few_columns_and_the_same_tokens():
 def test_little_use_of_a_large_cache_is_still_a_curve():
     timeline = timeline_of(40)
     highest = int(timeline.cache_bytes.max())
-    little, much = course_of(timeline, 1000 * highest), course_of(timeline, 2 * highest)
+    little, much = timeline_panels(timeline, 1000 * highest), timeline_panels(timeline, 2 * highest)
     assert "dashed" not in little and "0.1% of" in little
     assert "dashed" in much and "50.0% of" in much
     area = little.split('class="hfb-c2" d="')[1].split('"')[0]
     heights = [float(part.split("H")[0].split("V")[-1].split(" ")[-1].split("L")[0]) for part in area.split("V")[1:]]
     assert min(heights) < 8, "the curve reaches the top of its panel"
-    assert course_of(timeline, 0)
+    assert timeline_panels(timeline, 0)
 
 
 def test_phases_add_up_and_short_ones_are_gathered():
@@ -224,7 +225,7 @@ def test_phases_add_up_and_short_ones_are_gathered():
     timeline = nothing()
     timeline.phases.clear()
     timeline.phases.update(spent)
-    page = Page(phases_of(timeline))
+    page = Page(phases_bar(timeline))
     widths = [float(value[6:-1]) for name, value in page.attributes if name == "style" and value]
     assert sum(widths) == pytest.approx(100, abs=0.1) and len(widths) == 3
     assert "model9.00 s90.0%" in page.text and "the rest3 ms< 0.1%" in page.text and "10.00 s in all" in page.text
@@ -416,9 +417,7 @@ assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "module", ["plan", "report", "result", "scores", "timeline", "icicle", "axes", "markup", "theme"]
-)
+@pytest.mark.parametrize("module", [path.stem for path in VIEWS.glob("[a-z]*.py")])
 def test_each_view_can_be_imported_first(module):
     code = f"import hf_batchllm.results.views.{module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -1,10 +1,10 @@
-"""A list of mixed lengths with little memory: admission by a forecast beside admission as it was, on a real model.
+"""What admission by a forecast brings over static admission: a list of mixed lengths with little memory, on a model.
 
     python examples/benchmarks/bench_admission.py --config llama-8b --memory 10GB --plot steps.svg
     python examples/benchmarks/bench_admission.py --config llama-8b --memory 10GB --new 1024 --stop-after 200
 
-With --stop-after answers end at random, and nobody knows when; else each has a length of its own, which the scheduler
-knows. simulate_schedule.py says what to expect.
+With --stop-after answers end at random; otherwise each has a length of its own, which the scheduler knows.
+simulate_schedule.py says what to expect. The model runs on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from static_admission import StaticAdmission
+from bench_support.static_admission import StaticAdmission
 
 from hf_batchllm.bench.contenders import Ours
 from hf_batchllm.bench.measuring import measure
 from hf_batchllm.bench.models import end_at_random, load_model
-from hf_batchllm.bench.trace import draw_steps
+from hf_batchllm.bench.plot_steps import draw_steps
 from hf_batchllm.bench.workload import MixedGroups
 from hf_batchllm.results.timeline import Timeline
 
@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--requests", type=int, default=400, metavar="N")
     parser.add_argument("--degree", type=int, default=8, metavar="N", help="prompts that share a prefix")
-    parser.add_argument("--shared", type=int, default=2000, metavar="N", help="tokens of a prefix, in the middle")
-    parser.add_argument("--own", type=int, default=200, metavar="N", help="tokens of each prompt's own, in the middle")
+    parser.add_argument("--shared", type=int, default=2000, metavar="N", help="median tokens of a prefix")
+    parser.add_argument("--own", type=int, default=200, metavar="N", help="median tokens of a prompt after its prefix")
     parser.add_argument("--new", type=int, default=2048, metavar="N", help="tokens of the longest answer")
     parser.add_argument("--stop-after", type=int, metavar="N", help="one token in N ends an answer")
     parser.add_argument("--memory", default="10GB", help="for the KV cache (default: %(default)s)")
@@ -47,7 +47,7 @@ def main() -> None:
     workload = MixedGroups(asked.requests, **lengths, open_ended=asked.stop_after is not None)
     prompts = workload.prompts(model.config.get_text_config().vocab_size)
     timelines: dict[str, Timeline] = {}
-    head = f"{'':<10}{'seconds':>10}{'new tokens':>12}{'tokens/s':>10}{'steps':>9}{'preemptions':>13}{'run again':>11}"
+    head = f"{'':<10}{'seconds':>10}{'new tokens':>12}{'tokens/s':>10}{'steps':>9}{'preemptions':>13}{'recomputed':>11}"
     lines = [head]
     for name, kind in _SCHEDULERS.items():
         fields = {"kv_memory": asked.memory} | ({"scheduler": kind()} if kind is not None else {})
@@ -63,10 +63,10 @@ def main() -> None:
     print(f"\n{workload}, {asked.memory} for the KV cache")
     print("\n".join(lines))
     if asked.plot is not None:
-        draw_steps(timelines, asked.plot, f"{asked.config} on {_device(device)}, {asked.memory}. {workload}")
+        draw_steps(timelines, asked.plot, f"{asked.config} on {_device_name(device)}, {asked.memory}. {workload}")
 
 
-def _device(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
 
 

@@ -1,22 +1,19 @@
-"""How long the host takes to make a step's work lists: from units and their readers to one piece of memory.
+"""How long the host takes to make a step's work lists, from units and their readers to one block of memory.
 
     python examples/benchmarks/bench_work_lists.py
     python examples/benchmarks/bench_work_lists.py --rows 4000 --segments 300
 
-Prefixes of 500 to 4,000 tokens, a third of them inside another one; each row owns 100 to 500 tokens. Medians of 200.
-No GPU is needed: what is timed is what happens before anything is sent to one.
+Prefixes have 500 to 4,000 tokens, and a third of them lie inside another one; each row owns 100 to 500 tokens. Medians
+of 200 runs. No GPU is needed: lists are made before anything is sent to one.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
+import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels.ranges import Readers, Units, make_ranges
 from hf_batchllm.kernels.work_lists import build_work

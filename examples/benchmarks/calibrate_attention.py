@@ -1,18 +1,18 @@
-"""Where the constants of the decode kernels' work lists come from: tables, and what they suggest, on this GPU.
+"""Which constants of the decode kernels' work lists suit this GPU: tables, and the values that they suggest.
 
     python examples/benchmarks/calibrate_attention.py            # some 80 s
     python examples/benchmarks/calibrate_attention.py --quick    # a smaller grid
 
-**Splits** (BLOCKS and MIN_PAGES in kernels/work_lists.py): a batch's time as the rule cuts its ranges, with items of so
-many pages at most, and with other constants in the rule.
+**Splits** (BLOCKS and MIN_PAGES in kernels/work_lists.py): a batch's time with its ranges cut by the rule, with
+items of at most a fixed number of pages, and with other constants in the rule.
 
 **The gate** (GATE and GATE_MERGED in kernels/ranges.py): 256 rows in groups, each of which shares a prefix. The time
-with the prefixes as segments / with each joined to what its rows own, and from how many tokens a segment pays. Once
-where it is all that makes the rows merge, once below a prefix of 2,000 tokens that all rows share and that is a segment
-either way. Both again with a sliding window of 1,024, where only the tokens that are still in sight count.
+with the prefixes as segments / with each prefix joined to its rows' own tokens, and the length from which a segment
+pays. Once where no other prefix makes the rows merge, once below a prefix of 2,000 tokens that all rows share, which is
+a segment either way. Both again with a sliding window of 1,024, where only the tokens still in sight count.
 
-A gate has the form ``tokens * (rows - 1) / rows >= GATE``. The one suggested is that whose worst choice costs the
-least, against the better of both in each cell. Every cell is checked before it is timed.
+A gate has the form ``tokens * (rows - 1) / rows >= GATE``. The suggested gate is the one whose worst choice costs
+least, against the better way in each cell. Every cell is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from attention_batches import EVERY, NEVER  # beside this file
-from attention_batches import DecodeBatch as Batch
-from bench_attention import Inputs, measure
-from gpu_timing import need_gpu, warm_branches
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
+from bench_decode_attention import Inputs, measure
+from bench_support.attention_batches import EVERY, NEVER
+from bench_support.attention_batches import DecodeBatch as Batch
+from bench_support.gpu_timing import need_gpu, warm_branches
+from bench_support.options import add_attention_options, add_json_option
 
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -49,12 +46,12 @@ SHORT = {"BLOCKS[16]": "B16", "BLOCKS[64]": "B64", "MIN_PAGES": "MIN"}
 TILES = {"BLOCKS[16]": 16, "BLOCKS[64]": 64}
 VALUES = {"BLOCKS[16]": [2, 3, 4, 5, 6], "BLOCKS[64]": [1, 2, 3, 4], "MIN_PAGES": [2, 4, 8]}
 ROWS, WINDOW = 256, 1024
-Make = Callable[..., Inputs]  # of a batch, and a window
+Make = Callable[..., Inputs]  # takes a batch and a window
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One size of prefix, both ways."""
+    """The time of one size of prefix, as a segment and joined."""
 
     rows: int  # that share it
     tokens: int
@@ -66,13 +63,13 @@ class Cell:
         return self.tokens * (self.rows - 1) / self.rows
 
     def loss(self, gate: float) -> float:
-        """How much slower than the better way is the one that the gate chooses."""
+        """How much slower the gate's choice is than the better way."""
         chosen = self.segment if self.weight >= gate else self.joined
         return chosen / min(self.segment, self.joined) - 1
 
 
 def best_gate(cells: list[Cell]) -> int:
-    """Of the gates whose worst choice costs the least, to 0.1 %, one whose choices cost the least together."""
+    """The gate whose worst choice costs least (to 0.1 %); among equals, the one whose choices cost least in total."""
     candidates = range(16, int(max(cell.weight for cell in cells)) + 16, 8)
 
     def cost(gate: int) -> tuple[float, float]:
@@ -83,7 +80,7 @@ def best_gate(cells: list[Cell]) -> int:
 
 
 def break_even(cells: list[Cell]) -> float:
-    """From how many tokens segments pay for these cells, all of as many rows; between two cells, in proportion."""
+    """The number of tokens from which segments pay, interpolated; all cells have the same number of rows."""
     below = None
     for cell in sorted(cells, key=lambda cell: cell.tokens):
         gain = cell.joined - cell.segment
@@ -187,12 +184,10 @@ def conclude(found: dict[str, Any], tables: dict[str, list[Cell]]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
+    add_attention_options(parser)
     parser.add_argument("--own", type=int, default=250, help="tokens of each row's own, where there is no window")
     parser.add_argument("--quick", action="store_true", help="a smaller grid")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)

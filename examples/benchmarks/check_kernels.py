@@ -1,12 +1,12 @@
-"""Every kernel against its plain twin, on small random inputs.
+"""Whether each kernel agrees with its plain twin, on small random inputs.
 
     python examples/benchmarks/check_kernels.py                      # on a GPU; without one, under Triton's interpreter
     compute-sanitizer --tool memcheck python3 examples/benchmarks/check_kernels.py --cases 3
 
-Each tensor is an allocation of its own, so that the sanitizer sees what is read or written beyond its end, and only the
-kernels run on the GPU. Whatever may not be read is NaN, and so is every output beforehand. An error is a part of the
-result's norm, of a row's largest value for rope, norms and activations, and the share of wrong tokens where they are
-picked. Exits with 1 if a kernel is off.
+Each tensor is an allocation of its own, so that the sanitizer sees reads and writes beyond its end, and only the
+kernels run on the GPU. Memory that must not be read holds NaN, and so does every output beforehand. Errors are
+relative: to the result's norm for attention, and to a row's largest value for rope, norms and activations. Where tokens
+are picked the error is the share of wrong ones. Exits with 1 if a kernel is off.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from attention_cases import TOLERANCE, Variant
+import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
+from support_attention_cases import TOLERANCE, Variant
 from support_decode_cases import check_decode, decode_case
 from support_prefill_cases import check_prefill, prefill_case
 
@@ -38,9 +38,9 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 F32, HALF = torch.float32, torch.bfloat16 if GPU else torch.float16  # the interpreter multiplies the bits of bfloat16
 NAN = float("nan")
-# Rounding alone, as a part of a row's largest value.
+# The largest error that rounding explains, as a share of a row's largest value.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-Found = Iterator[tuple[str, float, float]]  # kernel, error, what is allowed
+Errors = Iterator[tuple[str, float, float]]  # kernel, error, largest error allowed
 
 VARIANTS = [
     Variant(8, 2, 64, 64, 16, HALF), Variant(6, 2, 96, 80, 16, HALF, window=20), Variant(5, 1, 40, 24, 16, F32),
@@ -48,7 +48,7 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-def attention(case: int) -> Found:
+def attention(case: int) -> Errors:
     variant = VARIANTS[case % len(VARIANTS)]
     allowed = TOLERANCE[variant.dtype]
     plain = {"twins_on": "cpu", "guard": 0}
@@ -60,8 +60,8 @@ def attention(case: int) -> Found:
     yield "prefill", found["prefill"], allowed
 
 
-def compare(name: str, kernel: Callable[..., Any], twin: Callable[..., Any], given: dict[str, Any]) -> Found:
-    """What both return, and what they make of the tensors that they are given."""
+def compare(name: str, kernel: Callable[..., Any], twin: Callable[..., Any], given: dict[str, Any]) -> Errors:
+    """Compares the results of both, and what they write into the given tensors."""
     ours, theirs = (
         {key: each.to(device, copy=True) if isinstance(each, torch.Tensor) else each for key, each in given.items()}
         for device in (DEVICE, "cpu")
@@ -70,7 +70,7 @@ def compare(name: str, kernel: Callable[..., Any], twin: Callable[..., Any], giv
     for key, want in theirs.items():
         if isinstance(want, torch.Tensor):
             got = ours[key].cpu()
-            assert (got.isnan() == want.isnan()).all(), f"{name}, {key}: left out, or written though it is not to be"
+            assert (got.isnan() == want.isnan()).all(), f"{name}, {key}: not written, or written where it must not be"
             if key in given and same(want, given[key]):
                 assert same(got, want), f"{name} changes {key}"
             elif not want.is_floating_point():
@@ -94,7 +94,7 @@ ROPE = [(8, 2, 64, 64, 64, "", "llama"), (4, 1, 256, 256, 256, "gemma", "llama")
 ROPE += [(8, 1, 64, 64, 64, "", "gpt_oss"), (3, 3, 128, 128, 128, "", "cohere")]
 
 
-def rope(case: int) -> Found:
+def rope(case: int) -> Errors:
     heads, kv_heads, dim, v_dim, rotary, norm, turn = ROPE[case % len(ROPE)]
     rng, dtype = np.random.default_rng(case), [HALF, F32][case % 2]
     tokens = int(rng.integers(1, 12))
@@ -118,7 +118,7 @@ def rope(case: int) -> Found:
     yield from compare("rope_and_write", small_triton.rope_and_write, small_torch.rope_and_write, given)
 
 
-def norm(case: int) -> Found:
+def norm(case: int) -> Errors:
     rng, dtype = np.random.default_rng(case), [HALF, F32][case % 2]
     tokens, hidden = int(rng.integers(1, 9)), [576, 75, 1152][case % 3]
     given = {
@@ -134,7 +134,7 @@ def norm(case: int) -> Found:
     yield from compare("add_rms_norm", small_triton.add_rms_norm, small_torch.add_rms_norm, given)
 
 
-def activation(case: int) -> Found:
+def activation(case: int) -> Errors:
     rng, dtype = np.random.default_rng(case), [HALF, F32][case % 2]
     tokens, inter, merged = int(rng.integers(1, 9)), [1536, 777, 128][case % 3], case % 3 == 0
     given = {
@@ -146,7 +146,7 @@ def activation(case: int) -> Found:
     yield from compare("act_and_mul", small_triton.act_and_mul, small_torch.act_and_mul, given)
 
 
-def sampling(case: int) -> Found:
+def sampling(case: int) -> Errors:
     rng, dtype = np.random.default_rng(case), [HALF, F32][case % 2]
     rows, vocabulary = int(rng.integers(1, 9)), [5003, 37, 32000][case % 3]
     logits = draw(rng, rows, vocabulary, dtype=dtype)
@@ -162,7 +162,7 @@ def sampling(case: int) -> Found:
     yield from compare("gumbel_sample", sample_triton.gumbel_sample, small_torch.gumbel_sample, given)
 
 
-def advancing(case: int) -> Found:
+def advancing(case: int) -> Errors:
     rng, page_size, most = np.random.default_rng(case), 4, 5
     rows = int(rng.integers(1, 100))
     start = rng.integers(0, 50, rows)
@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10, help="random cases of each kernel")
     cases = parser.parse_args().cases
     counts: dict[str, int] = {}
-    worst: dict[str, tuple[float, float]] = {}  # error and what is allowed, where they are nearest
+    worst: dict[str, tuple[float, float]] = {}  # the error nearest to what is allowed, and what is allowed
     wrong: list[str] = []
     for check in (attention, rope, norm, activation, sampling, advancing):
         for case in range(cases):
@@ -212,7 +212,7 @@ def main() -> int:
                     seen.add(name)
                     worst[name] = max(worst.get(name, (0.0, allowed)), (error, allowed), key=share)
             except AssertionError as problem:
-                wrong.append(f"{check.__name__}, case {case}: {str(problem).splitlines()[0] or 'not as it is to be'}")
+                wrong.append(f"{check.__name__}, case {case}: {str(problem).splitlines()[0] or 'wrong'}")
             for name in seen:
                 counts[name] = counts.get(name, 0) + 1
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU, interpreted'}, torch {torch.__version__}")

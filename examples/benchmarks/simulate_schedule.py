@@ -1,12 +1,12 @@
-"""Schedules without a GPU: the engine's own plan, scheduler and cache, driven by arithmetic instead of a model.
+"""Which schedule is faster, without a GPU: the engine's own plan, scheduler and cache on a simulated GPU.
 
     python examples/benchmarks/simulate_schedule.py                                            every case, a minute
-    python examples/benchmarks/simulate_schedule.py --cases rfc                                those so called
+    python examples/benchmarks/simulate_schedule.py --cases rfc                                cases with this name
     python examples/benchmarks/simulate_schedule.py --cases "mixed, known, short" --plot steps.svg
 
-It prints how long a run would take on an H200 with a model of Llama-8B's shape, what share of the floor that is, and
-how often requests gave their pages back: with the default scheduler, with the plain one, and with admission as it was.
-The picture shows the tokens of each step over time.
+It prints how long a run would take on an H200 with a model of Llama-8B's shape, its share of the floor, and the number
+of preemptions: with the default scheduler (groups), with static admission, and with the plain scheduler (fifo). The
+picture shows the tokens of each step over time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from simulated_gpu import H200, LLAMA_8B, SimulatedGpu
-from static_admission import StaticAdmission
+from bench_support.simulated_gpu import H200, LLAMA_8B, SimulatedGpu
+from bench_support.static_admission import StaticAdmission
 
 from hf_batchllm.bench.floor import Floor, floor_of
-from hf_batchllm.bench.trace import draw_steps
+from hf_batchllm.bench.plot_steps import draw_steps
 from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.timekeeper import Timekeeper
@@ -38,17 +38,17 @@ from hf_batchllm.results.timeline import Timeline
 from hf_batchllm.sampling.stopping import Endings, StopRules
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0
-_BUDGET = 8192  # tokens in a step, as pace.py has it
+_BUDGET = 8192  # tokens in a step, as engine/step_size.py has it for a model of this size
 
 
 @dataclass(frozen=True)
 class Case:
-    """A list, and what is known of it."""
+    """A list of prompts, the memory for it, and whether the lengths of answers are known."""
 
     name: str
     workload: Workload | Mix
     memory: float  # bytes of KV cache
-    known: bool = True  # whether the lengths of answers are; else all may become as long as the longest
+    known: bool = True  # if not, each answer may become as long as the longest
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Outcome:
     lost_tokens: int
     idle_tokens: int
     timeline: Timeline
-    peak: float  # of the cache, as a share
-    host: float  # seconds that all of it took here
+    peak: float  # share of the cache in use at most
+    host: float  # seconds that the simulation took
 
     @property
     def share(self) -> float:
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class _NoBuilder:
-    """The launcher looks at the step itself."""
+    """Builds nothing: the simulated GPU reads the step itself."""
 
     page_size = _PAGE
 
@@ -112,7 +112,7 @@ def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Out
 
 
 def cases() -> list[Case]:
-    """Plain lists, and mixed ones; with memory for all of the list, for a third of it or half, for a tenth."""
+    """Lists of equal and of mixed lengths; with memory for the whole list, for a third or half, or for a tenth."""
     rfc = Workload(requests=800, shared=2000, own=200, new=100, degree=16)
     mixed, alone = MixedGroups(requests=400), MixedGroups(requests=400, shared=500, degree=1)
     plenty, short = 100e9, 10e9

@@ -1,4 +1,4 @@
-"""What is measured, in which order."""
+"""The command: what is measured, and in which order."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from . import figures, printed_tables
+from . import json_output, printed_tables
 from .ablation import ablate, variants_of
 from .arguments import read_arguments
-from .busy import Busy, busy_share
-from .contenders import Generate, GenerateBatch, Ours, best_batch_size, tidied
-from .device_time import device_time, lines_of
-from .measuring import Floors, Reads, Row, agreement, is_greedy, measure
+from .contenders import Generate, GenerateBatch, Ours, best_batch_size
+from .device_time import device_time, device_time_table
+from .gpu_busy import GpuBusy, gpu_busy
+from .measuring import Floors, Measurement, Reads, agreement, is_greedy, measure
+from .model_alone import time_model_alone
 from .models import end_at_random, load_model
-from .pieces import bare_pieces
+from .parameter_sweeps import sweep_degrees, sweep_steps_per_sync
 from .plot import plot
-from .sweeps import sweep_degrees, sweep_steps_per_sync
-from .trace import draw_steps
+from .plot_steps import draw_steps
+from .timing import free_memory
 from .workload import Mix, Workload
 
-_SLOW_RIVAL = 64  # prompts for generate_batch on a GPU, where it may make one or two a second
-_PROFILED_NEW = 96  # new tokens: a profiler remembers every kernel
+_PROMPTS_FOR_GENERATE_BATCH = 64  # on a GPU, where it may take half a second for each
+_PROFILED_NEW = 96  # new tokens: a profiler keeps a record of every kernel
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_batchllm.bench") -> int:
@@ -46,13 +48,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_ba
         end_at_random(model, asked.stop_after)
     name, machine = _name(model), _machine(device)
     print(f"{name}, {str(dtype).removeprefix('torch.')}, on {machine}")
-    said = _work(asked)
-    print(f"{textwrap.fill(said, 118)}\n", flush=True)
+    work = _describe_work(asked)
+    print(f"{textwrap.fill(work, 118)}\n", flush=True)
     if asked.profile or asked.ablation:
-        kind = _profile if asked.profile else _ablation
+        measure_all = _profile if asked.profile else _ablation
     else:
-        kind = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
-    found = {**figures.of_the_machine(model, name, machine), "work": said, **kind(model, asked)}
+        measure_all = _degrees if asked.degrees else _steps_per_sync if asked.steps_per_sync else _contenders
+    found = {**json_output.machine_figures(model, name, machine), "work": work, **measure_all(model, asked)}
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
     if asked.plot:
@@ -61,19 +63,19 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m hf_ba
 
 
 def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    """One workload: ours, the rivals, and what no engine could do without."""
+    """One workload: ours, the rivals, the model alone and the floor."""
     (workload,) = asked.workloads
     vocabulary = model.config.get_text_config().vocab_size
     ours = Ours(model, asked.fields)
     rows = [measure(ours, workload, workload.prompts(vocabulary), asked.runs)]
     report, sizes = ours.report, ours.scheduler.sizes
-    if asked.trace and report is not None:
+    if asked.trace and report is not None and report.timeline is not None:
         where = f"{_name(model)}, {_machine(model.device)}"
-        draw_steps({ours.name: report.timeline}, asked.trace, f"{where}. {_work(asked)}")
+        draw_steps({ours.name: report.timeline}, asked.trace, f"{where}. {_describe_work(asked)}")
     floors = Floors(model) if asked.floor else None
-    # Answers of many lengths mean steps of many sizes, each to be timed alone.
+    # Answers of many lengths mean steps of many sizes: timing each of them would take too long.
     wanted = not asked.no_pieces and not isinstance(workload, Mix) and not asked.stop_after
-    pieces = bare_pieces(model, sizes) if wanted else None
+    alone = time_model_alone(model, sizes) if wanted else None
     tried = _measure_rivals(model, asked, workload, vocabulary, rows)
     reads = None
     if floors is not None and floors.shape is not None:
@@ -85,8 +87,8 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     same = agreement(rows[0], theirs, vocabulary) if is_greedy(model) else None
 
     print(f"\n{printed_tables.contenders_table(rows)}")
-    if pieces is not None:
-        print(f"\n{printed_tables.pieces_lines(pieces, rows[0])}")
+    if alone is not None:
+        print(f"\n{printed_tables.model_alone_lines(alone, rows[0])}")
     if rows[0].floor is not None:
         print(f"\n{printed_tables.floor_lines(rows[0].floor, rows[0])}")
     elif floors is not None:
@@ -96,35 +98,39 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     if busy is not None:
         print(printed_tables.busy_line(busy, min(_PROFILED_NEW, workload.new)))
     if same is not None:
-        note = "" if model.dtype == torch.float32 else " (short of float32 they part where the best logits all but tie)"
+        note = "" if model.dtype == torch.float32 else " (below float32 they differ where the best logits almost tie)"
         print(f"\nsame tokens as model.generate: {same[0]} of {same[1]} prompts{note}")
     if tried:
-        print(printed_tables.tried(tried))
+        print(printed_tables.batch_sizes_tried(tried))
     print(f"\n{report}")
     assert report is not None
-    return figures.of_contenders(workload, rows, report, pieces, same, tried, reads, busy)
+    return json_output.contenders_figures(workload, rows, report, alone, same, tried, reads, busy)
 
 
-def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> Busy | None:
-    """One more run, fewer new tokens. It comes last: what a profiler leaves behind is to slow nobody down."""
+def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> GpuBusy | None:
+    """One more run with fewer new tokens. It comes last, as a profiler may slow down the runs after it."""
     if ours.model.device.type != "cuda":
         return None
     short = workload.cut_short(_PROFILED_NEW)
     prompts = short.prompts(vocabulary)
-    tidied(ours.model.device)
+    free_memory(ours.model.device)
     try:
-        return busy_share(
+        return gpu_busy(
             ours.model.device, lambda: ours.run(prompts, short.answers), lambda: ours.scheduler.prompts_until
         )
-    except RuntimeError as error:  # out of memory, say: a rival may have kept some. The other figures stand
-        print(f"how busy the GPU was is not known: {str(error).splitlines()[0]}")
+    except RuntimeError as error:  # out of memory, for example, if a rival has kept some: the other figures stand
+        print(f"how busy the GPU was could not be measured: {str(error).splitlines()[0]}")
         return None
 
 
 def _measure_rivals(
-    model: PreTrainedModel, asked: argparse.Namespace, workload: Workload | Mix, vocabulary: int, rows: list[Row]
+    model: PreTrainedModel,
+    asked: argparse.Namespace,
+    workload: Workload | Mix,
+    vocabulary: int,
+    rows: list[Measurement],
 ) -> dict[int, float]:
-    """Adds their rows. What comes back: prompts/s of generate by batch size."""
+    """Adds the rivals' measurements to ``rows``. Returns generate's prompts/s by batch size."""
     runs = asked.rival_runs or asked.runs
     tried: dict[int, float] = {}
     if "generate" in asked.rivals:
@@ -133,7 +139,7 @@ def _measure_rivals(
         best, tried = best_batch_size(model, prompts, part.answers, asked.batch_sizes)
         rows.append(measure(Generate(model, best, f"model.generate, batch {best}"), part, prompts, runs))
     if "generate_batch" in asked.rivals:
-        most = _SLOW_RIVAL if model.device.type == "cuda" else workload.requests
+        most = _PROMPTS_FOR_GENERATE_BATCH if model.device.type == "cuda" else workload.requests
         part = workload.first(asked.rival_requests or most)
         orders = {"generate_batch, sorted": part.grouped(vocabulary)}
         if not part.order_matters:
@@ -159,11 +165,11 @@ def _degrees(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any
     print(f"\n{printed_tables.degrees_table(sweep)}")
     if sweep.note:
         print(f"no floor: {sweep.note}")
-    return figures.of_degrees(sweep)
+    return json_output.degrees_figures(sweep)
 
 
 def _profile(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
-    """Each workload once to warm up, then under a profiler. Nothing else is measured: a profiler slows runs down."""
+    """Each workload, after a warm-up, under a profiler. Nothing else is measured, as a profiler slows runs down."""
     vocabulary = model.config.get_text_config().vocab_size
     found = []
     for workload in asked.workloads:
@@ -171,10 +177,10 @@ def _profile(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any
         ours = Ours(model, asked.fields)
         for answers in (workload.cut_short(2).answers, workload.answers):
             ours.run(prompts, answers)
-        tidied(model.device)
-        time = device_time(model.device, lambda ours=ours, w=workload, prompts=prompts: ours.run(prompts, w.answers))
+        free_memory(model.device)
+        time = device_time(model.device, partial(ours.run, prompts, workload.answers))
         print(f"\n{workload}")
-        print("the profiler noted nothing of what the device did" if time is None else lines_of(time))
+        print("the profiler recorded nothing of the device" if time is None else device_time_table(time))
         print(ours.report, flush=True)
         found.append({"workload": workload.as_dict(), "device_time": None if time is None else time.figures()})
     return {"profiles": found}
@@ -186,7 +192,7 @@ def _steps_per_sync(model: PreTrainedModel, asked: argparse.Namespace) -> dict[s
         model, asked.fields, workload, asked.steps_per_sync, runs=asked.runs, off_new=asked.off_new
     )
     print(f"\n{printed_tables.sync_table(sweep)}")
-    return figures.of_steps_per_sync(sweep)
+    return json_output.sync_figures(sweep)
 
 
 def _ablation(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, Any]:
@@ -194,10 +200,10 @@ def _ablation(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, An
     variants = variants_of(asked.ablation, asked.max_running)
     found = ablate(model, asked.fields, workload, variants, runs=asked.runs, floor=asked.floor)
     print(f"\n{printed_tables.ablation_table(found)}")
-    return figures.of_ablation(found)
+    return json_output.ablation_figures(found)
 
 
-def _work(asked: argparse.Namespace) -> str:
+def _describe_work(asked: argparse.Namespace) -> str:
     one = asked.workloads[0]
     if asked.degrees:
         order = "shuffled" if one.shuffle else "sorted"
@@ -211,7 +217,7 @@ def _work(asked: argparse.Namespace) -> str:
 
 
 def _name(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} of {sum(weight.numel() for weight in model.parameters()) / 1e6:,.0f}M weights"
+    return f"{type(model).__name__}, {sum(weight.numel() for weight in model.parameters()) / 1e6:,.0f}M weights"
 
 
 def _machine(device: torch.device) -> str:

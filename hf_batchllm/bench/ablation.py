@@ -1,7 +1,7 @@
-"""What each part of the engine brings: the same prompts again and again, each time with one thing off.
+"""What each part of the engine brings: the same prompts several times, each time with one part turned off.
 
-Nothing here is known to the engine. Things are off by a field of BatchConfig, by a scheduler that does less, or for the
-length of a run by a method that is put back afterwards.
+The engine does not know about this. A part is turned off by a field of BatchConfig, by a scheduler that does less, or
+by a method that is replaced for the length of a run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +26,21 @@ from ..planning.scheduler import GroupScheduler
 from ..planning.step import Chunk, Step
 from ..planning.units import Prefix, Request
 from ..results.run_report import RunReport
-from .contenders import Ours, timed
-from .measuring import BRIEF_WARM_UP, WARM_UP, Floors, Row
+from .contenders import Ours
+from .measuring import BRIEF_WARM_UP, WARM_UP, Floors, Measurement
+from .timing import timed
 from .workload import Workload
 
 NAMES = ("sharing", "cascade", "same-step", "graphs", "run-ahead", "patches", "order", "admission")
 ALL_ON = "all on"
-MAX_RUNNING = 256  # what engines take for `max_num_seqs`, as a rule
+MAX_RUNNING = 256  # a usual default of engines for `max_num_seqs`
 
 
 class PrefixesFirst(GroupScheduler):
-    """No unit enters the step in which a prefix below it is being computed: it waits for the one after."""
+    """A prompt waits for the step after the one that computes its prefix."""
 
     def _fill(self, request: Request, step: Step, budget: int) -> int:
-        # Whoever waits does so beside a chunk of this very step, so no step comes out empty because of it.
+        # A request waits only for a chunk of this very step, so no step is empty because of it.
         fresh = {chunk.unit for chunk in step.chunks}
         used = 0
         for unit, end in [*request.ancestors(), (request, request.length)]:
@@ -53,10 +55,10 @@ class PrefixesFirst(GroupScheduler):
 
 
 class InListOrder(GroupScheduler):
-    """Requests are let in as the list has them. Decode rows stand in the order of the plan still, and share as ever.
+    """Requests are admitted in the order of the list. Decode rows still stand in the order of the plan, and share.
 
-    Groups come back to a prefix after others. So where memory is short one that nobody reads just now goes for the next
-    request, as in engines that know of no plan; else it would lie there until all of its readers have come.
+    The readers of a prefix then do not follow each other. If memory is short, a prefix without a running reader makes
+    room for the next request, as in engines without a plan; otherwise it would stay until its last reader has come.
     """
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
@@ -70,12 +72,12 @@ class InListOrder(GroupScheduler):
     def _fits(self, request: Request, forecast: Forecast) -> bool:
         if not self.running:
             return super()._fits(request, forecast)
-        # A prefix does not go with those who run: others come back to it.
+        # A prefix does not end with its running readers: others still need it.
         needed = self.cache.missing_with_ancestors(request, request.max_length) + forecast.most_new_pages
         if self._could_have(needed) and self.cache.evict(needed):
             return True
         chain = [unit for unit, _ in request.ancestors() if isinstance(unit, Prefix)]
-        for prefix in chain:  # what the newcomer reads stays
+        for prefix in chain:  # the newcomer's own prefixes stay
             prefix.running += 1
         try:
             idle = sum(len(prefix.pages) for prefix in self._prefixes if prefix.running == 0)
@@ -92,7 +94,7 @@ class InListOrder(GroupScheduler):
 
 
 class AtMost(GroupScheduler):
-    """So many requests run at a time, however much memory there is."""
+    """At most ``most`` requests run at a time, however much memory there is."""
 
     def __init__(self, gather_rows: int = 0, most: int = MAX_RUNNING) -> None:
         super().__init__(gather_rows)
@@ -104,13 +106,15 @@ class AtMost(GroupScheduler):
 
 @contextmanager
 def without_cascade() -> Iterator[None]:
-    """Each decode row reads all of its own page table. What chunks of prompts share they still read together, but for
-    those of a few tokens on a GPU, which are run as decode rows are."""
+    """Each decode row reads all of its page table by itself.
+
+    Chunks of prompts still read together what they share, except short chunks on a GPU, which run like decode rows.
+    """
     work_of, divide = TritonBackend.work_of, CascadePlan._divide
 
     def alone_in_lists(self: TritonBackend, batch: AttentionBatch) -> StepWork:
         work = work_of(self, batch)
-        work.gates = math.inf, math.inf  # no prefix saves so much that it gets a range of its own
+        work.gates = math.inf, math.inf  # no prefix is long enough for a range of its own
         return work
 
     def alone_in_torch(self: CascadePlan) -> Any:
@@ -133,18 +137,18 @@ def without_cascade() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing off."""
+    """The engine with one part turned off."""
 
     name: str
-    what: str = ""  # is done instead
+    instead: str = ""  # what is done in its place
     fields: dict[str, Any] = field(default_factory=dict)  # of BatchConfig
     scheduler: Callable[[int], GroupScheduler] = GroupScheduler  # takes gather_rows
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  # a run
-    once: bool = False  # takes several times as long as the others, so one run must do
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for a run
+    once: bool = False  # measured in one run only, as it takes several times as long as the others
 
     @property
     def label(self) -> str:
-        return f"{self.name}: {self.what}" if self.what else self.name
+        return f"{self.name}: {self.instead}" if self.instead else self.name
 
     def contender(self, model: PreTrainedModel, fields: dict[str, Any]) -> Ours:
         usual = scheduler_for("groups", model.device)
@@ -153,40 +157,40 @@ class Variant:
         return Ours(model, {**fields, **self.fields, "scheduler": scheduler}, name=self.name)
 
     def why_not(self, device: torch.device, fields: dict[str, Any]) -> str:
-        """Why there is nothing to turn off; empty if there is something."""
+        """Why this part cannot be turned off here; empty if it can."""
         by_torch = fields.get("backend") == "torch"
         if self.name in ("graphs", "run-ahead") and device.type != "cuda":
-            what = "CUDA graphs" if self.name == "graphs" else "steps launched ahead"
-            return f"without a GPU there are no {what}"
+            part = "CUDA graphs" if self.name == "graphs" else "steps launched ahead"
+            return f"without a GPU there are no {part}"
         if self.name == "graphs" and by_torch:
             return 'with backend="torch" there are no CUDA graphs'
         if self.name == "patches" and (by_torch or (device.type != "cuda" and fields.get("backend") != "triton")):
-            return "without the Triton kernels layers are as the model has them"
+            return "without the Triton kernels the model's own layers run anyway"
         return ""
 
 
 def variants_of(names: Sequence[str], max_running: int = MAX_RUNNING) -> list[Variant]:
-    """Those of ``names``, in the order of NAMES; first the one that has all on."""
-    there = [
+    """The variants of ``names`` in the order of NAMES, after the one with all on."""
+    variants = [
         Variant("sharing", "each prompt computed whole", {"share_prefixes": False}, once=True),
-        Variant("cascade", "each row reads for itself", around=without_cascade),
+        Variant("cascade", "each row reads by itself", around=without_cascade),
         Variant("same-step", "readers wait for a prefix", scheduler=PrefixesFirst),
         Variant("graphs", "kernel by kernel", {"cuda_graphs": False}),
         Variant("run-ahead", "the host waits each step", {"steps_per_sync": 1}),
-        Variant("patches", "layers as the model has", {"fuse": False}),
-        Variant("order", "let in as listed", scheduler=InListOrder),
+        Variant("patches", "the model's own layers", {"fuse": False}),
+        Variant("order", "in the order of the list", scheduler=InListOrder),
         Variant("admission", f"at most {max_running:,} at once", scheduler=lambda rows: AtMost(rows, max_running)),
     ]
-    assert tuple(variant.name for variant in there) == NAMES
-    return [Variant(ALL_ON), *(variant for variant in there if variant.name in names)]
+    assert tuple(variant.name for variant in variants) == NAMES
+    return [Variant(ALL_ON), *(variant for variant in variants if variant.name in names)]
 
 
 @dataclass
 class Ablated:
-    """A variant, measured."""
+    """The measurement of a variant."""
 
     variant: Variant
-    row: Row
+    row: Measurement
     report: RunReport | None = None  # of the last run
     most_running: int = 0  # sequences at once
     same_tokens: int | None = None  # prompts that got the same tokens as with all on
@@ -204,7 +208,7 @@ class Ablation:
 
     @property
     def spread(self) -> float | None:
-        """By what share the slowest run of a variant differs from its fastest, at most; None from single runs."""
+        """The largest share by which a variant's slowest run exceeds its fastest; None from single runs."""
         runs = [ablated.row.runs for ablated in self.rows if len(ablated.row.runs) > 1]
         return max((max(some) / min(some) - 1 for some in runs), default=None)
 
@@ -218,10 +222,10 @@ def ablate(
     runs: int,
     floor: bool,
 ) -> Ablation:
-    """In rounds, one run of each variant in each: a clock that drifts does so for all of them."""
+    """In rounds with one run of each variant, so that a drifting clock affects all variants alike."""
     prompts = workload.prompts(model.config.get_text_config().vocab_size)
     rows = [
-        Ablated(variant, Row(variant.name, workload), why_not=variant.why_not(model.device, fields))
+        Ablated(variant, Measurement(variant.name, workload), why_not=variant.why_not(model.device, fields))
         for variant in variants
     ]
     contenders = {ablated.variant.name: ablated.variant.contender(model, fields) for ablated in rows}
@@ -234,8 +238,8 @@ def ablate(
             ours, row = contenders[ablated.variant.name], ablated.row
             try:
                 with ablated.variant.around():
-                    seconds, row.tokens = timed(model.device, lambda ours=ours: ours.run(prompts, workload.answers))
-            except Exception as error:  # out of memory, say: the others stand
+                    seconds, row.tokens = timed(model.device, partial(ours.run, prompts, workload.answers))
+            except Exception as error:  # out of memory, for example: the other variants stand
                 _failed(ablated, error)
                 continue
             row.runs.append(seconds)
@@ -258,10 +262,10 @@ def ablate(
 
 
 def _warm_up(rows: Sequence[Ablated], contenders: dict[str, Ours], workload: Workload) -> None:
-    """Each variant on a few groups, which is what compiles the kernels for prefixes, too.
+    """Runs each variant on a few groups, so that the kernels for prefixes are compiled, too.
 
-    On a GPU all on, which is measured first, has all prompts: steps of full size come with kernels of their own, and it
-    is not to load them for the others.
+    On a GPU the variant with all on, which is measured first, runs all prompts: steps of full size need their own
+    kernels, and loading these must not count for the first variant alone.
     """
     model = contenders[ALL_ON].model
     few, new = WARM_UP.get(model.device.type, BRIEF_WARM_UP)
@@ -279,7 +283,7 @@ def _warm_up(rows: Sequence[Ablated], contenders: dict[str, Ours], workload: Wor
 
 
 def _failed(ablated: Ablated, error: Exception) -> None:
-    if ablated.variant.name == ALL_ON:  # there would be nothing to stand beside
+    if ablated.variant.name == ALL_ON:  # nothing to compare the others with
         raise error
     ablated.row.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     print(f"{ablated.variant.name} failed: {ablated.row.error[:80]}")

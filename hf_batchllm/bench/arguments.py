@@ -1,4 +1,4 @@
-"""The command line: what it takes, and what it refuses before any work."""
+"""The command line's options, and the checks that refuse wrong ones before any work."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import torch
 
 from ..config import BatchConfig
 from .ablation import MAX_RUNNING, NAMES, variants_of
-from .models import SHAPES
 from .plot import PICTURES
+from .shapes import SHAPES
 from .workload import Mix, MixedGroups, Workload
 
 _DESCRIPTION = """\
-Prompts with shared prefixes: this library beside model.generate (at its best batch size) and model.generate_batch, all
-in one process, each after a warm-up, the median of several runs.
+Measures this library on a list of prompts with shared prefixes, beside model.generate (at its best batch size) and
+model.generate_batch. All run in one process, each after a warm-up; the median of several runs counts.
 """
 _EXAMPLES = f"""\
 workloads:
-  rfc       prompts in groups that share a prefix (64 prompts, 16 of them to a prefix, 512 tokens shared, 32 of their
-            own, 32 new ones)
-  decode    nothing shared, long answers (256 prompts of 128 tokens, 512 new ones)
-  sharegpt  lengths mixed as in people's chats: about 220 tokens in and 200 out on average, many of them short and a few
-            up to 2,048 (256 prompts; --own and --new set the longest, and all others shrink with it). EOS is ignored;
-            each prompt has an answer length of its own, the same for every contender and known beforehand, as real
-            ones are not (see --stop-after). This library learns it through its scheduler, generate_batch as a limit of
-            each request; model.generate, sorted by prompt length, runs each batch to its longest answer.
-  mixed     groups of prompts that share a prefix, with lengths that differ between groups and within them: prefixes
-            (--shared), what is each prompt's own (--own; both are medians) and answers, of which the median is a tenth
-            of the longest (--new). 400 prompts, 8 of them to a prefix, 2,000 tokens shared, 200 of their own, answers
-            up to 2,048. Answers as in sharegpt; with --stop-after they end at random instead, unknown to anybody
+  rfc       groups of prompts that share a prefix: 64 prompts, 16 to a prefix; 512 shared tokens, 32 own tokens and 32
+            new tokens each
+  decode    nothing shared, long answers: 256 prompts of 128 tokens, 512 new tokens each
+  sharegpt  lengths mixed as in people's chats: 256 prompts of about 220 tokens, answers of about 200 on average. Many
+            are short and a few reach 2,048; --own and --new set the longest, and all others shrink with it. EOS is
+            ignored: each answer has a length of its own, the same for every contender. Unlike in real runs it is known
+            beforehand (see --stop-after): to this library through its scheduler, to generate_batch as a limit of each
+            request. model.generate runs each batch, sorted by prompt length, to its longest answer
+  mixed     groups of prompts that share a prefix, with lengths that differ between groups and within them: 400 prompts,
+            8 to a prefix. --shared (2,000) and --own (200) are medians; --new (2,048) is the longest answer, of which
+            the median answer is a tenth. Answers are known beforehand as in sharegpt; with --stop-after they end at
+            random instead
 
 examples:
-  python -m hf_batchllm.bench --config tiny                                 a minute on a laptop
+  python -m hf_batchllm.bench --config tiny                                 takes a minute on a laptop
   python -m hf_batchllm.bench --model path/or/name --degree 1               nothing shared
   python -m hf_batchllm.bench --config llama-8b --device cuda --dtype bfloat16 \\
       --requests 800 --shared 2000 --own 200 --new 100 --rival-requests 64
@@ -47,7 +47,8 @@ examples:
   python -m hf_batchllm.bench --config tiny --ablation --runs 3             what each part of the engine brings
   python -m hf_batchllm.bench --config tiny --ablation order,admission --max-running 8 --set kv_memory=3MB
 
-shapes for --config: {", ".join(SHAPES)} (random weights), or a config.json
+shapes for --config (random weights), or a config.json:
+  {", ".join(SHAPES)}
 """
 
 _RIVALS = ("generate", "generate_batch")
@@ -60,16 +61,16 @@ _DEFAULTS = {
 
 
 def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
-    """What was asked, checked; and worked out from it ``workloads``, ``fields`` (of BatchConfig), ``torch_device``."""
+    """The options, checked. Adds ``workloads``, ``fields`` (of BatchConfig) and ``torch_device``, made from them."""
     parser = _parser(program)
     asked = parser.parse_args(arguments)
     try:
         asked.torch_device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        _refuse_what_does_not_go_together(asked)
+        _refuse_conflicts(asked)
         asked.workloads = _workloads(asked)
         asked.fields = dict(_setting(text) for text in asked.set)
         BatchConfig.of(None, asked.fields)
-        _refuse_what_ablation_sets(asked)
+        _refuse_fields_of_ablation(asked)
         if asked.steps_per_sync and (double := {"steps_per_sync", "cuda_graphs"} & set(asked.fields)):
             raise ValueError(f"--steps-per-sync sets {', '.join(sorted(double))} itself: leave out --set")
         for flag, path in (("--json", asked.json), ("--plot", asked.plot), ("--trace", asked.trace)):
@@ -94,7 +95,7 @@ def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Na
     return asked
 
 
-def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
+def _refuse_conflicts(asked: argparse.Namespace) -> None:
     tables = {"--degrees": asked.degrees, "--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation}
     given = [name for name, value in tables.items() if value]
     if len(given) > 1:
@@ -119,7 +120,7 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
         other = other if asked.workload == "rfc" else f"--workload {asked.workload}"
         raise ValueError(f"--ablation is about prompts that share prefixes: leave out {other}")
     if asked.max_running and "admission" not in (asked.ablation or ()):
-        raise ValueError("--max-running is about the row of --ablation without memory-centric admission (admission)")
+        raise ValueError("--max-running is about the row admission of --ablation: ask for it")
     if asked.requests and len(asked.requests) != 1 and len(asked.requests) != len(asked.degrees or [0]):
         what = f"--degrees has {len(asked.degrees)}" if asked.degrees else "there is a single workload"
         raise ValueError(f"--requests has {len(asked.requests)} numbers, and {what}")
@@ -130,7 +131,7 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
                     f"--{name.replace('_', '-')} does not go with --workload sharegpt: its lengths are drawn"
                 )
     if asked.off_new and not asked.steps_per_sync:
-        raise ValueError("--off-new is about the runs without graphs of --steps-per-sync")
+        raise ValueError("--off-new is about the runs without graphs of --steps-per-sync: ask for it")
     if asked.stop_after and (asked.floor or asked.degrees):
         other = "--floor" if asked.floor else "--degrees"
         raise ValueError(f"--stop-after ends answers at random, and {other} needs to know their lengths")
@@ -154,7 +155,7 @@ def _refuse_what_does_not_go_together(asked: argparse.Namespace) -> None:
             raise ValueError(f"{flag} needs matplotlib: pip install matplotlib, or pip install 'hf-batchllm[bench]'")
 
 
-def _refuse_what_ablation_sets(asked: argparse.Namespace) -> None:
+def _refuse_fields_of_ablation(asked: argparse.Namespace) -> None:
     if not asked.ablation:
         return
     own = {name for variant in variants_of(asked.ablation) for name in variant.fields} | {"scheduler"}
@@ -163,7 +164,7 @@ def _refuse_what_ablation_sets(asked: argparse.Namespace) -> None:
 
 
 def _workloads(asked: argparse.Namespace) -> list[Workload | Mix]:
-    """One; or one for each of --degrees."""
+    """One workload, or one for each of --degrees."""
     values = {**_DEFAULTS[asked.workload], "seed": asked.seed}
     values |= {
         name: getattr(asked, name) for name in ("degree", "shared", "own", "new") if getattr(asked, name) is not None
@@ -178,15 +179,15 @@ def _workloads(asked: argparse.Namespace) -> list[Workload | Mix]:
     if not asked.degrees:
         return [Workload(**values)]
     most = Workload(**{**values, "degree": max(asked.degrees)})
-    counts = given if len(given) > 1 else [_as_long(most, degree) for degree in asked.degrees]
+    counts = given if len(given) > 1 else [_equally_long(most, degree) for degree in asked.degrees]
     return [
         Workload(**{**values, "degree": degree, "requests": count})
         for degree, count in zip(asked.degrees, counts, strict=True)
     ]
 
 
-def _as_long(most: Workload, degree: int) -> int:
-    """So many prompts at ``degree`` that a run takes about as long as ``most``: whole groups, one at least."""
+def _equally_long(most: Workload, degree: int) -> int:
+    """The number of prompts at ``degree`` for which a run takes about as long as ``most``: at least one group."""
 
     def tokens(degree: int) -> float:
         return most.shared / degree + most.own + most.new
@@ -253,9 +254,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     model.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, else bfloat16"
     )
-    model.add_argument("--threads", type=_positive, help="of torch on a CPU")
-    model.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of BatchConfig")
-    _add_work(parser.add_argument_group("the work (defaults: see workloads below)"))
+    model.add_argument("--threads", type=_positive, metavar="N", help="torch's threads on a CPU")
+    model.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="set a field of BatchConfig")
+    _add_work(parser.add_argument_group("the workload (defaults: see below)"))
     _add_measuring(parser.add_argument_group("what is measured"))
     return parser
 
@@ -266,64 +267,72 @@ def _add_work(work: Any) -> None:
         "--requests",
         type=_wholes,
         metavar="N",
-        help="prompts. With --degrees: one number for each; or one for the largest, the others getting so many that "
-        "their runs take about as long",
+        help="number of prompts. With --degrees: one number for each degree, or one for the largest degree; the others "
+        "then get as many as run for about the same time",
     )
-    work.add_argument("--degree", type=int, metavar="N", help="prompts that share a prefix")
-    work.add_argument("--shared", type=int, metavar="N", help="tokens of a prefix")
-    work.add_argument("--own", type=int, metavar="N", help="tokens of each prompt's own")
-    work.add_argument("--new", type=int, metavar="N", help="tokens to generate")
-    work.add_argument("--sorted", action="store_true", help="hand the prompts over group by group, not shuffled")
-    work.add_argument("--seed", type=int, default=0, help="of the prompts")
+    work.add_argument("--degree", type=int, metavar="N", help="prompts that share each prefix")
+    work.add_argument("--shared", type=int, metavar="N", help="tokens of each prefix")
+    work.add_argument("--own", type=int, metavar="N", help="tokens of each prompt after its prefix")
+    work.add_argument("--new", type=int, metavar="N", help="tokens to generate for each prompt")
+    work.add_argument("--sorted", action="store_true", help="pass the prompts in group by group, not shuffled")
+    work.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     work.add_argument(
         "--stop-after",
         type=_positive,
         metavar="N",
-        help="answers end at random, after so many tokens on average, --new at most: tokens are drawn, and one in N "
-        "ends its answer. Lengths then differ between contenders; speeds count the tokens really made",
+        help="end answers at random, after N tokens on average and --new at most: tokens are drawn, and one in N ends "
+        "its answer. Lengths then differ between contenders, and speeds count the tokens really made",
     )
 
 
 def _add_measuring(measuring: Any) -> None:
     measuring.add_argument(
-        "--runs", type=_positive, help="of each; the median counts (default: 3; 1 of each beside --ablation)"
+        "--runs",
+        type=_positive,
+        metavar="N",
+        help="runs of each contender; the median counts (default: 3; with --ablation: 1)",
     )
     measuring.add_argument(
         "--rivals",
         type=_rivals,
         metavar="NAMES",
-        help=f"{','.join(_RIVALS)} (default: both), or none. Beside --degrees: generate alone; beside other tables: "
-        "none",
+        help=f"{','.join(_RIVALS)} (default: both), or none. With --degrees only generate is measured; with the other "
+        "tables none",
     )
     measuring.add_argument(
         "--rival-requests",
         type=_positive,
         metavar="N",
-        help="give the rivals only the first so many prompts (default: all; on a GPU 64 for generate_batch; beside "
-        "--degrees two of generate's best batches)",
+        help="give the rivals only the first N prompts (default: all; 64 for generate_batch on a GPU; with --degrees "
+        "two of generate's best batches)",
     )
-    measuring.add_argument("--rival-runs", type=_positive, metavar="N", help="fewer runs of the rivals")
+    measuring.add_argument("--rival-runs", type=_positive, metavar="N", help="runs of the rivals (default: as --runs)")
     measuring.add_argument(
         "--batch-sizes",
         type=_positives,
         metavar="N,N,...",
-        help="those that model.generate is tried with (default: 1,2,4,...,64; on a GPU up to 512)",
+        help="batch sizes that model.generate is tried with (default: 1,2,4,...,64; on a GPU up to 512)",
     )
-    measuring.add_argument("--no-pieces", action="store_true", help="do not time the bare pieces")
+    measuring.add_argument(
+        "--no-pieces", action="store_true", help="do not time the model's parts alone, without an engine"
+    )
     measuring.add_argument(
         "--floor",
         action=argparse.BooleanOptionalAction,
-        help="work out the least time that a run can take, from two rates of the machine measured in the same run "
-        "(default: on a GPU)",
+        help="work out the floor, the least time that a run can take, from two rates of the machine measured in the "
+        "same run (default: on a GPU)",
     )
     measuring.add_argument(
-        "--degrees", type=_positives, metavar="N,N,...", help="instead: a table over the number of prompts to a prefix"
+        "--degrees",
+        type=_positives,
+        metavar="N,N,...",
+        help="instead: a table over the number of prompts that share a prefix",
     )
     measuring.add_argument(
         "--steps-per-sync",
         type=_positives,
         metavar="N,N,...",
-        help="instead: a table over the steps on their way at a time, with CUDA graphs and without",
+        help="instead: a table over BatchConfig.steps_per_sync, with CUDA graphs and without",
     )
     measuring.add_argument(
         "--ablation",
@@ -331,25 +340,29 @@ def _add_measuring(measuring: Any) -> None:
         type=_ablation,
         const=NAMES,
         metavar="NAMES",
-        help=f"instead: a table of what each part of the engine brings: the same prompts with one thing off at a time. "
-        f"All of them, or some of {','.join(NAMES)}. Runs go in rounds, one of each; sharing has one run in all",
+        help=f"instead: a table of what each part of the engine brings: the same prompts with one part off at a time. "
+        f"NAMES: some of {','.join(NAMES)} (default: all). Each round has one run of each; sharing runs in the first "
+        "round only",
     )
     measuring.add_argument(
         "--max-running",
         type=_positive,
         metavar="N",
-        help=f"sequences at once in --ablation's row without memory-centric admission (default: {MAX_RUNNING})",
+        help=f"the most sequences at once in --ablation's row admission (default: {MAX_RUNNING})",
     )
     measuring.add_argument(
         "--profile",
         action="store_true",
-        help="instead: where the GPU's time goes, by kinds of kernels, and what it waits for (with --degrees, of each)",
+        help="instead: where the GPU's time goes, by kind of kernel, and its gaps (with --degrees, for each degree)",
     )
     measuring.add_argument(
-        "--off-new", type=_positive, metavar="N", help="new tokens for the runs without graphs, which are slow"
+        "--off-new",
+        type=_positive,
+        metavar="N",
+        help="with --steps-per-sync: new tokens of the runs without graphs, which are slow",
     )
-    measuring.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    measuring.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this .svg, .png or .pdf")
+    measuring.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    measuring.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this .svg, .png or .pdf")
     measuring.add_argument(
-        "--trace", type=Path, metavar="FILE", help="draw the tokens of each step over time, of this library's last run"
+        "--trace", type=Path, metavar="FILE", help="draw the tokens of each step over time, for this library's last run"
     )

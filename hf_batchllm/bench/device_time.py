@@ -1,4 +1,4 @@
-"""Where a GPU's time goes in a run: to which kinds of kernels, in which part of the run, and what it waits for."""
+"""Where a GPU's time goes in a run: by kind of kernel, by part of the run, and the gaps in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-# What a kernel does, by a piece of its name; the first that fits. cuBLAS calls its own by many names.
+# The kind of a kernel, by a piece of its name; the first match counts. cuBLAS has many names for its kernels.
 KINDS = {
     "attention of prompts": ("_attend_chunks",),
     "attention of answers": ("_attend_items", "_merge_parts"),
@@ -23,7 +23,7 @@ KINDS = {
 OTHER = "other kernels"
 GAPS = {"idle, under 10 us at a time": 1e-5, "idle, under 1 ms": 1e-3, "idle, longer": float("inf")}
 PARTS = ("with prompts", "answers alone")
-_LONGEST = 12  # gaps that are listed
+_GAPS_LISTED = 12  # the longest
 
 
 class BusySpan(NamedTuple):
@@ -42,11 +42,11 @@ class Gap:
 
 @dataclass
 class DeviceTime:
-    """``seconds[kind][part]``, gaps among the kinds; a moment that several kernels share is the earliest one's."""
+    """Seconds of each kind and part; gaps are kinds, too. Where kernels overlap, the time counts for the earliest."""
 
     total: float
-    seconds: dict[str, list[float]]
-    gaps: list[Gap] = field(default_factory=list)  # the longest, in the order in which they come
+    seconds: dict[str, list[float]]  # kind -> one value for each of PARTS
+    gaps: list[Gap] = field(default_factory=list)  # the longest, in order of time
     kernels: int = 0
 
     @property
@@ -68,12 +68,12 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pieces in KINDS.items() if any(piece in lower for piece in pieces)), OTHER)
 
 
-def device_time(device: torch.device, run: Callable[[], None]) -> DeviceTime | None:
-    """None where nobody keeps a record of what the device does."""
+def device_time(device: torch.device, run: Callable[[], object]) -> DeviceTime | None:
+    """None if the device cannot be profiled."""
     return time_of(spans_of(device, run))
 
 
-def spans_of(device: torch.device, run: Callable[[], None]) -> list[BusySpan]:
+def spans_of(device: torch.device, run: Callable[[], object]) -> list[BusySpan]:
     if device.type != "cuda" or torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
         return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -83,7 +83,7 @@ def spans_of(device: torch.device, run: Callable[[], None]) -> list[BusySpan]:
     return [
         BusySpan(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in ([] if results is None else results.events())  # torch's own list of them takes minutes to make
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith("ProfilerStep")
+        if event.device_type().name == "CUDA" and not event.name().startswith("ProfilerStep")
     ]
 
 
@@ -94,7 +94,7 @@ def time_of(spans: Sequence[BusySpan]) -> DeviceTime | None:
     first, last = spans[0].start, max(span.end for span in spans)
     kinds = {name: kind_of(name) for name in {span.name for span in spans}}
     prompts = [span.end for span in spans if kinds[span.name] == "attention of prompts"]
-    # The last step with prompts goes on for a little after the last of its layers' attention: that counts as decode.
+    # The part with prompts ends with the last attention of prompts: the rest of that step counts as decode.
     border = max(prompts, default=first)
     seconds = {kind: [0.0, 0.0] for kind in (*KINDS, OTHER, *GAPS)}
     gaps: list[Gap] = []
@@ -108,7 +108,7 @@ def time_of(spans: Sequence[BusySpan]) -> DeviceTime | None:
         if span.end > until:
             seconds[kinds[span.name]][part] += (span.end - max(span.start, until)) / 1e9
             until, before = span.end, span.name
-    longest = sorted(gaps, key=lambda gap: -gap.seconds)[:_LONGEST]
+    longest = sorted(gaps, key=lambda gap: -gap.seconds)[:_GAPS_LISTED]
     return DeviceTime((last - first) / 1e9, seconds, sorted(longest, key=lambda gap: gap.at), len(spans))
 
 
@@ -116,7 +116,7 @@ def _short(name: str) -> str:
     return name.split("(")[0].split("<")[0].removeprefix("void ").rsplit("::", 1)[-1][:40]
 
 
-def lines_of(found: DeviceTime) -> str:
+def device_time_table(found: DeviceTime) -> str:
     """A table: seconds and shares of each part."""
     whole = sum(found.parts)
     head = f"{'':<30}{'all':>14}" + "".join(f"{part:>20}" for part in PARTS)

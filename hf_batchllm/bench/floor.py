@@ -1,12 +1,11 @@
-"""The least time that a run can take: what must be computed, what must be read, and two rates of the machine.
+"""The floor: the least time that a run can take, from what it must compute and read and from two rates of the machine.
 
-Products of all prompt tokens that differ, of all decode rows and of the LM head, and the prompts' attention, at the
-rate of large matrix products; the K and V that each decode step must read (a shared prefix once for its group) at that
-of a large copy. Where decode rows ride on the products of prompts the weights are read for nothing. Where nothing is
-shared a run is prompts first, then decode steps alone: then each step takes as long as reading the weights, if that is
-longer than its products.
+Computed at the rate of large matrix products: the products of all prompt tokens that differ, of all decode rows and of
+the LM head, and the prompts' attention. Read at the rate of a large copy: the K and V of each decode step, a shared
+prefix once for its group. Reading the weights costs nothing where decode rows run in one step with prompts. If nothing
+is shared, prompts come first and decode steps run alone: each then takes at least as long as reading the weights.
 
-Beside the floor, and no part of it: what the small operations of a layer must read and write even when they are fused.
+Not part of the floor, but shown beside it: what the small operations of a layer read and write even when fused.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..model.architecture import inspect_model
-from .rates import Rates
+from .machine_rates import Rates
 from .workload import PromptGroup
 
 # Values that pass through memory for each token and layer, as multiples of a width. Twice a layer a norm reads a
 # sublayer's output and the residual and writes both the sum and its norm; rope reads q, k and v and writes them (k and
 # v to the cache); an activation reads gate and up and writes one.
-_NORMS, _ROPE, _GATED, _PLAIN = 8, 2, 3, 2
+_NORMS, _ROPE, _GATED_MLP, _PLAIN_MLP = 8, 2, 3, 2
 
 
 class NoFloorError(ValueError):
-    """The arithmetic does not hold for this model."""
+    """The floor's arithmetic does not hold for this model."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the arithmetic needs to know of a model."""
+    """The sizes of a model that the floor needs."""
 
     hidden: int
     heads: int
@@ -44,7 +43,7 @@ class Shape:
     vocabulary: int
     linear_weights: int  # of all layers, without embedding and LM head
     kv_bytes: int  # of a token, over all layers
-    windows: tuple[int | None, ...]  # [layers]  how far each looks back; None: to the beginning
+    windows: tuple[int | None, ...]  # [layers]  keys that each layer sees; None: all
     query_key_value: int  # values of a token's q, k and v in a layer
     mlp_width: int
     gated: bool
@@ -60,13 +59,13 @@ class Shape:
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step of decode rows reads, however few they are."""
+        """Weights that a step of decode rows reads, however few rows it has."""
         return (self.linear_weights + self.head_weights) * self.value_bytes
 
     @property
     def elementwise_bytes(self) -> int:
-        """Of a token, over all layers."""
-        mlp = (_GATED if self.gated else _PLAIN) * self.mlp_width
+        """Bytes that a token's small operations read and write, over all layers."""
+        mlp = (_GATED_MLP if self.gated else _PLAIN_MLP) * self.mlp_width
         values = _NORMS * self.hidden + _ROPE * self.query_key_value + mlp
         return values * self.layers * self.value_bytes
 
@@ -78,7 +77,7 @@ class Shape:
         known = {id(module.weight) for module in [*linear, head]}
         known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         if any(id(weight) not in known for weight in model.parameters() if weight.ndim > 1):
-            raise NoFloorError("some of its matrices are not met by every token (a mixture of experts)")
+            raise NoFloorError("not every token meets all of its matrices (a mixture of experts)")
         architecture = inspect_model(model)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -100,13 +99,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run cannot do without."""
+    """What a run must compute and read."""
 
     prompt_tokens: int  # that differ
     decode_tokens: int
     operations: float  # of products and of the prompts' attention
     kv_bytes: float  # that decode steps read, each shared prefix once for its group
-    waiting: float  # seconds by which reading the weights outlasts the products of decode steps, at the rates
+    waiting: float  # seconds by which reading the weights exceeds the products of decode steps
     elementwise_bytes: float
 
 
@@ -114,7 +113,7 @@ class Needs:
 class Floor:
     needs: Needs
     rates: Rates
-    alone: bool  # decode steps have no prompts to ride on
+    alone: bool  # whether decode steps run without prompts
 
     @property
     def products(self) -> float:
@@ -156,7 +155,7 @@ def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Needs:
             pairs = _seen(group.shared, 0, window) + sum(_seen(count, group.shared, window) for count in own)
             attention += layers * per_pair * pairs
             keys = sum(_seen(s, o, window) + s / 2 for s, o in zip(steps, own, strict=True))
-            # The prefix is read as long as anybody reads it, and as far back as whoever has least of his own.
+            # The prefix is read while any member runs, as far back as the member with the fewest own tokens sees.
             longest, least = steps.max(), own.min()
             keys += _seen(longest, group.shared + least, window) - _seen(longest, least, window)
             kv += layers * layer_bytes * keys
@@ -176,7 +175,7 @@ def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Needs:
 
 
 def _seen(queries: float, before: float, window: int | None) -> float:
-    """Keys that a run of queries looks at, all told, after ``before`` older tokens."""
+    """Keys seen by all of ``queries`` consecutive queries together, after ``before`` older tokens."""
     if window is None or before + queries <= window:
         return queries * before + queries * queries / 2
     growing = max(window - before, 0)

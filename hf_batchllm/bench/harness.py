@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -17,13 +16,24 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from .batch_sizes import fastest_batch_size, speeds_line
+from .head_to_head import (
+    SLOWER,
+    Contender,
+    add_model_options,
+    add_question_options,
+    add_run_options,
+    median_run,
+    table,
+)
+from .timing import synchronize
+
 _DESCRIPTION = """\
-A multiple-choice task of the evaluation harness: small stories, each with a question and answers to choose from. Its
-requests are made once, by the harness, and go to `loglikelihood` of both models, in one process and with the same
-weights: what is timed is encoding, the model and the numbers. `hf` runs at the best of its batch sizes, found with the
-first questions.
+A multiple-choice task of the evaluation harness: small stories, each with a question and answers to choose from. The
+harness makes the requests once. They go to `loglikelihood` of both models, in one process and with the same weights, so
+the times cover encoding, the model and the log-probabilities. `hf` runs at its best batch size, found with the first
+questions.
 """
-_SLOWER = 1.05  # by so much a batch size must be slower than the best before larger ones are not tried
 _NAMES = "Ada Ben Clara David Elena Felix Greta Hugo Irene Jonas Karin Leo Marta Nils Olga Paul Rosa Simon".split()
 _PLACES = [
     "the old harbour", "a bookshop in Lyon", "the station in Porto", "her uncle's farm", "the public library",
@@ -41,7 +51,7 @@ _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 
 
 def story(dice: random.Random, choices: int, letters: bool) -> dict[str, Any]:
-    """A record of the task."""
+    """One question of the task, as a record."""
     name, friend = dice.sample(_NAMES, 2)
     place, elsewhere = dice.sample(_PLACES, 2)
     things = dice.sample(_THINGS, choices)
@@ -59,8 +69,8 @@ def story(dice: random.Random, choices: int, letters: bool) -> dict[str, Any]:
     return {"question": f"{question}\n{listed}", "choices": names, "gold": gold}
 
 
-def requests_of(asked: argparse.Namespace) -> list[Any]:
-    """As the harness makes them."""
+def make_requests(asked: argparse.Namespace) -> list[Any]:
+    """The requests, made by the harness itself."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -68,7 +78,7 @@ def requests_of(asked: argparse.Namespace) -> list[Any]:
     shots, questions = (
         [story(dice, asked.choices, asked.letters) for _ in range(count)] for count in (asked.shots, asked.questions)
     )
-    if asked.sampler == "default":  # for each question its own examples, out of many
+    if asked.sampler == "default":  # each question draws its own examples out of many
         shots += [story(dice, asked.choices, asked.letters) for _ in range(10 * asked.shots)]
     splits = {"shots": Dataset.from_list(shots or questions), "questions": Dataset.from_list(questions)}
     task = ConfigurableTask(
@@ -90,35 +100,24 @@ def requests_of(asked: argparse.Namespace) -> list[Any]:
     return list(task.instances)
 
 
-def timed(lm: Any, requests: Sequence[Any]) -> tuple[float, list[tuple[float, bool]]]:
-    _settle(lm)
+def time_requests(lm: Any, requests: Sequence[Any]) -> tuple[float, list[tuple[float, bool]]]:
+    """Seconds, and (log-probability, is_greedy) of each answer."""
+    synchronize(lm.device)
     began = time.perf_counter()
-    found = lm.loglikelihood(list(requests), disable_tqdm=True)
-    _settle(lm)
-    return time.perf_counter() - began, found
-
-
-def _settle(lm: Any) -> None:
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
+    answers = lm.loglikelihood(list(requests), disable_tqdm=True)
+    synchronize(lm.device)
+    return time.perf_counter() - began, answers
 
 
 def best_batch_size(lm: Any, requests: Sequence[Any], sizes: Sequence[int]) -> tuple[int, dict[int, float]]:
-    """The one at which ``hf`` is fastest, from one batch of each; and the requests a second of those tried."""
-    speeds: dict[int, float] = {}
-    for size in sorted({min(size, len(requests)) for size in sizes}):
+    """The size at which ``hf`` is fastest, from one batch of each; and the requests/s of each size tried."""
+
+    def speed_of(size: int) -> float:
         lm.batch_size_per_gpu = size
-        try:
-            seconds, _ = timed(lm, requests[:size])
-        except Exception as error:  # mostly for want of memory, of which larger ones need more
-            if not speeds:
-                raise
-            print(f"hf, batches of {size}: {type(error).__name__}")
-            break
-        speeds[size] = size / seconds
-        if speeds[size] * _SLOWER < max(speeds.values()):
-            break
-    return max(speeds, key=speeds.__getitem__), speeds
+        seconds, _ = time_requests(lm, requests[:size])
+        return size / seconds
+
+    return fastest_batch_size("hf", sizes, len(requests), speed_of, slower=SLOWER)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     theirs = HFLM(pretrained=asked.model, **given)
     ours = BatchLM(theirs.model, tokenizer=theirs.tokenizer)
 
-    requests = requests_of(asked)
+    requests = make_requests(asked)
     part = requests[: asked.choices * (asked.rival_questions or asked.questions)]
     context, answer = (sum(len(ours.tok_encode(each.args[place])) for each in part) / len(part) for place in (0, 1))
     kind = "letters" if asked.letters else f"about {answer:.0f} tokens"
@@ -148,41 +147,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush=True,
     )
     few = part[: asked.choices]
-    timed(ours, few)
-    mine, my_answers = _measured("hf-batchllm", ours, requests, asked.runs)
-    timed(theirs, few[:1])
+    time_requests(ours, few)
+    seconds, our_answers = median_run("hf-batchllm", asked.runs, lambda: time_requests(ours, requests))
+    time_requests(theirs, few[:1])
     size, speeds = best_batch_size(theirs, part, asked.batch_sizes)
     theirs.batch_size_per_gpu = size
     name = f"hf, batches of {size}"
-    other, their_answers = _measured(name, theirs, part, asked.rival_runs or asked.runs)
+    their_seconds, their_answers = median_run(name, asked.rival_runs or asked.runs, lambda: time_requests(theirs, part))
 
-    print(f"\n{'':<24}{'questions':>10}{'seconds':>10}{'questions/s':>13}{'ours is':>10}")
-    fast, slow = len(requests) / mine, len(part) / other
-    print(f"{'hf-batchllm':<24}{asked.questions:>10,}{mine:>10.2f}{fast / asked.choices:>13.2f}")
-    print(
-        f"{name:<24}{len(part) // asked.choices:>10,}{other:>10.2f}{slow / asked.choices:>13.2f}{fast / slow:>8.2f} x"
+    lines = (
+        Contender("hf-batchllm", asked.questions, seconds),
+        Contender(name, len(part) // asked.choices, their_seconds),
     )
-    pairs = list(zip(my_answers, their_answers, strict=False))
-    apart = max(abs(one[0] - two[0]) for one, two in pairs)
+    print(f"\n{table(*lines)}")
+    pairs = list(zip(our_answers, their_answers, strict=False))
+    largest = max(abs(one[0] - two[0]) for one, two in pairs)
     greedy = sum(one[1] != two[1] for one, two in pairs)
-    print(
-        f"\nlog-probabilities of answers differ by {apart:.1e} at most; is_greedy differs in {greedy} of {len(pairs):,}"
-    )
-    print(f"hf, requests/s by batch size: {', '.join(f'{each}: {speed:.2f}' for each, speed in speeds.items())}")
+    print(f"\nlog-probabilities of answers differ by {largest:.1e} at most, is_greedy in {greedy} of {len(pairs):,}")
+    print(speeds_line("hf", "requests/s", speeds))
     print(f"\n{ours.generator.last_report}")
     return 0
-
-
-def _measured(name: str, lm: Any, requests: Sequence[Any], runs: int) -> tuple[float, list[tuple[float, bool]]]:
-    print(f"{name} ...", end=" ", flush=True)
-    took: list[float] = []
-    found: list[tuple[float, bool]] = []
-    for _ in range(runs):
-        seconds, found = timed(lm, requests)
-        took.append(seconds)
-        print(f"{seconds:.2f} s", end=" ", flush=True)
-    print(flush=True)
-    return statistics.median(took), found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,30 +176,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="a folder or a name on the hub")
-    parser.add_argument("--device", help="default: cuda if there is one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--threads", type=int, help="of torch on a CPU")
-    parser.add_argument("--questions", type=int, default=48, metavar="N", help="default: %(default)s")
-    parser.add_argument("--choices", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--shots", type=int, default=5, metavar="N", help="examples (default: %(default)s)")
-    parser.add_argument("--letters", action="store_true", help="the answers are A, B, C ..., and are listed before")
+    add_model_options(parser)
+    add_question_options(parser, questions=48)
+    parser.add_argument(
+        "--letters", action="store_true", help="the answers are A, B, C ..., and the question lists what they stand for"
+    )
     parser.add_argument(
         "--sampler",
         choices=("first_n", "default"),
         default="first_n",
-        help="of examples: the same for all questions, as of MMLU; or drawn for each (default: %(default)s)",
+        help="of examples: the same for all questions, as in MMLU, or drawn for each (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each (default: %(default)s)")
-    parser.add_argument("--rival-runs", type=int, metavar="N", help="fewer runs of hf")
-    parser.add_argument("--rival-questions", type=int, metavar="N", help="give hf only the first so many")
-    parser.add_argument(
-        "--batch-sizes",
-        type=lambda text: [int(number) for number in text.split(",")],
-        default=[1, 4, 8, 16],
-        metavar="N,N,...",
-        help="those that hf is tried with (default: 1,4,8,16)",
-    )
+    add_run_options(parser, "hf", batch_sizes=[1, 4, 8, 16])
     return parser
 
 

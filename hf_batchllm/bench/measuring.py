@@ -1,4 +1,4 @@
-"""Runs of a contender, and what they come to."""
+"""Runs of a contender on a workload, and the figures they give."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .contenders import Ours, Prompts, StepSize, Tokens, ends_of, tidied, timed
+from .contenders import Ours, Prompts, Tokens, end_tokens
 from .floor import Floor, NoFloorError, Shape, floor_of
-from .rates import Rates, measure_rates
+from .machine_rates import Rates, measure_rates
+from .recording_scheduler import StepSize
+from .timing import free_memory, timed
 from .workload import Mix, Workload
 
-WARM_UP = {"cuda": (32, 32)}  # prompts and new tokens: as many as it takes to compile kernels and to capture a graph
+WARM_UP = {"cuda": (32, 32)}  # prompts and new tokens: enough to compile the kernels and to capture a graph
 BRIEF_WARM_UP = 2, 2
 
 
 @dataclass
-class Row:
-    """A contender on a workload."""
+class Measurement:
+    """The runs of a contender on a workload."""
 
     name: str
     workload: Workload | Mix
-    runs: list[float] = field(default_factory=list)  # seconds of each
-    tokens: Tokens = field(default_factory=list)  # of the last run
-    made: list[int] = field(default_factory=list)  # new tokens of each run
+    runs: list[float] = field(default_factory=list)  # seconds of each run
+    tokens: Tokens = field(default_factory=list)  # new tokens of each prompt in the last run
+    made: list[int] = field(default_factory=list)  # number of new tokens of each run
     error: str = ""
-    peak_bytes: int = 0  # of the device, weights included; 0 where nobody counts
+    peak_bytes: int = 0  # of the device, weights included; 0 on a CPU, where PyTorch does not count
     floor: Floor | None = None
 
     @property
@@ -51,8 +53,8 @@ class Row:
     def share_of_floor(self) -> float | None:
         return self.floor.seconds / self.seconds if self.floor and self.runs else None
 
-    def times_faster_than(self, other: Row) -> float:
-        """By new tokens: a rival that had fewer prompts may have had longer or shorter answers."""
+    def times_faster_than(self, other: Measurement) -> float:
+        """Compares new tokens per second: a rival that got fewer prompts may have had longer or shorter answers."""
         return self.new_tokens_per_second / other.new_tokens_per_second
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,24 +75,24 @@ class Row:
         return figures
 
 
-def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: int) -> Row:
+def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: int) -> Measurement:
     device = contender.model.device
-    row = Row(contender.name, workload)
+    row = Measurement(contender.name, workload)
     print(f"{contender.name} ...", end=" ", flush=True)
-    tidied(device)
+    free_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
         few, new = WARM_UP.get(device.type, BRIEF_WARM_UP) if isinstance(contender, Ours) else BRIEF_WARM_UP
         answers = workload.answers
-        contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # what is made on first use
+        contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # kernels are compiled
         for _ in range(runs):
-            torch.manual_seed(0)  # where tokens are drawn: a contender draws the same ones each time
+            torch.manual_seed(0)  # a contender that draws its tokens draws the same ones each time
             took, row.tokens = timed(device, lambda: contender.run(prompts, answers))
             row.runs.append(took)
             row.made.append(sum(map(len, row.tokens)))
             print(f"{took:.2f} s", end=" ", flush=True)
-    except Exception as error:  # a rival that fails is reported as such
+    except Exception as error:  # a rival that fails gets a line that says so
         if isinstance(contender, Ours):
             raise
         row.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -103,12 +105,12 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
 
 
 class Floors:
-    """The least time of any workload on this model and machine."""
+    """The floor of any workload on this model and machine."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.shape: Shape | None = None
         self.rates: Rates | None = None
-        self.reason = ""  # why there is none
+        self.reason = ""  # why there is no floor
         try:
             self.shape = Shape.of(model)
         except NoFloorError as error:
@@ -126,31 +128,31 @@ class Floors:
 
 @dataclass(frozen=True)
 class Reads:
-    """What the decode steps of a run had to read, a second of the whole run."""
+    """What the decode steps of a run had to read, averaged over the whole run."""
 
     bytes_per_second: float
-    weight_steps: int  # that had no prompts to ride on, and so read the weights for themselves alone
+    weight_steps: int  # steps without prompts, which read the weights for decode rows alone
 
     @classmethod
-    def of(cls, row: Row, shape: Shape, sizes: list[StepSize]) -> Reads | None:
+    def of(cls, row: Measurement, shape: Shape, sizes: list[StepSize]) -> Reads | None:
         if row.floor is None:
             return None
         steps = sum(not size.chunk_tokens for size in sizes)
         return cls((row.floor.needs.kv_bytes + steps * shape.step_bytes) / row.seconds, steps)
 
 
-def agreement(ours: Row, theirs: Row | None, vocabulary: int) -> tuple[int, int] | None:
-    """How many prompts got the same tokens from ``generate`` as from us."""
+def agreement(ours: Measurement, theirs: Measurement | None, vocabulary: int) -> tuple[int, int] | None:
+    """(prompts with the same tokens from ``generate`` as from us, prompts compared)."""
     if theirs is None or theirs.error:
         return None
     mine, others = (_by_prompt(row, vocabulary) for row in (ours, theirs))
     return sum(mine[prompt] == tokens for prompt, tokens in others.items()), len(others)
 
 
-def _by_prompt(row: Row, vocabulary: int) -> dict[tuple[int, ...], list[int]]:
+def _by_prompt(row: Measurement, vocabulary: int) -> dict[tuple[int, ...], list[int]]:
     prompts = row.workload.prompts(vocabulary)
     return {tuple(prompt): answer for prompt, answer in zip(prompts, row.tokens, strict=True)}
 
 
 def is_greedy(model: PreTrainedModel) -> bool:
-    return not ends_of(model)
+    return not end_tokens(model)

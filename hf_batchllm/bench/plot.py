@@ -1,6 +1,6 @@
-"""The figures as a picture. matplotlib is only needed here (the extra `bench`).
+"""The figures as a picture. Needs matplotlib (the extra `bench`).
 
-python -m hf_batchllm.bench.plot FIGURES.json PICTURE.svg    draws what --json has written, on whatever machine
+python -m hf_batchllm.bench.plot FIGURES.json PICTURE.svg    draws a file written by --json, on any machine
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 
 
 def _contenders(figures: dict[str, Any]) -> Any:
-    """A bar for each, ours on top; the floor as a line."""
+    """A bar for each contender, ours on top; the floor as a line."""
     rows = [row for row in figures["contenders"] if "error" not in row]
-    # Where prompts differ in length the first few are no fair part of them.
-    what = "new_tokens_per_second" if "ends_at" in figures["workload"] else "prompts_per_second"
-    speeds = [row[what] for row in rows]
-    least = speeds[0] / rows[0]["share_of_floor"] if figures["floor"] is not None else None
-    return _bars([row["name"] for row in rows], speeds, [_short(speed) for speed in speeds], what, least)
+    # Prompts of different lengths: a rival that got only the first few is compared by tokens.
+    unit = "new_tokens_per_second" if "ends_at" in figures["workload"] else "prompts_per_second"
+    speeds = [row[unit] for row in rows]
+    at_floor = speeds[0] / rows[0]["share_of_floor"] if figures["floor"] is not None else None
+    return _bars([row["name"] for row in rows], speeds, [_short(speed) for speed in speeds], unit, at_floor)
 
 
 def _ablation(figures: dict[str, Any]) -> Any:
-    """A bar for each thing that is off, below one with all on."""
+    """A bar for each variant with one thing off, below one with everything on."""
     rows = [row for row in figures["ablation"] if "times_slower" in row]
     speeds = [row["prompts_per_second"] for row in rows]
-    said = [_short(speed) for speed in speeds]
-    said[1:] = [f"{speed}  ({row['times_slower']:.2f} x)" for speed, row in zip(said[1:], rows[1:], strict=True)]
-    least = figures["workload"]["requests"] / figures["floor"]["seconds"] if figures["floor"] is not None else None
-    figure = _bars([row["label"] for row in rows], speeds, said, "prompts_per_second", least)
+    labels = [_short(speed) for speed in speeds]
+    labels[1:] = [f"{speed}  ({row['times_slower']:.2f} x)" for speed, row in zip(labels[1:], rows[1:], strict=True)]
+    at_floor = figures["workload"]["requests"] / figures["floor"]["seconds"] if figures["floor"] is not None else None
+    figure = _bars([row["label"] for row in rows], speeds, labels, "prompts_per_second", at_floor)
     figure.axes[0].set_ylabel("what is off")
-    figure.axes[0].set_xlim(0, 1.25 * max([least or 0, *speeds]))
+    figure.axes[0].set_xlim(0, 1.25 * max([at_floor or 0, *speeds]))
     return figure
 
 
-def _bars(names: list[str], speeds: list[float], said: list[str], what: str, least: float | None) -> Any:
-    """``least``: the speed at the floor. The first is ours as it is."""
+def _bars(names: list[str], speeds: list[float], labels: list[str], unit: str, at_floor: float | None) -> Any:
+    """The first bar is ours as it is. ``at_floor``: the speed at the floor."""
     figure, axes = _axes(8, 1.6 + 0.45 * len(names))
     bars = axes.barh(names, speeds, color=[_OURS] + [_RIVAL] * (len(names) - 1))
-    axes.bar_label(bars, said, padding=4, color=_INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    axes.bar_label(bars, labels, padding=4, color=_INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.invert_yaxis()
     most = max(speeds)
-    if least is not None:
-        most = max(most, least)
-        axes.axvline(least, color=_FLOOR, linestyle="--")
+    if at_floor is not None:
+        most = max(most, at_floor)
+        axes.axvline(at_floor, color=_FLOOR, linestyle="--")
         where = {"xycoords": ("data", "axes fraction"), "xytext": (-4, 4), "textcoords": "offset points"}
-        axes.annotate(f"floor {_short(least)}", (least, 0), ha="right", va="bottom", color=_FLOOR, **where)
+        axes.annotate(f"floor {_short(at_floor)}", (at_floor, 0), ha="right", va="bottom", color=_FLOOR, **where)
     axes.set_xlim(0, 1.12 * most)
-    axes.set_xlabel(what.replace("_per_second", "/s").replace("_", " "))
+    axes.set_xlabel(unit.replace("_per_second", "/s").replace("_", " "))
     return figure
 
 
@@ -95,7 +95,7 @@ def _degrees(figures: dict[str, Any]) -> Any:
 
 
 def _axes(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # no window system is asked for
+    from matplotlib.figure import Figure  # not pyplot, which may open a window
 
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""What is asked for: prompts that share prefixes (vLLM's RFC #12080), lengths mixed like ShareGPT's, or both."""
+"""Workloads: prompts that share prefixes (vLLM's RFC #12080), lengths mixed as in ShareGPT, or both."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SHORTEST_ANSWER, _MEDIAN_OF_LONGEST = 10, 10
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Prompts that share a prefix: all that arithmetic needs to know of them."""
+    """The lengths of prompts that share a prefix."""
 
     shared: int
-    own: Sequence[int]  # [members]  tokens of each prompt's own
-    new: Sequence[int]  # [members]
+    own: Sequence[int]  # [members]  tokens after the prefix
+    new: Sequence[int]  # [members]  tokens of the answer
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``requests`` prompts in groups of ``degree``: ``shared`` tokens in common and ``own`` each; ``new`` to come."""
+    """Prompts in groups of ``degree`` that share ``shared`` tokens; ``own`` more each, and ``new`` to generate."""
 
     requests: int
     shared: int
@@ -59,11 +59,11 @@ class Workload:
 
     @property
     def order_matters(self) -> bool:
-        """Whether neighbours in the list may have something in common."""
+        """Whether prompts share something, so that a rival may depend on their order."""
         return self.shared > 0
 
     def grouped(self, vocabulary: int) -> list[list[int]]:
-        """The prompts, members of a group side by side. Different text in each group, no special tokens."""
+        """The prompts, group by group. Each group has different text, without special tokens."""
         text = _Text(self.seed, vocabulary)
         prompts: list[list[int]] = []
         for _ in range(self.groups):
@@ -72,14 +72,14 @@ class Workload:
         return prompts[: self.requests]
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """As they are handed over."""
+        """The prompts in the order in which they are passed in."""
         prompts = self.grouped(vocabulary)
         if self.shuffle:
             random.Random(self.seed + 1).shuffle(prompts)
         return prompts
 
     def first(self, requests: int) -> Workload:
-        """A part of it, for those that would take too long: whole groups as far as possible."""
+        """The first prompts of it, in whole groups as far as possible: for rivals that would take too long."""
         return replace(self, requests=min(requests, self.requests))
 
     def cut_short(self, new: int) -> Workload:
@@ -97,24 +97,25 @@ class Workload:
             prompts = f"{self.requests:,} prompts of {self.own:,} tokens, nothing shared"
             return f"{prompts}; {self.new:,} new tokens, EOS ignored"
         order = "shuffled" if self.shuffle else "sorted"
+        degree = min(self.degree, self.requests)
         return (
-            f"{self.requests:,} prompts, {order}: {self.groups:,} prefixes of {self.shared:,} tokens, each shared by "
-            f"{self.degree:,}; {self.own:,} tokens of their own; {self.new:,} new tokens, EOS ignored"
+            f"{self.requests:,} prompts, {order}: {_prefixes(self.groups)} of {self.shared:,} tokens, each shared by "
+            f"{degree:,}; {self.own:,} tokens of their own; {self.new:,} new tokens, EOS ignored"
         )
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Lengths as people's chats with a model have them: most are short, a few are very long. Nothing is shared.
+    """Lengths as in people's chats with a model: most are short, a few are very long. Nothing is shared.
 
-    ``own`` and ``new`` are the longest that prompts and answers may be; all others shrink with them.
+    ``own`` and ``new`` are the longest prompt and answer; all other lengths shrink with them.
     """
 
     requests: int
     own: int = _LONGEST
     new: int = _LONGEST
     seed: int = 0
-    ends_at: int | None = None  # answers that would be longer are broken off here
+    ends_at: int | None = None  # longer answers are cut off here
     order_matters = False
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Mix:
                 raise ValueError(f"--{name} must be at least 1")
 
     def lengths(self) -> list[tuple[int, int]]:
-        """Of each prompt and its answer."""
+        """(tokens of the prompt, tokens of its answer) for each prompt."""
         dice = random.Random(self.seed)
 
         def draw(median: float, spread: float, most: int) -> int:
@@ -168,8 +169,8 @@ class Mix:
 class MixedGroups(Mix):
     """Groups of ``degree`` prompts that share a prefix, with lengths that differ between groups and within them.
 
-    ``shared`` and ``own`` are medians; ``new`` is the longest that an answer may be. With ``open_ended`` no lengths of
-    answers are drawn: each may become as long as that.
+    ``shared`` and ``own`` are medians; ``new`` is the longest answer. With ``open_ended`` no lengths of answers are
+    drawn: each may become that long.
     """
 
     own: int = 200
@@ -205,7 +206,7 @@ class MixedGroups(Mix):
         return groups
 
     def _order(self) -> list[int]:
-        """Which prompt of those in groups stands at each place of the list."""
+        """For each place of the list, the number of its prompt when counted group by group."""
         order = list(range(self.requests))
         if self.shuffle:
             random.Random(self.seed + 1).shuffle(order)
@@ -235,20 +236,28 @@ class MixedGroups(Mix):
         new = [length for group in groups for length in group.new]
         order = "shuffled" if self.shuffle else "sorted"
         return (
-            f"{self.requests:,} prompts, {order}: {len(groups):,} prefixes of {_spread([g.shared for g in groups])} "
+            f"{self.requests:,} prompts, {order}: {_prefixes(len(groups))} of {_spread([g.shared for g in groups])} "
             f"tokens, each shared by {self.degree:,}; {_spread(own)} tokens of their own; {_spread(new)} new tokens, "
             "EOS ignored"
         )
 
 
 def _spread(lengths: Sequence[int]) -> str:
+    if min(lengths) == max(lengths):
+        return f"{lengths[0]:,}"
     return f"{min(lengths):,} to {max(lengths):,} (on average {sum(lengths) / len(lengths):,.0f})"
 
 
+def _prefixes(count: int) -> str:
+    return f"{count:,} prefix{'' if count == 1 else 'es'}"
+
+
 class _Text:
+    """Random token ids."""
+
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._dice = random.Random(seed)
-        self._lowest = min(1000, vocabulary // 10)  # special tokens and bytes stand at the beginning, as a rule
+        self._lowest = min(1000, vocabulary // 10)  # the lowest ids are mostly special tokens and bytes
         self._vocabulary = vocabulary
 
     def __call__(self, length: int) -> list[int]:

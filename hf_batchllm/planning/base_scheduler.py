@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .paged_cache import PagedCache
-from .units import Request, Step
+from .step import Step
+from .units import Request
 
 
 class BaseScheduler(ABC):

@@ -1,4 +1,4 @@
-"""Results as a table, for those who go on in pandas."""
+"""Results as a pandas DataFrame."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def table_of(columns: Mapping[str, tuple[str, list[Any]]]) -> pandas.DataFrame:
-    """By the columns' names: their dtype and their values."""
+    """``columns``: name -> (dtype, values)."""
     try:
         import pandas as pd
     except ModuleNotFoundError as missing:

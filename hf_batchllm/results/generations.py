@@ -1,4 +1,4 @@
-"""What a call gives back."""
+"""Generation and BatchResult: what ``generate`` gives back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-_SHOWN = 3  # generations spelled out in a BatchResult's repr
+_GENERATIONS_SHOWN = 3  # in a BatchResult's repr
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class Generation:
     text: the new tokens decoded without special tokens; None without a tokenizer.
     token_ids: the new tokens, the EOS that ended them included.
     prompt_token_ids: the prompt as the model saw it.
-    finish_reason: "stop" (EOS, a stop string, a criterion), "length" (as long as it was allowed to become), "time"
+    finish_reason: "stop" (EOS, a stop string, a criterion), "length" (the limit of new tokens was reached), "time"
         (``max_time`` was over; there may be no new token at all), "error".
-    logprobs: with ``generate(..., logprobs=k)``, a dict {token id: log-probability} for each of ``token_ids``: of the k
-        likeliest tokens, the likeliest first, and of the chosen one (k + 1 of them where it is not among those), so
-        that ``g.logprobs[t][g.token_ids[t]]`` is there. k = 0: of the chosen one alone. They are the log-softmax, in
-        float32, of the model's own logits, whatever processors, temperature and the like make of them.
-    prompt_logprobs: with ``prompt_logprobs=k``, the same for each of ``prompt_token_ids``, given those before it; None
-        for the first one, and for those that the model had not come to when ``max_time`` was over. Prompts have the
-        dicts of what they share in common: to change one, copy it.
+    logprobs: with ``generate(..., logprobs=k)``, a dict {token id: log-probability} for each of ``token_ids``. It holds
+        the k likeliest tokens, the likeliest first, and the chosen token (the last of k + 1 if it is not among the k),
+        so ``g.logprobs[t][g.token_ids[t]]`` is always there. With k = 0 it holds the chosen token alone. The values
+        are the log-softmax, in float32, of the model's own logits, before processors, temperature and the like.
+    prompt_logprobs: with ``prompt_logprobs=k``, the same for each of ``prompt_token_ids``, given the tokens before it.
+        None for the first token, and for tokens that the model had not reached when ``max_time`` was over. Prompts that
+        share a prefix share its dicts: copy a dict before you change it.
     error: why there is no result, if ``finish_reason`` is "error".
-    score: of a beam search, by which its answers are in order: the sum of the tokens' log-probabilities divided by
-        their number to the power of ``length_penalty``. It is the ``sequences_scores`` of ``generate``.
+    score: of an answer of a beam search: the sum of its tokens' log-probabilities, divided by their number to the power
+        of ``length_penalty``. The best answer comes first. It is the ``sequences_scores`` of ``generate``.
 
-    Log-probabilities are None if they were not asked for, and for errors. They take some 300 bytes a token and 75 more
-    for each of the k. With them the host picks the tokens and waits for each step; with ``prompt_logprobs`` the LM head
-    runs over prompts, too, steps are smaller where the vocabulary is large, and kept prefixes are not made use of.
+    Log-probabilities are None for errors, and if they were not asked for. They take some 300 bytes a token and 75 more
+    for each of the k. With them the host picks the tokens and waits for each step. With ``prompt_logprobs`` the LM head
+    runs over prompts, too, steps are smaller where the vocabulary is large, and kept prefixes are not used.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Generation:
 class BatchResult(Sequence[Generation]):
     """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``."""
 
-    _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that are shown
+    _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that a notebook shows
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class BatchResult(Sequence[Generation]):
         self._decode = decode
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which is to store results and no tokenizer."""
+        """For pickle, which stores the results without the tokenizer."""
         return {name: value for name, value in self.__dict__.items() if name != "_decode"}
 
     @overload
@@ -97,7 +97,7 @@ class BatchResult(Sequence[Generation]):
 
     @property
     def by_prompt(self) -> list[list[Generation]]:
-        """The samples of each prompt. After an interrupt, of those prompts that have any."""
+        """The samples of each prompt. After an interrupt, prompts without any are left out."""
         rows: list[list[Generation]] = []
         for generation in self._generations:
             if not rows or rows[-1][0].index != generation.index:
@@ -106,9 +106,9 @@ class BatchResult(Sequence[Generation]):
         return rows
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame of one row for each generation: the fields of Generation, and how many tokens there were.
+        """A DataFrame with one row for each generation: the fields of Generation, and the numbers of tokens.
 
-        Row ``k`` is ``self[k]``. The columns ``logprobs`` and ``prompt_logprobs`` are there if they were asked for.
+        Row ``k`` is ``self[k]``. It has the columns ``logprobs`` and ``prompt_logprobs`` if they were asked for.
         """
         rows = self._generations
         columns: dict[str, tuple[str, list[Any]]] = {
@@ -129,14 +129,17 @@ class BatchResult(Sequence[Generation]):
         return table_of(columns)
 
     def __repr__(self) -> str:
-        shown = [f"  [{place}] {_short(generation)}" for place, generation in enumerate(self._generations[:_SHOWN])]
+        shown = [
+            f"  [{place}] {_short(generation)}"
+            for place, generation in enumerate(self._generations[:_GENERATIONS_SHOWN])
+        ]
         hidden = len(self) - len(shown)
         if hidden:
             shown.append(f"  ... and {hidden:,} more")
         return "\n".join([f"BatchResult of {len(self):,} generation{'' if len(self) == 1 else 's'}", *shown])
 
     def _repr_html_(self) -> str:
-        from .views.result import result_html  # only who looks at it needs it
+        from .views.result import result_html  # imported only when shown
 
         return result_html(self, self._decode)
 

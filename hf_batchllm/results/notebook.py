@@ -1,4 +1,4 @@
-"""What is different in a notebook. It is imported there before transformers is."""
+"""Adjustments for notebooks. Imported before transformers, which imports tqdm."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 import warnings
 
 with warnings.catch_warnings():
-    # Whoever imports tqdm.auto first is told to install ipywidgets. Bars are text without, and do as well.
+    # Its first import advises to install ipywidgets. Without them bars are text, which does as well.
     warnings.filterwarnings("ignore", "IProgress not found")
     import tqdm.auto  # noqa: F401
 
 
 def in_notebook() -> bool:
-    """Whether this is a kernel, and what is printed goes to a notebook."""
+    """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config

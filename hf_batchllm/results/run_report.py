@@ -1,4 +1,4 @@
-"""How a call went."""
+"""RunReport: how a call went, in numbers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .timeline import Timeline
 class RunReport:
     """How a call went.
 
-    sequences, finished: how many there were, and how many had ended (fewer only after an interrupt).
+    sequences, finished: all of them, and those that had ended (fewer only after an interrupt).
     prompt_tokens: tokens of all prompts (each counted once for every sample).
-    computed_tokens: prompt tokens that the model ran over, what preemption made it run over again left out.
-    recomputed_tokens: tokens run over again after a preemption.
+    computed_tokens: prompt tokens that the model ran over, without those that it ran over again.
+    recomputed_tokens: tokens that the model ran over again after a preemption.
     saving: the share of the prompts' tokens that sharing spares, from 0 to 1.
     cached_tokens: prompt tokens found in prefixes kept from an earlier call.
     new_tokens: tokens generated.
     model_tokens: all tokens that went through the model.
-    peak_memory: bytes of KV cache that held tokens at the same time, at most.
+    peak_memory: the most bytes of KV cache that held tokens at the same time.
     kv_memory: bytes of the whole KV cache.
-    device_memory: bytes of the device that PyTorch had given out at the same time, at most: the model, the KV cache and
-        what steps take, and whatever else the process has there. 0 on a CPU, where nobody counts. To find it, a call
-        sets PyTorch's peaks back (``torch.cuda.reset_peak_memory_stats``).
-    seed: of the sampling noise, or a list with that of each prompt; None for greedy decoding.
-    fused: what ran on fused kernels, or why it did not; empty where there are none to run on.
+    device_memory: the most bytes of the device that PyTorch had given out at the same time: the model, the KV cache,
+        what steps take, and whatever else the process has there. 0 on a CPU, where PyTorch does not count. To measure
+        it, a call resets PyTorch's peaks (``torch.cuda.reset_peak_memory_stats``).
+    seed: the seed of the sampling noise, or a list with one for each prompt; None for greedy decoding.
+    fused: which layers ran on fused kernels, or why none did; empty where there are no such kernels.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
-    idle_tokens: tokens run for answers that turned out to have ended before.
-    scored_tokens: of a call of ``score``, the tokens whose log-probability was wanted. Its sequences are the
-        continuations, each with its context; what counts as its prompt tokens is all of them but the last.
-    timeline: what steps ran over in the course of time, and where the time went (a Timeline).
+    idle_tokens: tokens run for answers that had already ended.
+    scored_tokens: in a call of ``score``, the tokens whose log-probability was asked for. Its sequences are the
+        continuations, each with its context; all of their tokens but the last count as prompt tokens.
+    timeline: what the steps ran over as time went by, and where the time went (a Timeline).
     """
 
     sequences: int
@@ -62,11 +62,11 @@ class RunReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """New ones; of a call of ``score``, those scored."""
+        """New tokens per second; in a call of ``score``, scored tokens per second."""
         return (self.scored_tokens or self.new_tokens) / self.seconds if self.seconds else 0.0
 
     def _repr_html_(self) -> str:
-        from .views.report import report_html  # only who looks at it needs it
+        from .views.report import report_html  # imported only when shown
 
         return report_html(self)
 
@@ -97,6 +97,6 @@ class RunReport:
         if self.idle_tokens:
             lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:
-            said = self.seed if isinstance(self.seed, int) else "one for each prompt"
-            lines.append(f"seed       {said}")
+            seed = self.seed if isinstance(self.seed, int) else "one for each prompt"
+            lines.append(f"seed       {seed}")
         return "\n".join(lines)

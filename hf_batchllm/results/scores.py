@@ -1,4 +1,4 @@
-"""What ``score`` gives back: how likely each continuation is."""
+"""Score and ScoreResult: what ``score`` gives back."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ if TYPE_CHECKING:
     import pandas
 
 
-_SHOWN = 5  # scores spelled out in a ScoreResult's repr
+_SCORES_SHOWN = 5  # in a ScoreResult's repr
 
 
 @dataclass(frozen=True)
 class Score:
     """How likely a continuation is after its context.
 
-    index: the context's place in the list that was passed in (of whole texts: the text's).
+    index: the place of the context (or of the whole text) in the list that was passed in.
     choice: which of the context's continuations this is, from 0.
     text: the continuation, as it was passed in or decoded; None without a tokenizer.
-    token_ids: the tokens that were scored. Where a token of the joint text spans the end of the context, it is the
-        first of them.
-    logprobs: the log-probability of each of them, given everything before it: the log-softmax, in float32, of the
+    token_ids: the tokens that were scored. A token that spans context and continuation is the first of them.
+    logprobs: the log-probability of each token, given everything before it: the log-softmax, in float32, of the
         model's own logits.
-    is_greedy: whether each of them is the likeliest token in its place (the one with the lowest id among equals).
-    error: why there is no score; then there are no tokens, and ``logprob`` is not a number.
+    is_greedy: whether each token is the likeliest one in its place (among equals, the one with the lowest id).
+    error: why there is no score; ``token_ids`` is then empty, and ``logprob`` is NaN.
     """
 
     index: int
@@ -45,12 +44,12 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation: the sum of ``logprobs``."""
+        """The log-probability of the whole continuation: the sum of ``logprobs``."""
         return math.fsum(self.logprobs) if self.error is None else math.nan
 
     @property
     def mean_logprob(self) -> float:
-        """Of a token, on average."""
+        """The mean log-probability of a token."""
         return self.logprob / max(len(self.token_ids), 1)
 
     @property
@@ -70,10 +69,10 @@ _PER: dict[str, Callable[[Score], float]] = {
 
 
 class ScoreResult(Sequence[Score]):
-    """The scores of a call: of the first context's continuations, then of the second's, and so on."""
+    """The scores of a call: those of the first context's continuations, then those of the second's, and so on."""
 
     def __init__(self, scores: Sequence[Score], report: RunReport | None, complete: bool = True) -> None:
-        """``scores``: in any order. ``complete``: whether there are all that were asked for."""
+        """``scores``: in any order. ``complete``: False after an interrupt, when some are missing."""
         self._scores = sorted(scores, key=lambda score: (score.index, score.choice))
         self.complete = complete
         self.report = report
@@ -93,12 +92,12 @@ class ScoreResult(Sequence[Score]):
 
     @property
     def logprobs(self) -> list[float]:
-        """Of each continuation as a whole."""
+        """The log-probability of each whole continuation."""
         return [score.logprob for score in self._scores]
 
     @cached_property
     def by_context(self) -> list[list[Score]]:
-        """The scores of each context. After an interrupt, of those contexts that have any."""
+        """The scores of each context. After an interrupt, contexts without any are left out."""
         rows: list[list[Score]] = []
         for score in self._scores:
             if not rows or rows[-1][0].index != score.index:
@@ -112,8 +111,8 @@ class ScoreResult(Sequence[Score]):
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
-        None for a context of which a continuation could not be scored, or has a log-probability that is not a number.
-            After an interrupt nobody can say.
+        A context gets None if one of its continuations could not be scored or has a log-probability of NaN. Raises
+        ValueError after an interrupt, as a continuation without a score may be the likeliest.
         """
         if not self.complete:
             raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
@@ -124,7 +123,7 @@ class ScoreResult(Sequence[Score]):
         value = _PER[per]
 
         def likeliest(scores: list[Score]) -> int | None:
-            values = [value(score) for score in scores]  # of an error, not a number
+            values = [value(score) for score in scores]  # NaN for an error
             if any(map(math.isnan, values)):
                 return None
             return scores[values.index(max(values))].choice
@@ -132,7 +131,7 @@ class ScoreResult(Sequence[Score]):
         return [likeliest(scores) for scores in self.by_context]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame of one row for each score. Row ``k`` is ``self[k]``."""
+        """A DataFrame with one row for each score. Row ``k`` is ``self[k]``."""
         rows = self._scores
         return table_of(
             {
@@ -150,14 +149,14 @@ class ScoreResult(Sequence[Score]):
         )
 
     def __repr__(self) -> str:
-        lines = [f"  [{place}] {_short(score)}" for place, score in enumerate(self._scores[:_SHOWN])]
+        lines = [f"  [{place}] {_short(score)}" for place, score in enumerate(self._scores[:_SCORES_SHOWN])]
         hidden = len(self) - len(lines)
         if hidden:
             lines.append(f"  ... and {hidden:,} more")
         return "\n".join([f"ScoreResult of {len(self):,} score{'' if len(self) == 1 else 's'}", *lines])
 
     def _repr_html_(self) -> str:
-        from .views.scores import scores_html  # only who looks at it needs it
+        from .views.scores import scores_html  # imported only when shown
 
         return scores_html(self)
 

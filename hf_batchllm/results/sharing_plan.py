@@ -1,4 +1,4 @@
-"""What a list of prompts shares: segments, groups, and how the text of the largest begins. No model and no torch."""
+"""What a list of prompts shares: segments, groups, and the first words of the largest segments."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-_LEVELS_SHOWN = 4  # in the summary's table; deeper ones are gathered in one
-_LABELLED = 12  # segments: as many as a picture has room for
-_LABEL_TOKENS = 40  # of each, decoded
+_LEVELS_SHOWN = 4  # in the summary's table; deeper levels share one row
+_SEGMENTS_LABELLED = 12  # as many as a picture has room for
+_LABEL_TOKENS = 40  # decoded of each segment
 _LABEL_CHARACTERS = 160
 
 
-class WithIds(Protocol):
+class HasIds(Protocol):
     """A prompt, as far as a label needs it."""
 
     @property
@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens that need not be computed again, for all of its members but one."""
+        """Tokens that all members but one need not compute."""
         return len(self) * (self.members - 1)
 
 
@@ -59,16 +59,16 @@ class Group:
 class SharingPlan:
     """What a list of prompts shares. ``print(plan)`` sums it up; in a notebook it is a picture."""
 
-    HISTOGRAM: ClassVar = ("group size", "groups", "prompts", "shared tokens (each)")
+    HISTOGRAM_COLUMNS: ClassVar[tuple[str, str, str, str]] = ("group size", "groups", "prompts", "shared tokens (each)")
 
     segments: tuple[Segment, ...]  # depth-first, in run order
-    parents: np.ndarray  # [prompts] index of the segment that a prompt goes on from, -1 for none
+    parents: np.ndarray  # [prompts] index of the last segment of each prompt, -1 for none
     order: np.ndarray  # [prompts] indices of the prompts in the order to run them: sharers are neighbours
     total_tokens: int  # in all prompts
-    computed_tokens: int  # that the model must run over
+    computed_tokens: int  # tokens that the model must run over
     lengths: np.ndarray  # [prompts] tokens of each
-    labels: dict[int, str] = field(default_factory=dict)  # of the segments that save most: how their text begins
-    of_sequences: bool = False  # of a run: a prompt is there once for each sample, and not if it could not be run
+    labels: dict[int, str] = field(default_factory=dict)  # segment -> its first words, where it saves much
+    of_sequences: bool = False  # the plan of a run: each prompt once per sample, without those that could not run
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,7 +86,7 @@ class SharingPlan:
 
     @cached_property
     def _levels(self) -> list[int]:
-        """Of each segment: 1 at the top, 2 below such a one, and so on."""
+        """Of each segment: 1 at the top, 2 for its children, and so on."""
         levels: list[int] = []
         for segment in self.segments:
             levels.append(1 + (levels[segment.parent] if segment.parent >= 0 else 0))
@@ -94,7 +94,7 @@ class SharingPlan:
 
     @cached_property
     def depth(self) -> int:
-        """How many segments lie one below the other at most."""
+        """The most segments that lie one below the other."""
         return max(self._levels, default=0)
 
     @cached_property
@@ -112,14 +112,14 @@ class SharingPlan:
     def _top_segments(self) -> list[Segment]:
         return [segment for segment in self.segments if segment.parent < 0]
 
-    def largest_savers(self, count: int = _LABELLED) -> list[Segment]:
-        """The segments that save most, most first."""
+    def largest_savers(self, count: int = _SEGMENTS_LABELLED) -> list[Segment]:
+        """The segments that save the most tokens, the largest saving first."""
         return heapq.nsmallest(count, self.segments, key=lambda segment: (-segment.saved_tokens, segment.index))
 
-    def add_labels(self, prompts: Sequence[WithIds], decode: Callable[[list[int]], str | None]) -> None:
-        """Fill in ``labels``. ``prompts`` are those of the plan; ``decode`` gives None where there is no tokenizer.
+    def add_labels(self, prompts: Sequence[HasIds], decode: Callable[[list[int]], str | None]) -> None:
+        """Fills in ``labels``. ``prompts``: those of the plan. ``decode``: gives None where there is no tokenizer.
 
-        Labels are there to be looked at: what a tokenizer has against one costs the label and nothing else.
+        A tokenizer that fails on a segment costs its label and nothing else.
         """
         for segment in self.largest_savers():
             end = min(segment.end, segment.start + _LABEL_TOKENS)
@@ -129,12 +129,12 @@ class SharingPlan:
                 continue
             if not isinstance(text, str):
                 continue
-            text = text.strip("\ufffd")[:_LABEL_CHARACTERS]  # a character may go on in the tokens that were cut off
+            text = text.strip("\ufffd")[:_LABEL_CHARACTERS]  # a character may be cut off in the middle
             if text.strip():
                 self.labels[segment.index] = text
 
     def _totals(self) -> list[tuple[str, str, str]]:
-        """Rows of (what, how much, as a share)."""
+        """Rows of (name, amount, share)."""
         computed = f"{1 - self.saving:.1%}" if self.total_tokens else ""
         return [
             ("prompts", f"{len(self.order):,}", ""),
@@ -159,9 +159,9 @@ class SharingPlan:
             size = _span(min(segment.members for segment in alike), max(segment.members for segment in alike))
             tokens = _span(min(map(len, alike)), max(map(len, alike)))
             members = f"{sum(segment.members for segment in alike):,}"
-            if level > 1:  # below groups that stand in the table already
+            if level > 1:  # part of a group that the table has already
                 size, tokens = f"level {level}{'+' if level > _LEVELS_SHOWN else ''}: {size}", f"+ {tokens}"
-                members = members if level <= _LEVELS_SHOWN else ""  # of several levels: prompts would count twice
+                members = members if level <= _LEVELS_SHOWN else ""  # prompts would count once for each level
             rows.append((size, f"{len(alike):,}", members, tokens))
         return rows
 
@@ -176,12 +176,12 @@ class SharingPlan:
         lines += [f"  {what:<18}{amount:>18}{share:>9}".rstrip() for what, amount, share in self._totals()]
         if self.segments:
             lines.append("")
-            for size, groups, count, shared in [self.HISTOGRAM, *self.histogram()]:
+            for size, groups, count, shared in [self.HISTOGRAM_COLUMNS, *self.histogram()]:
                 lines.append(f"  {size:<18}{groups:>12}{count:>14}{shared:>24}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from .views.plan import plan_html  # only who looks at it needs it
+        from .views.plan import plan_html  # imported only when shown
 
         return plan_html(self)
 

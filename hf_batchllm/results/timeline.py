@@ -1,4 +1,4 @@
-"""How a run went over its time: what its steps ran over, what the KV cache held, and where the time went."""
+"""Timeline: what the steps of a run ran over, what the KV cache held, and where the time went."""
 
 from __future__ import annotations
 
@@ -6,39 +6,41 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# What the time of a call goes to, in the order in which a call comes to it.
+# The phases of a call, in the order in which it comes to them, in words that a picture shows.
 PHASES = {
     "checks": "options and prompts are checked, text becomes tokens, stop strings are looked up in the vocabulary",
-    "planning": "it is found out what the prompts share, and in which order they run",
-    "setup": "the KV cache is made, and what else steps need (on a GPU: weights are merged, a step rehearsed)",
-    "scheduling": "the next step is chosen and laid out for the model, and the books of requests and pages are kept",
-    "launching": "on a GPU: the host hands steps over to the device, which is at work meanwhile",
+    "planning": "what the prompts share is found, and the order in which they run",
+    "setup": "the KV cache is allocated; on a GPU, weights are merged and a step is rehearsed",
+    "scheduling": "the next step is chosen and laid out for the model; requests and pages are kept track of",
+    "launching": "on a GPU: the host hands steps over to the device, which works meanwhile",
     "capture": "on a GPU: decode steps are captured as CUDA graphs",
     "model": "the model runs; on a GPU: the host waits for the device, which runs it and picks tokens",
-    "tokens": "the host picks tokens and looks for ends of answers (on a GPU, it waits for the model before it picks)",
+    "tokens": "the host picks tokens and looks for the ends of answers; on a GPU, it first waits for the model",
     "results": "results are put together, and tokens become text",
-    "outside": "others are at work: who takes results out of a stream, a streamer, the progress bar",
+    "outside": "code outside the engine runs: the loop over a stream, a streamer, the progress bar",
 }
 
-_SHOWN, _LEAST = 5, 0.01  # phases that a line names, and their share of the time
+_PHASES_SHOWN = 5
+_LEAST_SHARE_SHOWN = 0.01  # of the time
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A run in at most some hundred stretches of time, each of one step or of several that follow each other.
+    """A run as a few hundred stretches of time at most. Each stretch is one step, or several consecutive ones.
 
-    A step counts when its tokens have come back. What was still on its way when a call broke off counts at its end.
+    A step counts when its tokens have come back. Steps still under way when a call broke off count at its end.
 
-    begin: seconds from the start of the call to that of the first stretch. Each goes on where the one before ended.
+    begin: when the first stretch began, in seconds from the start of the call. Each stretch begins where the one before
+        it ended.
     ends: when each stretch ended, in seconds from the start of the call.
-    steps: how many steps there were in it.
-    prompt_tokens: tokens of pieces of prompts that they ran over. Pieces that are run again after a preemption count,
-        with what there is of the answer.
-    decode_tokens: tokens of answers that they ran over, one at a time.
-    running: sequences that had begun and not ended, at most; those that were preempted begin anew.
-    cache_bytes: of the KV cache, what held tokens, at most.
-    phases: what the seconds of the whole call were spent on, in the order in which a call comes to it. They add up to
-        the call's seconds. ``PHASES`` says what they mean.
+    steps: the number of steps in each stretch.
+    prompt_tokens: prompt tokens that the steps ran over. What a preemption makes them run over again counts, too, the
+        answer so far included.
+    decode_tokens: answer tokens that the steps ran over, one at a time.
+    running: the most sequences that had begun and not ended; preempted ones begin anew.
+    cache_bytes: the most bytes of the KV cache that held tokens.
+    phases: the seconds of each phase of the call, in the order in which a call comes to them. They add up to the call's
+        seconds. ``PHASES`` says what they mean.
     """
 
     begin: float
@@ -55,8 +57,8 @@ class Timeline:
 
     @property
     def longest_phases(self) -> str:
-        """Where most of the time went, in a line; empty if there was none."""
+        """Where most of the time went, in one line; empty if no time was spent."""
         total = sum(self.phases.values())
         shares = {phase: seconds / total for phase, seconds in self.phases.items()} if total > 0 else {}
-        longest = sorted(shares.items(), key=lambda item: -item[1])[:_SHOWN]
-        return ", ".join(f"{phase} {share:.0%}" for phase, share in longest if share >= _LEAST)
+        longest = sorted(shares.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
+        return ", ".join(f"{phase} {share:.0%}" for phase, share in longest if share >= _LEAST_SHARE_SHOWN)

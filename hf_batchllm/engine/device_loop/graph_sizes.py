@@ -13,7 +13,7 @@ WORTHWHILE_STEPS = 8  # fewer steps to come do not pay for a capture that the de
 _SMALL = (1, 2, 4, 8, 16, 32, 48, 64)  # up to here a step takes about as long as reading the weights
 # More rows are not always slower: on a Hopper card 448 rows of an 8B model take 13.6 ms, 512 take 10.3. On average over
 # seven shapes, these sizes take 1 to 4 % longer than the best size for each number of rows, 33 % at worst. Multiples of
-# 32, 64 and 128 took 2 to 6 % longer, 42 % at worst: examples/benchmarks/bench_sizes.py, BENCHMARKS.md.
+# 32, 64 and 128 took 2 to 6 % longer, 42 % at worst: examples/benchmarks/bench_graph_sizes.py, BENCHMARKS.md.
 _SIZES = (
     *_SMALL, 96, 128, 160, 176, 208, 240, 256, 288, 320, 384, 432, 512, 576, 640, 768, 864, 960,
     *range(1024, 2048, 128), 2048,

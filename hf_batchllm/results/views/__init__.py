@@ -1,1 +1,1 @@
-"""Plans, reports and results as pictures in a notebook."""
+"""Plans, reports and results as HTML for a notebook."""

@@ -1,4 +1,4 @@
-"""A plot's frame: SVG that stretches with the width of the page, and around it text that does not.
+"""A plot's frame: SVG that stretches with the width of the page, surrounded by text that does not.
 
 In the SVG, x goes from 0 to ``WIDTH`` and y is in pixels.
 """
@@ -14,7 +14,7 @@ WIDTH = 1000
 
 
 def ticks(limit: float, most: int, whole: bool = False) -> list[float]:
-    """Round numbers from 0 to ``limit``: at most so many steps."""
+    """Round numbers from 0 to ``limit``, in at most ``most`` steps."""
     if not 0 < limit < math.inf:
         return [0.0]
     step = 10.0 ** math.floor(math.log10(limit / most))
@@ -51,13 +51,13 @@ def x_axis(limit: float, label: Callable[[float], str], title: str = "", whole: 
 
 
 def number(value: float) -> str:
-    """As short as it can be, to a tenth of a pixel."""
+    """Rounded to a tenth of a pixel, as short as possible."""
     short = f"{value:.1f}"
     return short[:-2] if short.endswith(".0") else short
 
 
 def rectangle(kind: str, left: float, top: float, right: float, bottom: float) -> str:
-    """Corners are rounded, not sizes, so that neighbours meet."""
+    """Rounds corners, not sizes, so that neighbours meet."""
     left, top, right, bottom = round(left, 1), round(top, 1), round(right, 1), round(bottom, 1)
     return (
         f'<rect class="{kind}" x="{number(left)}" y="{number(top)}" width="{number(right - left)}" '
@@ -66,5 +66,5 @@ def rectangle(kind: str, left: float, top: float, right: float, bottom: float) -
 
 
 def titled(title: str, drawing: str) -> str:
-    """With a tooltip."""
+    """``drawing`` with a tooltip."""
     return f"<g><title>{text(title)}</title>{drawing}</g>"

@@ -1,8 +1,8 @@
-"""A plan -> the places of its picture: blocks for what many share, columns for the rest.
+"""The layout of a plan's picture: blocks for segments that many prompts share, columns for the rest.
 
-Across, the prompts stand in the order they run; downwards go their tokens. So a segment is as wide as it has members
-and as tall as it has tokens, and areas are tokens asked for. What is too narrow to be seen is folded: neighbours make
-one column, with what each of them has on average, so areas stay what they are.
+Prompts stand side by side in the order they run; their tokens go downwards. So a segment is as wide as it has members
+and as tall as it has tokens, and areas are tokens asked for. Prompts too narrow to be seen are folded: neighbours make
+one column with their average, so areas stay the same.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .subjects import ShownPlan
+from .protocols import ShownPlan
 
 MOST_BLOCKS = 300
 MOST_COLUMNS = 300
-_NARROWEST = 1 / 300  # of the whole width; what is narrower is folded
-_FEW_LONG = 0.02  # the share of the width that may be cut where it makes the rest readable
-_MUCH_LONGER = 2.5
+_NARROWEST = 1 / 300  # share of the whole width; narrower segments are folded
+_CUT_AT_MOST = 0.02  # share of the width that may be cut off at the bottom, to make the rest readable
+_MUCH_LONGER = 2.5  # times the longest of the others: from here on prompts are cut off
 
 
 @dataclass(frozen=True, eq=False)
 class Icicle:
-    """Places count prompts in run order, levels count tokens."""
+    """Horizontal places count prompts in run order; vertical levels count tokens."""
 
-    blocks: np.ndarray  # [blocks] indices of segments; above before below
+    blocks: np.ndarray  # [blocks] indices of segments; parents before children
     block_left: np.ndarray  # [blocks] place of the first member
 
     first: np.ndarray  # [columns] place of the first prompt
     size: np.ndarray  # [columns] prompts
-    top: np.ndarray  # [columns] where the last block above ends
-    shared: np.ndarray  # [columns] tokens in segments that are no blocks, on average
-    saving: np.ndarray  # [columns] the share of those that is not computed again
-    own: np.ndarray  # [columns] tokens of each prompt alone, on average
+    top: np.ndarray  # [columns] level where the last block above ends
+    shared: np.ndarray  # [columns] average tokens in segments too narrow for a block
+    saving: np.ndarray  # [columns] the share of ``shared`` that is not computed again
+    own: np.ndarray  # [columns] average tokens that a prompt has for itself
 
     prompts: int
-    limit: float  # levels that are shown
+    limit: float  # the lowest level shown
     longest: int  # tokens of the longest prompt
 
     @property
     def bottom(self) -> np.ndarray:
-        return self.top + self.shared + self.own
+        bottom: np.ndarray = self.top + self.shared + self.own
+        return bottom
 
     @property
     def is_cut(self) -> bool:
@@ -65,7 +66,7 @@ def icicle(plan: ShownPlan) -> Icicle:
     shared = end_of[row_above] - top
     own = np.asarray(plan.lengths, np.int64)[order] - end_of[row_above]
 
-    # Of its tokens, a segment saves a member the share (members - 1) / members.
+    # A segment saves each member the share (members - 1) / members of its tokens.
     small = ~is_block
     saves = (end - start) * (1 - 1 / np.maximum(members, 1))
     steps = np.zeros(count + 1)
@@ -86,15 +87,15 @@ def icicle(plan: ShownPlan) -> Icicle:
 
 
 def _least_members(members: np.ndarray, count: int) -> int:
-    """What a segment needs to be a block. All above it have as many, so blocks stand on blocks."""
+    """The members that make a segment a block. Its ancestors have at least as many, so blocks stand on blocks."""
     least = max(1, int(np.ceil(_NARROWEST * count)))
     wide = np.sort(members[members >= least])[::-1]
-    # Of those with the same number either all are blocks or none.
+    # Segments with the same number of members are all blocks, or none of them is.
     return least if len(wide) <= MOST_BLOCKS else int(wide[MOST_BLOCKS]) + 1
 
 
 def _nearest(is_block: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """For each segment the nearest block, itself or above; -1 for none."""
+    """For each segment the nearest block: itself or an ancestor; -1 for none."""
     step = np.append(np.where(is_block, np.arange(len(parent)), parent), -1)
     while True:
         further = step[step]
@@ -104,7 +105,7 @@ def _nearest(is_block: np.ndarray, parent: np.ndarray) -> np.ndarray:
 
 
 def _columns(block_above: np.ndarray, count: int) -> np.ndarray:
-    """Where columns begin: at a new block, and so that there are not too many."""
+    """Where columns begin: wherever the block above changes, and at most MOST_COLUMNS times besides."""
     if not count:
         return np.zeros(0, np.int64)
     bucket = np.arange(count) * min(count, MOST_COLUMNS) // count
@@ -113,13 +114,13 @@ def _columns(block_above: np.ndarray, count: int) -> np.ndarray:
 
 
 def _limit(bottom: np.ndarray, size: np.ndarray) -> float:
-    """Where the picture ends: at the longest, unless few are much longer than all others."""
+    """The lowest level shown: the end of the longest prompt, unless a few are much longer than all others."""
     if not len(bottom):
         return 0.0
     longest_first = np.argsort(-bottom, kind="stable")
     width = np.cumsum(size[longest_first])
     total = int(width[-1])
-    allowed = max(_FEW_LONG * total, size[longest_first[0]] if total >= 4 and len(bottom) >= 4 else 0)
+    allowed = max(_CUT_AT_MOST * total, size[longest_first[0]] if total >= 4 and len(bottom) >= 4 else 0)
     others = longest_first[width > allowed]
     highest = float(bottom.max())
     rest = float(bottom[others].max()) if len(others) else highest

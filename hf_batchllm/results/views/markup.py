@@ -1,4 +1,4 @@
-"""Pieces of HTML. Whatever comes from users goes through ``text`` on its way into a page."""
+"""HTML helpers. Everything that comes from users goes through ``text`` on its way into a page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from .theme import STYLE
 
-# What has no place in HTML or XML: C0 and C1 controls but tab and newline, halves of characters, and noncharacters.
+# Not allowed in HTML or XML: C0 and C1 controls except tab and newline, lone surrogates, and noncharacters.
 _ILLEGAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 _CONTROL_PICTURES = 0x2400
 
 
 def clean(value: Any) -> str:
-    """As text that a page may hold: control characters become visible ones."""
+    """``value`` as text that a page may hold: control characters become visible ones."""
     return _ILLEGAL.sub(_visible, str(value).replace("\r\n", "\n"))
 
 
@@ -27,7 +27,7 @@ def _visible(match: re.Match[str]) -> str:
 
 
 def text(value: Any, most: int | None = None) -> str:
-    """For content and for attributes alike. ``most`` characters: the rest becomes an ellipsis."""
+    """Escaped, for content and attributes alike. After ``most`` characters comes an ellipsis."""
     shown = clean(value if most is None else shorter(str(value), most))
     return escape(shown, quote=True)
 
@@ -37,13 +37,13 @@ def shorter(value: str, most: int) -> str:
 
 
 def one_line(value: Any, most: int) -> str:
-    """Text in which line breaks are marks."""
+    """Text with marks in place of line breaks."""
     flat = re.sub(r"\s*\n\s*", " ↵ ", clean(value).strip())
     return escape(shorter(flat, most), quote=True)
 
 
 def count(number: float) -> str:
-    """A number of things, whole or on average."""
+    """A number of things; an average below 100 keeps one decimal."""
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"
 
 
@@ -52,7 +52,7 @@ def several(number: int, thing: str) -> str:
 
 
 def percent(share: float) -> str:
-    """One decimal, and never 100 or 0 % of what is not all or nothing."""
+    """One decimal; exactly 100 % and 0 % stand for all and nothing alone."""
     shown = f"{share:.1%}"
     if (shown == "100.0%" and share < 1) or (shown == "0.0%" and share > 0):
         return "> 99.9%" if share > 0.5 else "< 0.1%"
@@ -67,12 +67,12 @@ def seconds(value: float) -> str:
     return f"{1000 * value:.0f} ms" if value >= 0.01 or value <= 0 else f"{1000 * value:.2g} ms"
 
 
-# Notebooks run MathJax over outputs, and "from $5 to $10" is no formula. MathJax 3 and 2 pass over these classes.
+# Notebooks run MathJax over outputs, and "from $5 to $10" is no formula. MathJax 3 and 2 skip these classes.
 _NO_FORMULAS = "mathjax_ignore tex2jax_ignore"
 
 
 def view(body: str, plain: str) -> str:
-    """A view by itself. ``plain`` is shown where the style sheet is not."""
+    """A whole view. ``plain`` is shown where the style sheet is removed."""
     return (
         f'<div class="hfb {_NO_FORMULAS}">{STYLE}<pre class="hfb-plain">{text(plain)}</pre>'
         f'<div class="hfb-view" style="display:none" hidden>{body}</div></div>'
@@ -80,11 +80,11 @@ def view(body: str, plain: str) -> str:
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Headline figures: (figure, what it is). What was saved is what people look for."""
+    """Headline figures as (figure, name). The figure for tokens saved is emphasised."""
     cells = (
-        f'<div class="hfb-tile{" hfb-gain" if "saved" in what and figure != "0%" else ""}"><b>{text(figure)}</b>'
-        f"<span>{text(what)}</span></div>"
-        for figure, what in figures
+        f'<div class="hfb-tile{" hfb-gain" if "saved" in name and figure != "0%" else ""}"><b>{text(figure)}</b>'
+        f"<span>{text(name)}</span></div>"
+        for figure, name in figures
     )
     return f'<div class="hfb-tiles">{"".join(cells)}</div>'
 
@@ -105,9 +105,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int, narr
     return f"<table{kind}>{top}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
-def key(entries: Iterable[tuple[str, str]], before: str = "") -> str:
-    """A legend: (class of the swatch, what it stands for)."""
-    swatches = "".join(f'<span><i class="{kind}"></i>{text(what)}</span>' for kind, what in entries)
+def legend(entries: Iterable[tuple[str, str]], before: str = "") -> str:
+    """``entries``: (CSS class of the swatch, label)."""
+    swatches = "".join(f'<span><i class="{kind}"></i>{text(label)}</span>' for kind, label in entries)
     word = f"<span>{text(before)}</span>" if before else ""
     return f'<div class="hfb-key">{word}{swatches}</div>'
 

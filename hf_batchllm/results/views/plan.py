@@ -1,19 +1,20 @@
-"""A SharingPlan as a picture: the prompts' tree, as large as its tokens and as dark as what it saves."""
+"""A SharingPlan as a picture: the prompts' tree. Areas are tokens; darker blocks are shared by more prompts."""
 
 from __future__ import annotations
 
 from . import axes
 from .axes import WIDTH, number, rectangle, titled
 from .icicle import Icicle, icicle
-from .markup import count, folded, key, one_line, percent, several, shorter, table, text, tiles, view
-from .subjects import ShownPlan, ShownSegment
+from .markup import count, folded, legend, one_line, percent, several, shorter, table, text, tiles, view
+from .protocols import ShownPlan, ShownSegment
 
 _HEIGHT, _HEIGHT_OF_NOTHING_SHARED = 280, 140
-_UP_TO = (2, 7, 31, 127)  # prompts that share it: the bounds of the shades
+_SHADE_BOUNDS = (2, 7, 31, 127)  # prompts that share a block, at most, for each shade but the last
 _SHADES = ("2", "3 – 7", "8 – 31", "32 – 127", "128 or more")
-_LISTED = 8  # segments in the table
-_GAP_NEEDS = 4  # pixels of what has a gap around it
-_SHORT_LABEL, _LABEL, _LABEL_IF_NARROW = 0.035, 0.11, 0.3  # shares of the width that a label needs
+_SEGMENTS_LISTED = 8  # in the table
+_GAP_FROM = 4  # pixels: smaller boxes have no gap around them
+# Shares of the width that a short label needs, a full one, and either in a narrow view; pixels of a line.
+_SHORT_LABEL, _LABEL, _LABEL_IF_NARROW = 0.035, 0.11, 0.3
 _LABEL_HEIGHT = 20
 _TOOLTIP_CHARACTERS = 80
 
@@ -24,7 +25,7 @@ def plan_html(plan: ShownPlan) -> str:
 
 
 def plan_body(plan: ShownPlan, thing: str = "prompt") -> str:
-    """``thing``: what the plan is of; in a run with several samples of each prompt, those are its sequences."""
+    """``thing``: "prompt", or "sequence" for the plan of a run, where each sample of a prompt counts."""
     parts = [tiles(_figures(plan, thing))]
     if len(plan.order):
         parts.append(_picture(plan, thing))
@@ -53,12 +54,14 @@ def _picture(plan: ShownPlan, thing: str) -> str:
     shades: set[int] = set()
     drawing = _blocks(plan, tree, scale, thing, shades) + _columns(plan, tree, scale, thing, shades)
     shown = [(f"hfb-s{shade}", _SHADES[shade - 1]) for shade in range(1, max(shades, default=0) + 1)]
-    legend = key([("hfb-own", "1 (its own)"), *shown], f"Computed once for so many {thing}s:") if shown else ""
+    shades_legend = (
+        legend([("hfb-own", "1 (its own)"), *shown], f"{thing.title()}s that share a block:") if shown else ""
+    )
     y_ticks = [(level * scale, count(level)) for level in axes.ticks(tree.limit, 5, whole=True)]
-    over = _names(plan, tree, scale) + (_cut(tree, thing) if tree.is_cut else "")
+    over = _block_labels(plan, tree, scale) + (_cut(tree, thing) if tree.is_cut else "")
     about = f"{several(len(plan.order), thing)}, {percent(plan.saving)} of their tokens shared"
     return (
-        f'<div class="hfb-head"><span class="hfb-dim">Tokens, from the first one down</span>{legend}</div>'
+        f'<div class="hfb-head"><span class="hfb-dim">Tokens, from the first one down</span>{shades_legend}</div>'
         + axes.plot(drawing, height, y_ticks, over, about)
         + axes.x_axis(tree.prompts, lambda at: f"{at:,.0f}", f"{thing}s, in the order they run", whole=True)
         + f'<div class="hfb-caption">{text(_caption(tree, thing))}</div>'
@@ -66,21 +69,21 @@ def _picture(plan: ShownPlan, thing: str) -> str:
 
 
 def _caption(tree: Icicle, thing: str) -> str:
-    said = f"Each {thing} is a column, its first token at the top. "
+    sentences = f"Each {thing} is a column, its first token at the top. "
     if len(tree.blocks) or tree.shared.any():
-        said += (
+        sentences += (
             f"A coloured block is a beginning that the {thing}s below it have in common: its tokens are computed once "
             "for all of them. "
         )
     elif tree.prompts > 1:
-        said += "Nothing is computed once for several of them. "
+        sentences += "No tokens are computed once for several of them. "
     if len(tree.size) < tree.prompts:
-        said += "Neighbours too narrow to be told apart are one column, with what they have on average."
-    return said.strip()
+        sentences += "Neighbours too narrow to be told apart are drawn as one column, their average."
+    return sentences.strip()
 
 
 def _shade(members: float) -> int:
-    return 1 + sum(members > bound + 0.5 for bound in _UP_TO)
+    return 1 + sum(members > bound + 0.5 for bound in _SHADE_BOUNDS)
 
 
 def _blocks(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set[int]) -> str:
@@ -94,18 +97,18 @@ def _blocks(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set
         shades.add(shade)
         width, height = segment.members * across, (min(segment.end, tree.limit) - segment.start) * scale
         drawn = _box(f"hfb-s{shade}", left * across, segment.start * scale, width, height)
-        parts.append(titled(_said_of(segment, plan.labels.get(index), thing), drawn))
+        parts.append(titled(_tooltip(segment, plan.labels.get(index), thing), drawn))
     return "".join(parts)
 
 
-def _said_of(segment: ShownSegment, label: str | None, thing: str) -> str:
-    said = (
+def _tooltip(segment: ShownSegment, label: str | None, thing: str) -> str:
+    tooltip = (
         f"{segment.members:,} {thing}s share {several(len(segment), 'token')}"
         f"{f' after {segment.start:,} others' if segment.start else ''}: {segment.saved_tokens:,} saved"
     )
     if thing == "prompt":  # sequences are not numbered as the user's prompts are
-        said += f"; the first is prompt {segment.prompt}"
-    return said if label is None else f"{said}\n“{shorter(label, _TOOLTIP_CHARACTERS)}”"
+        tooltip += f"; the first is prompt {segment.prompt}"
+    return tooltip if label is None else f"{tooltip}\n“{shorter(label, _TOOLTIP_CHARACTERS)}”"
 
 
 def _columns(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set[int]) -> str:
@@ -123,22 +126,22 @@ def _columns(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: se
             drawn = _box(f"hfb-s{shade}", left, top * scale, width, (middle - top) * scale)
         drawn += _box("hfb-own", left, middle * scale, width, (bottom - middle) * scale)
         if size == 1 and thing == "prompt":
-            said = f"prompt {order[int(first)]}: {several(int(own), 'token')} of its own"
+            tooltip = f"prompt {order[int(first)]}: {several(int(own), 'token')} of its own"
         else:
-            said = f"{several(int(size), thing)}: {count(own)} own tokens{' each' if size > 1 else ''}"
+            tooltip = f"{several(int(size), thing)}: {count(own)} own tokens{' each' if size > 1 else ''}"
         if shared:
-            said += f", {count(shared)} shared in small groups ({percent(saving)} of these saved)"
-        parts.append(titled(said, drawn))
+            tooltip += f", {count(shared)} shared in small groups ({percent(saving)} of these saved)"
+        parts.append(titled(tooltip, drawn))
     return "".join(parts)
 
 
 def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
-    gap = " hfb-gap" if min(width, height) >= _GAP_NEEDS else ""
+    gap = " hfb-gap" if min(width, height) >= _GAP_FROM else ""
     return rectangle(kind + gap, x, y, x + width, y + height)
 
 
-def _names(plan: ShownPlan, tree: Icicle, scale: float) -> str:
-    """What stands in the blocks that have room for it."""
+def _block_labels(plan: ShownPlan, tree: Icicle, scale: float) -> str:
+    """Labels in the blocks that have room for them."""
     parts = []
     for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
         segment = plan.segments[index]
@@ -159,15 +162,15 @@ def _names(plan: ShownPlan, tree: Icicle, scale: float) -> str:
 
 
 def _cut(tree: Icicle, thing: str) -> str:
-    said = f"cut off here: the longest {thing} has {tree.longest:,} tokens"
-    return f'<div class="hfb-cut"></div><div class="hfb-note">{text(said)}</div>'
+    note = f"cut off here: the longest {thing} has {tree.longest:,} tokens"
+    return f'<div class="hfb-cut"></div><div class="hfb-note">{text(note)}</div>'
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 
 def _largest(plan: ShownPlan, thing: str) -> str:
-    segments = plan.largest_savers(_LISTED)
+    segments = plan.largest_savers(_SEGMENTS_LISTED)
     rows = []
     for segment in segments:
         label = plan.labels.get(segment.index)
@@ -184,4 +187,4 @@ def _largest(plan: ShownPlan, thing: str) -> str:
 
 
 def _histogram(plan: ShownPlan) -> str:
-    return table(plan.HISTOGRAM, [[text(cell) for cell in row] for row in plan.histogram()], 3, narrow=True)
+    return table(plan.HISTOGRAM_COLUMNS, [[text(cell) for cell in row] for row in plan.histogram()], 3, narrow=True)

@@ -1,19 +1,19 @@
-"""A RunReport as HTML: the figures people ask for, how the run went over its time, and everything else in a table."""
+"""A RunReport as HTML: headline figures, a picture of the timeline, and everything else in a table."""
 
 from __future__ import annotations
 
 from .markup import folded, percent, seconds, several, table, text, tiles, view
 from .plan import plan_body
-from .subjects import ShownReport
-from .timeline import course_of, phases_of
+from .protocols import ShownReport
+from .timeline import phases_bar, timeline_panels
 
-_DRAWN = ("time",)  # facts that a picture shows better
+_DRAWN = ("time",)  # lines of the text that a picture shows better
 
 
 def report_html(report: ShownReport) -> str:
     parts = ['<div class="hfb-title">How the run went</div>', interrupted(report), tiles(figures(report))]
     if report.timeline is not None:
-        parts += [course_of(report.timeline, report.kv_memory), phases_of(report.timeline)]
+        parts += [timeline_panels(report.timeline, report.kv_memory), phases_bar(report.timeline)]
     parts.append(_facts(report))
     title = f"What the prompts share: {percent(report.plan.saving)} of their tokens"
     parts.append(folded(title, plan_body(report.plan, thing="sequence")))
@@ -35,18 +35,18 @@ def figures(report: ShownReport) -> list[tuple[str, str]]:
 
 
 def interrupted(report: ShownReport) -> str:
-    """Empty for a run that went to its end."""
+    """A warning; empty for a run that went to its end."""
     if report.finished >= report.sequences:
         return ""
-    said = f"Interrupted: {report.finished:,} of {several(report.sequences, 'sequence')} had finished"
-    return f'<div class="hfb-title hfb-warn">{text(said)}</div>'
+    warning = f"Interrupted: {report.finished:,} of {several(report.sequences, 'sequence')} had finished"
+    return f'<div class="hfb-title hfb-warn">{text(warning)}</div>'
 
 
 def _facts(report: ShownReport) -> str:
-    """What the text says below its first line."""
+    """The lines of the report's text below the first."""
     rows = []
     for line in str(report).splitlines()[1:]:
-        what, _, said = line.partition("  ")
-        if what not in _DRAWN:
-            rows.append([f'<span class="hfb-fact">{text(what)}</span>', text(said.strip())])
+        name, _, fact = line.partition("  ")
+        if name not in _DRAWN:
+            rows.append([f'<span class="hfb-fact">{text(name)}</span>', text(fact.strip())])
     return table([], rows, 0, narrow=True)

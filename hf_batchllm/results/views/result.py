@@ -1,4 +1,4 @@
-"""A BatchResult as a table: what was asked, what was answered, and why it ended there."""
+"""A BatchResult as a table: prompts, answers, and why each ended."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markup import clean, percent, seconds, several, shorter, text, view
+from .protocols import ShownGeneration, ShownGenerations
 from .report import interrupted
-from .subjects import ShownGeneration, ShownGenerations
 
-_FIRST, _LAST = 15, 5  # rows; all of them if there are no more than these together
-_PROMPT_START, _PROMPT_END = 80, 100  # characters
-_PROMPT_TOKENS = 250  # of a longer prompt, so many are decoded at each of its ends
-_ANSWER = 320  # characters
-_TOOLTIP = 1000  # characters
-_IDS = 24  # token ids, where there is no text
+_FIRST_ROWS, _LAST_ROWS = 15, 5  # shown; all rows if there are no more than these together
+_PROMPT_START, _PROMPT_END = 80, 100  # characters shown of a long prompt
+_PROMPT_TOKENS = 250  # decoded at each end of a long prompt
+_ANSWER_CHARACTERS = 320
+_TOOLTIP_CHARACTERS = 1000
+_IDS_SHOWN, _IDS_IN_TOOLTIP = 24, 200  # token ids, where there is no text
 
 Decode = Callable[[list[int]], str | None]
 
@@ -31,23 +31,23 @@ def _headline(result: ShownGenerations) -> str:
     report = result.report
     if report is None:
         return ""
-    said = (
+    headline = (
         f"{report.new_tokens:,} new tokens in {seconds(report.seconds)} ({report.tokens_per_second:,.0f} / s), "
         f"{percent(report.saving)} of prompt tokens saved. More in .report"
     )
-    return f'<div class="hfb-caption">{text(said)}</div>'
+    return f'<div class="hfb-caption">{text(headline)}</div>'
 
 
 def _rows(generations: Sequence[ShownGeneration], decode: Decode | None) -> str:
     if not generations:
         return ""
     sampled = any(generation.sample for generation in generations)
-    hidden = max(0, len(generations) - _FIRST - _LAST)
-    head = generations if not hidden else generations[:_FIRST]
+    hidden = max(0, len(generations) - _FIRST_ROWS - _LAST_ROWS)
+    head = generations if not hidden else generations[:_FIRST_ROWS]
     lines = _grouped(head, decode, sampled)
     if hidden:
         lines.append(f'<tr class="hfb-more"><td colspan="{5 + sampled}">… {hidden:,} more</td></tr>')
-        lines += _grouped(generations[-_LAST:], decode, sampled)
+        lines += _grouped(generations[-_LAST_ROWS:], decode, sampled)
     sample = '<th class="hfb-num">sample</th>' if sampled else ""
     titles = (
         f'<th class="hfb-num">#</th><th>prompt</th>{sample}<th>answer</th><th>ended</th><th class="hfb-num">tokens</th>'
@@ -56,7 +56,7 @@ def _rows(generations: Sequence[ShownGeneration], decode: Decode | None) -> str:
 
 
 def _grouped(generations: Sequence[ShownGeneration], decode: Decode | None, sampled: bool) -> list[str]:
-    """Rows; those of the same prompt stand behind it."""
+    """Table rows; the samples of a prompt follow each other beside it."""
     lines = []
     at = 0
     while at < len(generations):
@@ -81,9 +81,9 @@ def _cells(generation: ShownGeneration, sampled: bool) -> str:
     why = str(generation.finish_reason)
     sample = f'<td class="hfb-num hfb-dim hfb-sample">{text(generation.sample)}</td>' if sampled else ""
     if generation.error is not None:
-        answer = _block(generation.error, _ANSWER, "hfb-bad")
+        answer = _block(generation.error, _ANSWER_CHARACTERS, "hfb-bad")
     elif generation.text is not None:
-        answer = _block(generation.text, _ANSWER)
+        answer = _block(generation.text, _ANSWER_CHARACTERS)
     else:
         answer = _ids(generation.token_ids)
     kind = "hfb-why hfb-error" if why == "error" or generation.error is not None else "hfb-why"
@@ -93,7 +93,7 @@ def _cells(generation: ShownGeneration, sampled: bool) -> str:
 
 
 def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
-    """How it begins and how it ends: prompts that share much differ at their ends."""
+    """The beginning and the end of a prompt: prompts that share much differ at their ends."""
     ids = list(generation.prompt_token_ids)
     if not ids:
         return '<span class="hfb-dim">–</span>'
@@ -102,41 +102,46 @@ def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
     if start is None:
         return _ids(ids)
     end = start
-    if long:  # a character may go on in the tokens that were left out
+    if long:  # a character may be cut off in the middle
         start, end = start.rstrip("\ufffd"), (_decoded(decode, ids[-_PROMPT_TOKENS:]) or "").lstrip("\ufffd")
     if not long and len(start) <= _PROMPT_START + _PROMPT_END:
         return _block(start, len(start) + 1)
-    title = start if not long and len(start) <= _TOOLTIP else f"{start[: _TOOLTIP // 2]}\n…\n{end[-_TOOLTIP // 2 :]}"
+    title = start if not long and len(start) <= _TOOLTIP_CHARACTERS else _both_ends(start, end)
     return (
         f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{_marked(start[:_PROMPT_START])}…</div>'
         f'<div class="hfb-text hfb-clamp" dir="auto">… {_marked(_from_a_word(end, _PROMPT_END))}</div></div>'
     )
 
 
+def _both_ends(start: str, end: str) -> str:
+    half = _TOOLTIP_CHARACTERS // 2
+    return f"{start[:half]}\n…\n{end[-half:]}"
+
+
 def _from_a_word(value: str, most: int) -> str:
-    """The end of a text; it begins with a word, where there is one nearby."""
+    """The end of a text, from the beginning of a word if one is near."""
     end = value[-most:]
     space = end.find(" ", 0, most // 5)
     return end[space + 1 :].lstrip()
 
 
 def _decoded(decode: Decode | None, ids: list[int]) -> str | None:
-    """None where there is no text: a table of ids is still a table."""
+    """None without a tokenizer, or if it fails: the table then shows ids."""
     if decode is None:
         return None
     try:
-        said = decode(ids)
+        decoded = decode(ids)
     except Exception:
         return None
-    return said if isinstance(said, str) else None
+    return decoded if isinstance(decoded, str) else None
 
 
 def _block(value: Any, most: int, kind: str = "") -> str:
-    """Text as it is; what does not fit is in the tooltip."""
+    """Text as it is. A tooltip has what does not fit."""
     whole = str(value)
     if not whole:
         return '<span class="hfb-dim">(empty)</span>'
-    title = f' title="{text(whole, _TOOLTIP)}"' if len(whole) > 120 else ""
+    title = f' title="{text(whole, _TOOLTIP_CHARACTERS)}"' if len(whole) > 120 else ""
     classes = f"hfb-text hfb-clamp{f' {kind}' if kind else ''}"
     return f'<div class="{classes}" dir="auto"{title}>{_marked(shorter(whole, most))}</div>'
 
@@ -151,7 +156,7 @@ def _marked(value: str) -> str:
 
 
 def _ids(ids: Sequence[int]) -> str:
-    shown = " ".join(str(token) for token in ids[:_IDS])
-    more = " …" if len(ids) > _IDS else ""
-    title = f' title="{text(" ".join(map(str, ids[:200])), _TOOLTIP)}"' if more else ""
+    shown = " ".join(str(token) for token in ids[:_IDS_SHOWN])
+    more = " …" if len(ids) > _IDS_SHOWN else ""
+    title = f' title="{text(" ".join(map(str, ids[:_IDS_IN_TOOLTIP])), _TOOLTIP_CHARACTERS)}"' if more else ""
     return f'<div class="hfb-ids hfb-clamp"{title}>{text(shown)}{more}</div>'

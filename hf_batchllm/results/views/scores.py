@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from .markup import one_line, percent, seconds, several, table, text, view
+from .protocols import ShownScore, ShownScores
 from .report import interrupted
-from .subjects import ShownScore, ShownScores
 
-_MOST = 40  # rows
-_TEXT = 160  # characters
-_IDS = 24
+_ROWS_SHOWN = 40
+_TEXT_CHARACTERS = 160
+_IDS_SHOWN = 24  # token ids, where there is no text
 
 
 def scores_html(result: ShownScores) -> str:
     best = _likeliest(result)
-    rows = [_row(score, (score.index, score.choice) in best) for score in result[:_MOST]]
+    rows = [_row(score, (score.index, score.choice) in best) for score in result[:_ROWS_SHOWN]]
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
         body += interrupted(report)
     if rows:
         body += table(["#", "choice", "continuation", "tokens", "log-probability", "a token"], rows, 3)
-    if len(result) > _MOST:
-        body += f'<div class="hfb-caption">{text(f"… {len(result) - _MOST:,} more")}</div>'
+    if len(result) > _ROWS_SHOWN:
+        body += f'<div class="hfb-caption">{text(f"… {len(result) - _ROWS_SHOWN:,} more")}</div>'
     if report is not None:
-        said = f"In {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
-        body += f'<div class="hfb-caption">{text(said)}</div>'
+        headline = f"In {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
+        body += f'<div class="hfb-caption">{text(headline)}</div>'
     return view(body, repr(result))
 
 
 def _likeliest(result: ShownScores) -> set[tuple[int, int | None]]:
-    """Where there is something to choose from."""
+    """(index, choice) of the likeliest continuation of each context that has several."""
     if not result.complete:
         return set()
     pairs = zip(result.by_context, result.best(), strict=True)
@@ -38,9 +38,9 @@ def _likeliest(result: ShownScores) -> set[tuple[int, int | None]]:
 
 def _row(score: ShownScore, is_best: bool) -> list[str]:
     if score.error is not None:
-        said = f'<span class="hfb-bad">{one_line(score.error, _TEXT)}</span>'
-        return [text(score.index), text(score.choice), said, "", "", ""]
-    what = " ".join(map(str, score.token_ids[:_IDS])) if score.text is None else score.text
+        error = f'<span class="hfb-bad">{one_line(score.error, _TEXT_CHARACTERS)}</span>'
+        return [text(score.index), text(score.choice), error, "", "", ""]
+    shown = " ".join(map(str, score.token_ids[:_IDS_SHOWN])) if score.text is None else score.text
     figures = [f"{len(score.token_ids):,}", f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}"]
-    said = one_line(what, _TEXT)
-    return [text(score.index), text(score.choice), f"<b>{said}</b>" if is_best else said, *figures]
+    line = one_line(shown, _TEXT_CHARACTERS)
+    return [text(score.index), text(score.choice), f"<b>{line}</b>" if is_best else line, *figures]

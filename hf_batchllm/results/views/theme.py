@@ -1,19 +1,18 @@
 """The views' style sheet.
 
-Colours are the notebook's own where it says which they are (JupyterLab, VS Code); else there is a light and a dark set.
-Whether it is dark is first the notebook's to say, and the operating system's only where the notebook says nothing: a
-light JupyterLab stays light on a dark desktop. Background and text always come from the same place.
+JupyterLab and VS Code publish their own colours, which are used; elsewhere there is a light and a dark set. The
+notebook decides which, and the operating system only where the notebook says nothing: a light JupyterLab stays light on
+a dark desktop. Background and text always come from the same source.
 
 Sizes follow the width of the output, not of the window: a notebook beside other panes is narrow.
 """
 
 from __future__ import annotations
 
-SHADES = 5  # of what is shared: by two, and by more and more
-SERIES = 10  # colours for things that stand side by side
+SHADES = 5  # of blocks: the more prompts share a block, the higher its shade
+SERIES = 10  # colours that tell things side by side apart
 
-# Light to dark for more and more, after ColorBrewer's YlGnBu; on dark ground the other way round. The last in each row
-# is the ink that can be read on the shade.
+# (fill, readable text colour). Light to dark, after ColorBrewer's YlGnBu; dark to light on a dark background.
 _LIGHT_SHADES = (
     ("#b5e2c4", "#10362a"),
     ("#5fc3c0", "#06302f"),
@@ -28,7 +27,7 @@ _DARK_SHADES = (
     ("#7fd0a0", "#0a2a1a"),
     ("#cde58d", "#26300a"),
 )
-# After Paul Tol's "bright" and "muted" (light) and "light" (dark): told apart by the colour-blind, too.
+# After Paul Tol's "bright" and "muted" (light) and "light" (dark), which colour-blind readers can tell apart, too.
 _LIGHT_SERIES = "#3f74b5 #ee8866 #38a58c #aa4499 #ccb23c #62c0e0 #cc5a6e #117733 #8a8f98 #882255".split()
 _DARK_SERIES = "#77aadd #ee8866 #44bb99 #c988c0 #d9c766 #99ddff #ff9aad #a3c644 #b4b8c0 #e0709a".split()
 

@@ -1,4 +1,4 @@
-"""A Timeline as pictures: what steps ran over, what the KV cache held, what was running; and where the time went."""
+"""A Timeline as pictures: tokens of each step, KV cache, running sequences, and where the time went."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ...wording import shown_size
 from ..timeline import PHASES, Timeline
 from . import axes
 from .axes import WIDTH, number, rectangle, titled
-from .markup import count, key, percent, seconds, several, text
+from .markup import count, legend, percent, seconds, several, text
 from .theme import SERIES
 
 _MOST_COLUMNS, _MOST_TOOLTIPS = 300, 100
 _TOKENS_HEIGHT, _CACHE_HEIGHT, _RUNNING_HEIGHT = 110, 64, 44
-_PROMPTS, _ANSWERS, _CACHE, _RUNNING = 0, 1, 2, 3  # colours of what is drawn
-_ROOM = 1.06  # above the highest
-_FULL_ENOUGH = 0.25  # of its size, what the KV cache must have held for the whole size to be drawn
-_LEAST_PHASE = 0.005  # of the time; shorter phases are one together
+_PROMPTS, _ANSWERS, _CACHE, _RUNNING = 0, 1, 2, 3  # numbers of their colours
+_HEADROOM = 1.06  # times the highest value
+_FULL_ENOUGH = 0.25  # share of the KV cache that must have been used for its whole size to be drawn
+_LEAST_PHASE = 0.005  # share of the time; shorter phases are drawn as one
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,17 +29,17 @@ class Columns:
 
     edges: np.ndarray  # [columns + 1] seconds
     steps: np.ndarray  # [columns]
-    prompt_tokens: np.ndarray  # [columns] in each step, on average
-    decode_tokens: np.ndarray  # [columns] the same
-    running: np.ndarray  # [columns] at most
-    cache_bytes: np.ndarray  # [columns] at most
+    prompt_tokens: np.ndarray  # [columns] average of a step
+    decode_tokens: np.ndarray  # [columns] average of a step
+    running: np.ndarray  # [columns] maximum
+    cache_bytes: np.ndarray  # [columns] maximum
 
     def __len__(self) -> int:
         return len(self.steps)
 
 
 def columns(timeline: Timeline, most: int = _MOST_COLUMNS) -> Columns:
-    """No more than ``most``: neighbouring stretches are taken together."""
+    """At most ``most`` columns: neighbouring stretches are joined."""
     begins = np.arange(0, len(timeline), max(1, -(-len(timeline) // most)))
     lasts = np.append(begins[1:], len(timeline)) - 1
     steps = np.add.reduceat(timeline.steps, begins)
@@ -55,15 +55,15 @@ def columns(timeline: Timeline, most: int = _MOST_COLUMNS) -> Columns:
     )
 
 
-def course_of(timeline: Timeline, kv_memory: int) -> str:
-    """Panels above one axis of time; empty where there was no step."""
+def timeline_panels(timeline: Timeline, kv_memory: int) -> str:
+    """Three panels above one axis of time; empty if there was no step."""
     if not len(timeline):
         return ""
-    drawn, pointed_at = columns(timeline), columns(timeline, _MOST_TOOLTIPS)
+    drawn, with_tooltips = columns(timeline), columns(timeline, _MOST_TOOLTIPS)
     end = max(float(drawn.edges[-1]), sum(timeline.phases.values()))
     if not 0 < end < math.inf:
         return ""
-    tooltips = _Tooltips(pointed_at, pointed_at.edges * WIDTH / end)
+    tooltips = _Tooltips(with_tooltips, with_tooltips.edges * WIDTH / end)
     x = drawn.edges * WIDTH / end
     return "".join(
         (
@@ -83,41 +83,41 @@ class _Tooltips:
     columns: Columns
     x: np.ndarray
 
-    def over(self, height: int, say: Callable[[Columns, int], str]) -> str:
+    def over(self, height: int, describe: Callable[[Columns, int], str]) -> str:
         parts = []
         for at in range(len(self.columns)):
             edges = self.columns.edges
-            said = f"{seconds(edges[at])} to {seconds(edges[at + 1])}: {say(self.columns, at)}"
-            parts.append(titled(said, rectangle("hfb-hit", self.x[at], 0, self.x[at + 1], height)))
+            tooltip = f"{seconds(edges[at])} to {seconds(edges[at + 1])}: {describe(self.columns, at)}"
+            parts.append(titled(tooltip, rectangle("hfb-hit", self.x[at], 0, self.x[at + 1], height)))
         return "".join(parts)
 
 
 def _tokens(drawn: Columns, x: np.ndarray, tooltips: _Tooltips) -> str:
     height = _TOKENS_HEIGHT
     both = drawn.prompt_tokens + drawn.decode_tokens
-    limit = max(float(both.max()), 1.0) * _ROOM
+    limit = max(float(both.max()), 1.0) * _HEADROOM
     floor = np.full(len(drawn), float(height))
-    answers, all_of_it = height - drawn.decode_tokens * height / limit, height - both * height / limit
-    drawing = _area(f"hfb-c{_PROMPTS}", x, answers, all_of_it) + _area(f"hfb-c{_ANSWERS}", x, floor, answers)
-    if drawn.decode_tokens.any():  # a few tokens beside thousands are still seen
+    answers, total = height - drawn.decode_tokens * height / limit, height - both * height / limit
+    drawing = _area(f"hfb-c{_PROMPTS}", x, answers, total) + _area(f"hfb-c{_ANSWERS}", x, floor, answers)
+    if drawn.decode_tokens.any():  # a line keeps a few tokens visible beside thousands
         drawing += _line(f"hfb-l{_ANSWERS}", x, answers)
 
-    def say(columns: Columns, at: int) -> str:
+    def describe(columns: Columns, at: int) -> str:
         prompts, answers = count(columns.prompt_tokens[at]), count(columns.decode_tokens[at])
         steps = several(int(columns.steps[at]), "step")
         return f"{steps}, each of {prompts} prompt tokens and {answers} answer tokens"
 
-    drawing += tooltips.over(height, say)
-    legend = key([(f"hfb-c{_PROMPTS}", "of prompts"), (f"hfb-c{_ANSWERS}", "of answers")])
+    drawing += tooltips.over(height, describe)
+    colours = legend([(f"hfb-c{_PROMPTS}", "of prompts"), (f"hfb-c{_ANSWERS}", "of answers")])
     marks = [(height - at * height / limit, count(at)) for at in axes.ticks(limit, 4, whole=True)]
-    return _head("Tokens in each step", legend) + axes.plot(drawing, height, marks, about="tokens in each step")
+    return _head("Tokens in each step", colours) + axes.plot(drawing, height, marks, about="tokens in each step")
 
 
 def _cache(drawn: Columns, x: np.ndarray, tooltips: _Tooltips, kv_memory: int) -> str:
     height = _CACHE_HEIGHT
     highest = float(drawn.cache_bytes.max())
     whole = kv_memory > 0 and highest >= _FULL_ENOUGH * kv_memory
-    limit = max(highest, kv_memory if whole else 0.0, 1.0) * _ROOM
+    limit = max(highest, kv_memory if whole else 0.0, 1.0) * _HEADROOM
     level = height - drawn.cache_bytes * height / limit
     drawing = _area(f"hfb-c{_CACHE}", x, np.full(len(drawn), float(height)), level)
     if whole:
@@ -126,13 +126,13 @@ def _cache(drawn: Columns, x: np.ndarray, tooltips: _Tooltips, kv_memory: int) -
     drawing += tooltips.over(
         height, lambda columns, at: f"{shown_size(int(columns.cache_bytes[at]))} of KV cache in use"
     )
-    said = f"{shown_size(int(highest))} at most"
+    summary = f"{shown_size(int(highest))} at most"
     if kv_memory > 0:
-        said += f", {percent(highest / kv_memory)} of {shown_size(kv_memory)}{' (dashed)' if whole else ''}"
+        summary += f", {percent(highest / kv_memory)} of {shown_size(kv_memory)}{' (dashed)' if whole else ''}"
     unit = 1024 ** min(3, int(math.log2(limit) // 10))
     marks = [(height - at * unit * height / limit, _bytes(at, unit)) for at in axes.ticks(limit / unit, 2)]
-    note = f'<span class="hfb-key">{text(said)}</span>'
-    return _head("KV cache", note) + axes.plot(drawing, height, marks, about=f"KV cache: {said}")
+    note = f'<span class="hfb-key">{text(summary)}</span>'
+    return _head("KV cache", note) + axes.plot(drawing, height, marks, about=f"KV cache: {summary}")
 
 
 def _bytes(at: float, unit: int) -> str:
@@ -142,7 +142,7 @@ def _bytes(at: float, unit: int) -> str:
 def _running(drawn: Columns, x: np.ndarray, tooltips: _Tooltips) -> str:
     height = _RUNNING_HEIGHT
     highest = int(drawn.running.max())
-    limit = max(highest, 1) * _ROOM
+    limit = max(highest, 1) * _HEADROOM
     level = height - drawn.running * height / limit
     drawing = _area(f"hfb-c{_RUNNING} hfb-pale", x, np.full(len(drawn), float(height)), level)
     drawing += _line(f"hfb-l{_RUNNING}", x, level)
@@ -157,7 +157,7 @@ def _head(title: str, right: str) -> str:
 
 
 def _stairs(x: np.ndarray, y: np.ndarray) -> str:
-    """From the first edge to the last one, at the level of each column; levels that stay cost nothing."""
+    """An SVG path along the columns' levels. Equal neighbours share one line."""
     parts = [f"M{number(x[0])} {number(y[0])}"]
     for at in range(1, len(y)):
         if number(y[at]) != number(y[at - 1]):
@@ -178,42 +178,42 @@ def _area(kind: str, x: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> str
 # -- where the time went -----------------------------------------------------------------------------------------------
 
 
-def phases_of(timeline: Timeline) -> str:
-    """One bar of all the seconds; empty where there are none."""
+def phases_bar(timeline: Timeline) -> str:
+    """One bar of all the seconds; empty if there are none."""
     spent = {name: value for name, value in timeline.phases.items() if 0 < value < math.inf}
     total = sum(spent.values())
     if not total:
         return ""
     parts = []  # (colour, name, seconds, tooltip)
-    few: list[str] = []
+    short: list[str] = []
     for place, (name, value) in enumerate(timeline.phases.items()):
         if name not in spent:
             continue
         if value < _LEAST_PHASE * total:
-            few.append(name)
+            short.append(name)
         else:
             parts.append((f"hfb-c{_colour(name, place)}", name, value, PHASES.get(name, "")))
-    if len(few) == 1:
-        parts.append(("hfb-own", few[0], spent[few[0]], PHASES.get(few[0], "")))
-    elif few:
-        parts.append(("hfb-own", "the rest", sum(spent[name] for name in few), ", ".join(few)))
-    bar, legend = [], []
-    for kind, name, value, said in parts:
+    if len(short) == 1:
+        parts.append(("hfb-own", short[0], spent[short[0]], PHASES.get(short[0], "")))
+    elif short:
+        parts.append(("hfb-own", "the rest", sum(spent[name] for name in short), ", ".join(short)))
+    bar, entries = [], []
+    for kind, name, value, meaning in parts:
         share = value / total
-        title = text(f"{name}: {seconds(value)}, {percent(share)}{f'. {said}' if said else ''}")
+        title = text(f"{name}: {seconds(value)}, {percent(share)}{f'. {meaning}' if meaning else ''}")
         bar.append(f'<span class="{kind}" style="width:{100 * share:.2f}%" title="{title}"></span>')
-        legend.append(
+        entries.append(
             f'<div title="{title}"><i class="{kind}"></i><span>{text(name)}</span>'
             f"<em>{seconds(value)}</em><em>{percent(share)}</em></div>"
         )
     return (
         _head("Where the time went", f'<span class="hfb-key">{seconds(total)} in all</span>')
-        + f'<div class="hfb-bar">{"".join(bar)}</div><div class="hfb-parts">{"".join(legend)}</div>'
+        + f'<div class="hfb-bar">{"".join(bar)}</div><div class="hfb-parts">{"".join(entries)}</div>'
     )
 
 
 def _colour(name: str, place: int) -> int:
-    """By place, but for the phase that a call is there for: that one stands out, whatever comes before it."""
+    """By place. The model's own time always has the first colour, which stands out."""
     if name == "model":
         return 0
     return 1 + place % (SERIES - 1)

@@ -1,38 +1,34 @@
-"""Batches for the attention benches: how they are written, who reads which tokens, and the least that they cost.
+"""Batches for the attention benchmarks: how they are written, which rows read which tokens, and their floor.
 
-Decode, one row each: ``16x16:2000+250`` is groups x rows : tokens that a group shares + tokens of each row's own. With
-a ``~`` behind it each of these lengths is drawn, between 0.2 and 1.8 times as much. ``2000/32x8:100+250`` puts 2,000
-tokens that all rows share in front. ``random:40`` is 40 groups of 1 to 64 rows, which share 100 to 8,000 tokens and
-have 20 to 500 of their own; ``random:40@7`` draws them with another seed.
+Decode, one token for each row: ``16x16:2000+250`` is groups x rows : tokens that a group shares + own tokens of each
+row. A ``~`` at the end draws each of these lengths between 0.2 and 1.8 times as much. ``2000/32x8:100+250`` puts 2,000
+tokens in front that all rows share. ``random:40`` is 40 groups of 1 to 64 rows, with 100 to 8,000 shared and 20 to 500
+own tokens; ``random:40@7`` draws them with another seed.
 
 Prefill, causal: ``4x2048`` is chunks x rows; ``4x2000+16x200`` adds members x rows that read each chunk as their prefix
-in the same step, and ``1x2048@6144`` puts the tokens of earlier steps below each chunk.
+in the same step; ``1x2048@6144`` puts tokens of earlier steps before each chunk.
 
-**The floor** is the time that no kernel can go below on this GPU: the larger of the bytes of K and V, each token once
-however many rows read it, over the bandwidth of a copy; and the operations over the sustained rate of large matrix
-products. Operations are 4 x heads x dim for each (row, key) pair that counts: a product and a sum for the score, and
-again for the value. Both rates are measured in the same run. Queries, outputs and partial results are left out of it.
+**The floor** is the least time that a kernel can take on this GPU. It is the larger of two times: the bytes of K and V,
+each token once however many rows read it, at the rate of a copy; and the operations at the sustained rate of large
+matrix products. Operations are 4 x heads x dim for each (row, key) pair that counts: a product and a sum for the score,
+and again for the value. Both rates are measured in the same run. Queries, outputs and partial results do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
 from hf_batchllm.kernels.work_lists import Chunks, Ranges
 
 PAGE = 64
-EVERY, NEVER = 1e-9, np.inf  # gates: whatever more than one row reads is a segment; nothing is
+EVERY, NEVER = 1e-9, np.inf  # gates that make every shared prefix a segment, and none
 
 
 def operations(pairs: int, heads: int, dim: int) -> int:
@@ -40,7 +36,7 @@ def operations(pairs: int, heads: int, dim: int) -> int:
 
 
 def unique_bytes(tokens: int, kv_heads: int, dim: int) -> int:
-    """Of K and V in bf16."""
+    """Bytes of K and V in bfloat16."""
     return 2 * 2 * kv_heads * dim * tokens
 
 
@@ -60,7 +56,7 @@ def slots_of(chunks: Chunks, ends: np.ndarray) -> list[np.ndarray]:
 
 
 def _scattered(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pages for units of so many tokens, anywhere in the cache: where each unit's begin, and which they are."""
+    """Pages scattered over the cache for units of ``tokens`` tokens: where each unit's pages begin, and the pages."""
     pages = -(-tokens // PAGE)
     begin = np.concatenate([[0], np.cumsum(pages)])
     return begin, np.random.default_rng(0).permutation(int(begin[-1]))
@@ -128,7 +124,7 @@ class DecodeBatch:
 
     @cached_property
     def units(self) -> Units:
-        """What all rows share, what each group shares, and what each row owns."""
+        """One unit for all rows, one for each group, and one for each row."""
         groups = len(self.degrees)
         page_begin, page = _scattered(np.concatenate([[self.outer], self.shared, self.own]))
         on_group = 1 + np.repeat(np.arange(groups), self.degrees)
@@ -156,9 +152,9 @@ class DecodeBatch:
 class PrefillBatch:
     chunks: int
     rows: int
-    members: int = 0  # of each chunk, which they read as their prefix
+    members: int = 0  # readers of each chunk, as their prefix
     member_rows: int = 0
-    earlier: int = 0  # tokens below each chunk
+    earlier: int = 0  # tokens before each chunk
 
     @classmethod
     def parse(cls, text: str) -> PrefillBatch:
@@ -173,7 +169,7 @@ class PrefillBatch:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Of each reader, chunks first: its rows and the position of its first one."""
+        """(rows, position of the first row) for each reader, chunks first."""
         upper = self.earlier + self.rows
         return [(self.rows, self.earlier)] * self.chunks + [(self.member_rows, upper)] * (self.chunks * self.members)
 
@@ -197,7 +193,7 @@ class PrefillBatch:
     @cached_property
     def units(self) -> Units:
         upper = self.earlier + self.rows
-        members = np.repeat(np.arange(self.chunks), self.members)  # the chunk of each
+        members = np.repeat(np.arange(self.chunks), self.members)  # the chunk of each member
         tokens = np.concatenate([np.full(self.chunks, upper), np.full(len(members), self.member_rows)])
         start = np.concatenate([np.zeros(self.chunks, dtype=np.int64), np.full(len(members), upper)])
         page_begin, page = _scattered(tokens)
@@ -219,9 +215,9 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class Paging:
-    """The same K and V in pages as others keep them: only the last one of a reader may be partly filled.
+    """The same K and V in the pages of other libraries, where only the last page of a reader may be partly filled.
 
-    Where a prefix ends inside a page, each reader has that page for itself.
+    If a prefix ends inside a page, each reader has a page of its own there.
     """
 
     source: np.ndarray  # [pages, size]  the slot that each place is a copy of
@@ -235,7 +231,7 @@ def repage(slots: Sequence[np.ndarray], size: int) -> Paging:
     pages = -(-lengths // size)
     filled = np.concatenate([np.append(each, np.repeat(each[-1:], -len(each) % size)) for each in slots])
     places = filled.reshape(-1, size)
-    # Whoever reads the same first and last slot reads the same page.
+    # Readers of the same first and last slot read the same page.
     key = places[:, 0] * (int(filled.max()) + 1) + places[:, -1]
     _, example, page = np.unique(key, return_index=True, return_inverse=True)
     number = np.random.default_rng(2).permutation(len(example))

@@ -1,8 +1,8 @@
-"""What a run cannot do without, timed alone: the bare pieces that an engine puts together.
+"""The model without an engine: its parts timed alone, at the row counts of a run's steps.
 
-They are timed at the very row counts of a run's steps: the matrix products of its prompt tokens, the model's own layers
-for its decode rows with nothing where attention would be, and the LM head for the rows that were sampled. Attention,
-norms and activations of the prompt tokens, scheduling, sampling and results come on top; that is the engine's overhead.
+The parts are the matrix products of the prompt tokens, the model's own layers without attention for decode rows, and
+the LM head for the sampled rows. The engine's overhead comes on top: attention, norms and activations of the prompt
+tokens, scheduling, sampling and results.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from transformers.pytorch_utils import Conv1D
 
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context
 from ..patches.attention_swap import AttentionSwap
-from .contenders import StepSize, timed
+from .recording_scheduler import StepSize
+from .timing import timed
 
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Seconds over a whole run."""
+class ModelAlone:
+    """Seconds of each part over a whole run."""
 
     prefill: float
     decode: float
@@ -46,10 +47,10 @@ class _NoAttention:
 
 
 @torch.no_grad()
-def bare_pieces(model: PreTrainedModel, sizes: Sequence[StepSize]) -> Pieces:
+def time_model_alone(model: PreTrainedModel, sizes: Sequence[StepSize]) -> ModelAlone:
     head = model.get_output_embeddings()
     products = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
-    products_only = _all_matrices_are_in(model, products, head)
+    products_only = _has_no_other_matrices(model, products, head)
     swap = AttentionSwap(model)
 
     def multiply(rows: int) -> Callable[[], None]:
@@ -78,12 +79,12 @@ def bare_pieces(model: PreTrainedModel, sizes: Sequence[StepSize]) -> Pieces:
         hidden = torch.randn(rows, _width(head), device=model.device, dtype=model.dtype)
         return lambda: head(hidden)
 
-    def seconds(counts: Counter[int], piece: Callable[[int], Callable[[], None]]) -> float:
-        return sum(count * _median(model.device, piece(rows)) for rows, count in counts.items() if rows)
+    def seconds(counts: Counter[int], part: Callable[[int], Callable[[], None]]) -> float:
+        return sum(count * _median(model.device, part(rows)) for rows, count in counts.items() if rows)
 
     mixed = Counter(size.rows + size.chunk_tokens for size in sizes if size.chunk_tokens)
     decode = Counter(size.rows for size in sizes if not size.chunk_tokens)
-    return Pieces(
+    return ModelAlone(
         prefill=seconds(mixed, multiply if products_only else layers),
         decode=seconds(decode, layers),
         head=seconds(Counter(size.samples for size in sizes), last),
@@ -98,11 +99,12 @@ def _median(device: torch.device, work: Callable[[], None]) -> float:
 
 
 def _width(module: nn.Module) -> int:
-    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
+    assert isinstance(module, nn.Linear | Conv1D)
+    return int(module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features)
 
 
-def _all_matrices_are_in(model: nn.Module, products: Sequence[nn.Module], head: nn.Module) -> bool:
-    """False for mixtures of experts, whose weights are not in linear layers: no row meets all of them."""
+def _has_no_other_matrices(model: nn.Module, products: Sequence[nn.Module], head: nn.Module) -> bool:
+    """False for a mixture of experts, whose weights are not in linear layers: no row meets all of them."""
     known = {id(module.weight) for module in [*products, head]}
     known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return all(id(weight) in known for weight in model.parameters() if weight.ndim > 1)

@@ -1,18 +1,18 @@
-"""Others' attention on the same batches, for the benches to time beside ours.
+"""Other libraries' attention on the same batches, to time beside ours.
 
-Each rival gets the same queries, keys and values in the form that it takes, and is checked against the same reference
-before it is timed. Only attention is timed: not the gathering of K and V into that form, nor any planning.
+Each rival gets the same queries, keys and values in its own form, and is checked against the same reference before it
+is timed. Only attention is timed, without planning and without bringing K and V into that form.
 
-- sdpa-flash, sdpa-cudnn: torch's ``scaled_dot_product_attention``. In decode on K and V of their own for each row,
-  padded to the longest row (masked; flash takes no mask, and gets rows of several lengths one behind the other through
-  ``varlen_attn``); the better of ``enable_gqa`` and of heads that share K and V handed over as query rows.
-- flex: torch's FlexAttention, compiled; in decode over our pages as they lie, by way of a block mask.
-- flashinfer: its decode wrapper (the better of with and without tensor cores), its paged and ragged prefill wrappers;
-  cascade is its wrapper for shared prefixes. Pages of 16.
+- sdpa-flash, sdpa-cudnn: torch's ``scaled_dot_product_attention``. In decode each row has its own K and V, padded to
+  the longest row and masked; flash takes no mask, and gets rows of several lengths one after the other through
+  ``varlen_attn``. The better of ``enable_gqa`` and of passing heads that share K and V as query rows.
+- flex: torch's FlexAttention, compiled; in decode over our own pages, with a block mask.
+- flashinfer: its decode wrapper (the better of with and without tensor cores), and its paged and ragged prefill
+  wrappers; cascade is its wrapper for shared prefixes. Pages of 16.
 - fa2, fa3: FlashAttention's ``flash_attn_with_kvcache`` over pages (of 256; the better of 16 and 128), and
   ``flash_attn_func`` for prompts.
 
-Where pages cannot have holes, tokens of a prefix beyond its last full page are copied to each row.
+For libraries whose pages cannot have holes, the tokens of a prefix after its last full page are copied to each row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import paged_rivals as paged  # beside this file
 import torch
-from attention_batches import PAGE
-from attention_problem import Make, Problem, Step, Unfit, plain_prompts
-from gpu_timing import graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from . import paged_rivals as paged
+from .attention_batches import PAGE
+from .attention_problem import Make, Problem, Step, Unfit, plain_prompts
+from .gpu_timing import graph_ms
 
 TOLERANCE = 8e-3  # bfloat16 weights and output against float32
 
@@ -37,8 +38,8 @@ TOLERANCE = 8e-3  # bfloat16 weights and output against float32
 @dataclass
 class Outcome:
     ms: float | None
-    notes: list[str] = field(default_factory=list)  # why it, or one way to run it, failed
-    unfit: bool = False  # it is not made for this
+    notes: list[str] = field(default_factory=list)  # why the rival, or one way to run it, failed
+    unfit: bool = False  # whether the rival is not made for such a batch
 
     def __str__(self) -> str:
         return f"{self.ms:.4f}" if self.ms is not None else "-" if self.unfit else "failed"
@@ -52,7 +53,7 @@ def check(problem: Problem, got: torch.Tensor) -> float:
 
 
 def time_rival(ways: dict[str, Make], problem: Problem, replays: int) -> Outcome:
-    """The best of the ways to run it."""
+    """The time of the best way to run a rival."""
     outcome, unfit = Outcome(None), []
     for way, make in ways.items():
         steps: list[Step] = []
@@ -66,7 +67,7 @@ def time_rival(ways: dict[str, Make], problem: Problem, replays: int) -> Outcome
             outcome.ms = min(ms, outcome.ms or ms)
         except Unfit as reason:
             unfit.append(str(reason))
-        except Exception as error:  # a rival may fail in any way; it is reported, and the others go on
+        except Exception as error:  # a rival may fail in any way: that is reported, and the others go on
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             outcome.notes.append(f"{way}: {type(error).__name__}: {' / '.join(lines[:2])[:200]}")
         del steps
@@ -147,7 +148,7 @@ def sdpa_prefill(backend: SDPBackend) -> Make:
 
 
 def _compiled(problem: Problem) -> Callable[..., torch.Tensor]:
-    torch._dynamo.reset()  # each batch is compiled for itself, and there is a limit to how often
+    torch._dynamo.reset()  # each batch is compiled separately, and the number of compilations is limited
     return torch.compile(flex_attention, dynamic=False) if problem.q.is_cuda else flex_attention
 
 
@@ -224,7 +225,7 @@ NEEDS = {"flashinfer": "flashinfer", "cascade": "flashinfer"} | paged.MODULES
 
 
 def chosen(text: str, rivals: dict[str, dict[str, Make]]) -> tuple[list[str], list[str]]:
-    """Those asked for that are installed, and those that are not. ``flashinfer`` stands for its cascade too."""
+    """(rivals asked for that are installed, rivals that are not). ``flashinfer`` includes its cascade."""
     asked = list(rivals) if text == "all" else [] if text == "none" else text.split(",")
     if "flashinfer" in asked and "cascade" in rivals and "cascade" not in asked:
         asked.append("cascade")

@@ -1,22 +1,21 @@
-"""Whether two halves of a step of prompts, side by side on two streams, take less time than the step as a whole.
+"""Whether the two halves of a step of prompts take less time on two streams than the whole step on one.
 
-    python examples/benchmarks/bench_overlap.py                      # Llama-8B, 8,192 tokens
-    python examples/benchmarks/bench_overlap.py --shape qwen3-0.6b --tokens 16384
+    python examples/benchmarks/bench_two_streams.py                      # Llama-8B, 8,192 tokens
+    python examples/benchmarks/bench_two_streams.py --shape qwen3-0.6b --tokens 16384
 
-One half's products could hide what the other waits for: attention, norms, activations, the ends of launches. Three
-things take turns for some seconds, as in bench_forward.py: the whole step; its halves one after the other; its halves
-on two streams. All of them run the fused layers as the engine does.
+The products of one half could hide the attention, norms, activations and ends of launches of the other. Three functions
+take turns for some seconds, as in bench_prompt_step.py: the whole step; its halves one after the other; its halves on
+two streams. All of them run the fused layers as the engine does.
 """
 
 from __future__ import annotations
 
 import argparse
 
-import bench_forward as forward_bench  # beside this file
 import numpy as np
 import torch
-from bench_forward import DEVICE, GPU, PAGE, Forward, Watch, build, turns
-from gpu_timing import need_gpu
+from bench_prompt_step import DEVICE, PAGE, SHAPES, Forward, Watch, build, turns
+from bench_support.gpu_timing import need_gpu
 
 from hf_batchllm import BatchConfig
 from hf_batchllm.model.choose_backend import fused_kernels
@@ -25,7 +24,7 @@ from hf_batchllm.patches.fused import Fusion
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=tuple(forward_bench.SHAPES))
+    parser.add_argument("--shape", default="llama-8b", choices=tuple(SHAPES))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=2048, help="of each prompt")
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -34,7 +33,7 @@ def main() -> None:
     need_gpu()
     model = build(chosen.shape, chosen.layers)
     fusion = Fusion(model)
-    kernels = fused_kernels(BatchConfig(page_size=PAGE), torch.device(DEVICE))
+    kernels = fused_kernels(BatchConfig(page_size=PAGE), DEVICE)
     assert kernels is not None
     whole = Forward(model, fusion, kernels, chosen.tokens, chosen.length)
     halves = [Forward(model, fusion, kernels, chosen.tokens // 2, chosen.length) for _ in range(2)]
@@ -57,7 +56,7 @@ def main() -> None:
     watch.start()
     times = turns({"whole": whole.fused, "one by one": one_by_one, "side by side": side_by_side}, chosen.seconds)
     state = watch.end()
-    print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}, {chosen.shape}, {chosen.tokens:,} tokens, {state}")
+    print(f"{torch.cuda.get_device_name()}, {chosen.shape}, {chosen.tokens:,} tokens, {state}")
     for name, each in times.items():
         median = float(np.median(each))
         print(f"{name:>14} {median:9.2f} ms  {median / float(np.median(times['whole'])):6.3f}  ({len(each)} times)")

@@ -1,4 +1,4 @@
-"""An attention problem in the forms that other libraries take: what the benches hand to the rivals."""
+"""An attention problem in the forms that other libraries take."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-TOGETHER = 1 << 30  # bytes of gathered K and V that a graph goes over: more than the L2 cache holds
+GATHERED_BYTES = 1 << 30  # of K and V that a graph goes over: more than the L2 cache holds
 Step = Callable[[], torch.Tensor]  # [rows, heads, dim]
 
 
 class Unfit(Exception):
-    """What a rival cannot do, or need not."""
+    """Raised for a problem that a rival is not made for."""
 
 
 @dataclass
@@ -21,9 +21,9 @@ class Problem:
     q: torch.Tensor  # [rows, heads, dim]
     caches: list[tuple[torch.Tensor, torch.Tensor]]  # each [pages, PAGE, kv_heads, dim]
     want: torch.Tensor  # [rows, heads, dim]  of the first cache
-    slots: list[np.ndarray]  # of each reader: what its last row sees
+    slots: list[np.ndarray]  # for each reader, the slots that its last row sees
     rows: np.ndarray  # [readers]  query rows, at the last of these positions
-    prefixes: np.ndarray | None = None  # [groups]  tokens that a group's readers all see
+    prefixes: np.ndarray | None = None  # [groups]  tokens that all readers of a group see
     degrees: np.ndarray | None = None  # [groups]  readers
 
     @property
@@ -42,7 +42,7 @@ class Problem:
         return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(self.q.device)
 
     def gathered(self, index: np.ndarray, heads_first: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V at these slots [..., kv_heads, dim], of as many caches as it takes to go past L2.
+        """K and V at these slots [..., kv_heads, dim], from enough caches to exceed the L2 cache.
 
         With ``heads_first`` an index [readers, keys] gives [readers, kv_heads, keys, dim].
         """
@@ -58,7 +58,7 @@ class Problem:
                 made[row] = flat[place].transpose(0, 1)
             return made
 
-        count = max(1, min(len(self.caches), -(-TOGETHER // size)))
+        count = max(1, min(len(self.caches), -(-GATHERED_BYTES // size)))
         return [(one(k), one(v)) for k, v in self.caches[:count]]
 
 
@@ -66,7 +66,7 @@ Make = Callable[[Problem], list[Step]]  # one step for each cache
 
 
 def plain_prompts(problem: Problem) -> np.ndarray:
-    """[prompts, tokens]  where the batch is prompts of one length and nothing else."""
+    """Slots [prompts, tokens]; raises Unfit unless the batch is nothing but prompts of one length."""
     if (problem.rows != problem.rows[0]).any() or (problem.lengths != problem.rows).any():
         raise Unfit("for prompts of one length, without prefixes")
     return np.stack(problem.slots)

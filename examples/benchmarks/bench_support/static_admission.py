@@ -1,12 +1,8 @@
-"""Admission as it was: beside what all of those running are expected to need in the end, as if that came at once."""
+"""Static admission, as it once was: a newcomer must fit beside the expected final size of all running requests."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm.planning.expected_length import ExpectedLength
 from hf_batchllm.planning.memory_forecast import Forecast
@@ -16,7 +12,7 @@ from hf_batchllm.planning.units import FinishReason, Request
 
 
 class Promises:
-    """In the place of a Forecast: pages promised to everybody's growth, whenever it comes."""
+    """In a Forecast's place: counts the pages of all growth to come as if it came at once."""
 
     def __init__(self, cache: PagedCache, expected: ExpectedLength, running: Iterable[Request]) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""A run as a picture: the tokens of each step over time. matplotlib is only needed here (the extra `bench`)."""
+"""A picture of the tokens of each step over time. Needs matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _TITLE_WIDTH = 110
 
 
 def draw_steps(runs: Mapping[str, Timeline], path: Path, title: str) -> None:
-    """One below the other, over the same time. A step with prompts has thousands of tokens and one without some
-    hundred at most, so the axis is logarithmic."""
-    from matplotlib.figure import Figure  # no window system is asked for
+    """One run below the other, over the same time.
+
+    The axis is logarithmic: a step with prompts has thousands of tokens, one without a few hundred.
+    """
+    from matplotlib.figure import Figure  # not pyplot, which may open a window
 
     figure = Figure(figsize=(9, 1 + 2.2 * len(runs)), layout="constrained")
     rows = figure.subplots(len(runs), sharex=True, sharey=True, squeeze=False)[:, 0]

@@ -1,9 +1,12 @@
-"""What the views read of a plan, a report and results, whose classes import the views and not the other way round."""
+"""The attributes that views read of plans, reports and results.
+
+Those classes import the views (in ``_repr_html_``), so views take these protocols and never import the classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, overload
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -11,6 +14,8 @@ from ..timeline import Timeline
 
 
 class ShownSegment(Protocol):
+    """A Segment of a SharingPlan."""
+
     @property
     def index(self) -> int: ...
     @property
@@ -29,7 +34,9 @@ class ShownSegment(Protocol):
 
 
 class ShownPlan(Protocol):
-    HISTOGRAM: Sequence[str]
+    """A SharingPlan."""
+
+    HISTOGRAM_COLUMNS: ClassVar[tuple[str, str, str, str]]
 
     @property
     def segments(self) -> Sequence[ShownSegment]: ...
@@ -47,11 +54,15 @@ class ShownPlan(Protocol):
     def computed_tokens(self) -> int: ...
     @property
     def saving(self) -> float: ...
+    @property
+    def of_sequences(self) -> bool: ...
     def largest_savers(self, count: int) -> Sequence[ShownSegment]: ...
     def histogram(self) -> list[tuple[str, str, str, str]]: ...
 
 
 class ShownReport(Protocol):
+    """A RunReport."""
+
     @property
     def sequences(self) -> int: ...
     @property
@@ -75,6 +86,8 @@ class ShownReport(Protocol):
 
 
 class ShownGeneration(Protocol):
+    """A Generation."""
+
     @property
     def index(self) -> int: ...
     @property
@@ -92,12 +105,16 @@ class ShownGeneration(Protocol):
 
 
 class ShownGenerations(Protocol):
+    """A BatchResult."""
+
     @property
     def report(self) -> ShownReport | None: ...
     def __iter__(self) -> Iterator[ShownGeneration]: ...
 
 
 class ShownScore(Protocol):
+    """A Score."""
+
     @property
     def index(self) -> int: ...
     @property
@@ -115,6 +132,8 @@ class ShownScore(Protocol):
 
 
 class ShownScores(Protocol):
+    """A ScoreResult."""
+
     @property
     def complete(self) -> bool: ...
     @property
@@ -123,7 +142,4 @@ class ShownScores(Protocol):
     def by_context(self) -> Sequence[Sequence[ShownScore]]: ...
     def best(self) -> Sequence[int | None]: ...
     def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, index: int) -> ShownScore: ...
-    @overload
     def __getitem__(self, index: slice) -> Sequence[ShownScore]: ...

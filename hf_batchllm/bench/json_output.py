@@ -1,4 +1,4 @@
-"""What goes into the JSON file."""
+"""The contents of the file that --json writes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from ..results.run_report import RunReport
 from .ablation import Ablated, Ablation
-from .busy import Busy
 from .floor import Floor
-from .measuring import Reads, Row
-from .pieces import Pieces
-from .sweeps import DegreeSweep, SyncCell, SyncSweep
+from .gpu_busy import GpuBusy
+from .measuring import Measurement, Reads
+from .model_alone import ModelAlone
+from .parameter_sweeps import DegreeSweep, SyncCell, SyncSweep
 from .workload import Mix, Workload
 
 
-def of_the_machine(model: PreTrainedModel, name: str, machine: str) -> dict[str, Any]:
+def machine_figures(model: PreTrainedModel, name: str, machine: str) -> dict[str, Any]:
     return {
         "model": name,
         "dtype": str(model.dtype),
@@ -29,7 +29,7 @@ def of_the_machine(model: PreTrainedModel, name: str, machine: str) -> dict[str,
     }
 
 
-def of_a_floor(floor: Floor) -> dict[str, Any]:
+def floor_figures(floor: Floor) -> dict[str, Any]:
     return {
         "seconds": floor.seconds,
         "products_seconds": floor.products,
@@ -43,10 +43,14 @@ def of_a_floor(floor: Floor) -> dict[str, Any]:
     }
 
 
-def of_degrees(sweep: DegreeSweep) -> dict[str, Any]:
+def degrees_figures(sweep: DegreeSweep) -> dict[str, Any]:
     return {
         "degrees": [
-            {"workload": row.workload.as_dict(), **row.as_dict(), "floor": of_a_floor(row.floor) if row.floor else None}
+            {
+                "workload": row.workload.as_dict(),
+                **row.as_dict(),
+                "floor": floor_figures(row.floor) if row.floor else None,
+            }
             for row in sweep.rows
         ],
         "generate": sweep.generate.as_dict() if sweep.generate else None,
@@ -54,7 +58,7 @@ def of_degrees(sweep: DegreeSweep) -> dict[str, Any]:
     }
 
 
-def of_steps_per_sync(sweep: SyncSweep) -> dict[str, Any]:
+def sync_figures(sweep: SyncSweep) -> dict[str, Any]:
     def cells(of: list[SyncCell]) -> list[dict[str, Any]]:
         return [
             {"steps_per_sync": count, "idle_tokens": cell.idle_tokens, **cell.row.as_dict()}
@@ -69,9 +73,9 @@ def of_steps_per_sync(sweep: SyncSweep) -> dict[str, Any]:
     }
 
 
-def of_ablation(ablation: Ablation) -> dict[str, Any]:
+def ablation_figures(ablation: Ablation) -> dict[str, Any]:
     def figures(ablated: Ablated) -> dict[str, Any]:
-        found = {**ablated.row.as_dict(), "what": ablated.variant.what} if not ablated.why_not else {}
+        found = {**ablated.row.as_dict(), "what": ablated.variant.instead} if not ablated.why_not else {}
         found |= {"off": None if ablated is ablation.rows[0] else ablated.variant.name, "label": ablated.variant.label}
         if ablated.why_not:
             return {**found, "nothing_to_turn_off": ablated.why_not}
@@ -95,26 +99,26 @@ def of_ablation(ablation: Ablation) -> dict[str, Any]:
         "workload": ablation.rows[0].row.workload.as_dict(),
         "ablation": [figures(ablated) for ablated in ablation.rows],
         "rounds": ablation.rounds,
-        "floor": of_a_floor(floor) if floor else None,
+        "floor": floor_figures(floor) if floor else None,
     }
 
 
-def of_contenders(
+def contenders_figures(
     workload: Workload | Mix,
-    rows: list[Row],
+    rows: list[Measurement],
     report: RunReport,
-    pieces: Pieces | None,
+    alone: ModelAlone | None,
     same: tuple[int, int] | None,
     tried: dict[int, float],
     reads: Reads | None,
-    busy: Busy | None,
+    busy: GpuBusy | None,
 ) -> dict[str, Any]:
     floor = rows[0].floor
     return {
         "workload": workload.as_dict(),
         "contenders": [row.as_dict() for row in rows],
-        "pieces": asdict(pieces) if pieces else None,
-        "floor": of_a_floor(floor) if floor else None,
+        "pieces": asdict(alone) if alone else None,
+        "floor": floor_figures(floor) if floor else None,
         "decode_reads_bytes_per_second": reads.bytes_per_second if reads else None,
         "gpu_busy_share": busy.share if busy else None,
         "same_tokens": same,

@@ -1,4 +1,4 @@
-"""FlashInfer and FlashAttention over pages, where they are installed: see attention_rivals.py."""
+"""FlashInfer and FlashAttention over pages, if installed: see attention_rivals.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from attention_batches import Paging, repage  # beside this file
-from attention_problem import Make, Problem, Step, Unfit, plain_prompts
+
+from .attention_batches import Paging, repage
+from .attention_problem import Make, Problem, Step, Unfit, plain_prompts
 
 WORKSPACE = 512 << 20
 
@@ -59,9 +60,9 @@ def flashinfer_cascade(problem: Problem) -> list[Step]:
 
 
 def cascade_levels(problem: Problem, paging: Paging) -> list[tuple[np.ndarray, ...]]:
-    """Of prefixes, then of rows: where query rows and pages of each begin, the pages, the tokens in the last one."""
+    """For prefixes, then for rows: (first query rows, first pages, pages, tokens in the last page)."""
     if problem.prefixes is None or problem.degrees is None or (problem.prefixes < 16).any():
-        raise Unfit("for batches of which every group shares a page")
+        raise Unfit("for batches in which every group shares a page")
     size = paging.source.shape[1]
     whole = problem.prefixes // size  # pages that a group shares
     first = np.concatenate([[0], np.cumsum(problem.degrees)])  # the groups' first rows

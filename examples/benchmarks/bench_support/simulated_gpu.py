@@ -1,22 +1,18 @@
-"""A GPU in arithmetic: how long a step would take on an H200 with a model of Llama-8B's shape.
+"""A simulated GPU: works out how long a step would take on an H200 with a model of Llama-8B's shape.
 
-The engine, the plan, the scheduler and the cache are the real ones; the model is this. It knows how long each answer
-becomes, which they do not. Only what a schedule can change is in it: it says which of two schedules is better, and by
-about how much, not how fast a real run is.
+The engine, the plan, the scheduler and the cache are the real ones; only the model is simulated. It knows the length of
+each answer, which they do not. It covers only what a schedule can change: it tells which of two schedules is better and
+by about how much, not how fast a real run is.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
 from hf_batchllm.bench.floor import Shape
-from hf_batchllm.bench.rates import Rates
+from hf_batchllm.bench.machine_rates import Rates
 from hf_batchllm.planning.step import Step
 from hf_batchllm.planning.units import Request, Unit
 
@@ -34,21 +30,21 @@ LLAMA_8B = Shape(
 )
 H200 = Rates(operations=670e12, copy=4.2e12)
 
-# Measured: the products of all layers take so many seconds for so many rows. From there on they go at the rate above.
+# Measured: (rows, seconds of all layers' products for them). Beyond these they run at the rate above.
 _FEW_ROWS = (0, 64, 256, 512), (4.3e-3, 4.6e-3, 6.3e-3, 9.9e-3)
 _PROMPT_ATTENTION = 400e12  # operations a second
-_KEYS = 0.75  # of a copy's rate: how fast decode rows read K and V
+_READ_SHARE = 0.75  # of a copy's rate, at which decode rows read K and V
 # The host launches a step with prompts layer by layer, and replays the graph of a step of rows.
-_LAUNCH_MIXED, _LAUNCH_ROWS, _BETWEEN = 15e-3, 2e-3, 0.1e-3
+_LAUNCH_MIXED, _LAUNCH_ROWS, _BETWEEN_STEPS = 15e-3, 2e-3, 0.1e-3  # seconds
 
 
 class SimulatedGpu:
     """An engine's Launcher. ``answers``: how many tokens each request gets, by its index.
 
-    ``stop``: the token that ends an answer; the engine's endings know it.
+    ``stop``: the token that ends an answer, as the engine knows it.
     """
 
-    most_times = 3  # what pace.py gives for sixteen GB of weights
+    most_times = 3  # as engine/step_size.py has it for sixteen GB of weights
 
     def __init__(self, answers: Sequence[int], stop: int, shape: Shape = LLAMA_8B, rates: Rates = H200) -> None:
         self.answers = answers
@@ -73,7 +69,7 @@ class SimulatedGpu:
         self.now += _LAUNCH_MIXED if step.chunks else _LAUNCH_ROWS
         for time in range(step.times):
             at += self._seconds(step, time, sampling)
-        end = self.busy_until = max(at, self.now) + _BETWEEN
+        end = self.busy_until = max(at, self.now) + _BETWEEN_STEPS
 
         def wait() -> np.ndarray:
             self.now = max(self.now, end)
@@ -98,14 +94,14 @@ class SimulatedGpu:
         keys, seen = 0, set[Unit]()
         for request in step.rows:
             if request.made + time >= self.answers[request.index]:
-                continue  # it has ended, and reads nothing
+                continue  # a row that has ended reads nothing
             keys += request.length + time - request.start
             unit, start = request.base, request.start
             while unit is not None and unit not in seen:
                 seen.add(unit)
                 keys += start - unit.start
                 unit, start = unit.base, unit.start
-        seconds += keys * shape.kv_bytes / (_KEYS * rates.copy)
+        seconds += keys * shape.kv_bytes / (_READ_SHARE * rates.copy)
         pairs = 0.0
         for chunk in step.chunks:
             count = chunk.end - chunk.begin

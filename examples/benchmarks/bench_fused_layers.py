@@ -1,14 +1,14 @@
-"""What fused layers bring: a step of decode rows and a step of prompts, with a model's own layers and with fused ones.
+"""What fused layers bring: steps of decode rows and of prompts, with a model's own layers and with fused ones.
 
-    python examples/benchmarks/bench_fused.py  # eight layers of Llama-8B's shape, random weights
-    python examples/benchmarks/bench_fused.py --family gemma3_text --layers 4
-    python examples/benchmarks/bench_fused.py --json figures.json
-    python examples/benchmarks/bench_fused.py --family qwen3 --trials 8  # errors alone, eight models with other weights
+    python examples/benchmarks/bench_fused_layers.py  # eight layers of Llama-8B's shape, random weights
+    python examples/benchmarks/bench_fused_layers.py --family gemma3_text --layers 4
+    python examples/benchmarks/bench_fused_layers.py --json figures.json
+    python examples/benchmarks/bench_fused_layers.py --family qwen3 --trials 8  # only errors, of eight models
 
-A step is run as the engine runs it. "eager" is its time from call to call, "graph" that of the same forward replayed
-from a CUDA graph, so without what launches cost the host; each is a median. "kernels" and "busy" count all of them, and
-add up their times, in one forward. The errors are those of the logits against the same model in float32, largest and
-root mean square: fused layers round where the model's own do, but a merged product may add up in another order.
+A step runs as in the engine. "eager" is its time from call to call; "graph" is that of the same forward replayed from a
+CUDA graph, so without the host's launches; each is a median. "kernels" is the number of kernels in one forward, and
+"busy" the sum of their times. The errors are those of the logits against the same model in float32, largest and root
+mean square: fused layers round where the model's own do, but a merged product may add up in another order.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_timing import need_gpu  # beside this file
+from bench_support.gpu_timing import need_gpu
+from bench_support.options import add_json_option
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
 from hf_batchllm import BatchConfig
-from hf_batchllm.kernels import small_torch
+from hf_batchllm.bench.shapes import SHAPES
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch import BatchBuilder, ModelBatch
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
@@ -46,10 +43,9 @@ from hf_batchllm.planning.step import Chunk, Step
 from hf_batchllm.planning.units import Request
 
 PAGE = 64
-SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-SHAPE |= {"vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 8192}
-TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-TINY |= {"head_dim": 16, "vocab_size": 500, "pad_token_id": 0}
+DEVICE = torch.device("cuda")
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+SHAPE = {name: SHAPES["llama-8b"][name] for name in WIDTHS} | {"max_position_embeddings": 8192}  # of every family
 
 
 @dataclass
@@ -104,14 +100,13 @@ class Bench:
         error = (self.logits(batch, fused) - exact).double()
         runner = ModelRunner(self.model, self.architecture, self.backend, fused)
         eager = self._median_ms(lambda: runner.step(batch), count)
-        graph, kernels, busy = 0.0, 0, 0.0
-        if self.device.type == "cuda":
-            graph, kernels, busy = self._on_the_device(batch, fused, count)
+        graph, kernels, busy = self._graph_figures(batch, fused, count)
         layers = "own" if fused is None else "fused"
         worst, mean = float(error.abs().max()), float(error.square().mean().sqrt())
         return Figures(step, layers, eager, graph, kernels, busy, worst, mean)
 
-    def _on_the_device(self, batch: ModelBatch, fused: FusedLayers | None, count: int) -> tuple[float, int, float]:
+    def _graph_figures(self, batch: ModelBatch, fused: FusedLayers | None, count: int) -> tuple[float, int, float]:
+        """Milliseconds of a replay, number of kernels, milliseconds that they are busy."""
         batch = batch.to(self.device)
         context = self.backend.prepare(batch.attention)
         swap, tokens = AttentionSwap(self.model), batch.tokens
@@ -145,53 +140,48 @@ class Bench:
         for _ in range(3):
             function()
         for _ in range(count):
-            if self.device.type == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                begin.record()
-                function()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(begin.elapsed_time(end))
-            else:
-                start = time.perf_counter()
-                function()
-                times.append((time.perf_counter() - start) * 1e3)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
         return float(np.median(times))
 
 
 def random_model(family: str, layers: int, seed: int) -> Any:
-    on_gpu = torch.cuda.is_available()  # elsewhere a tiny model, to see that this runs
-    config = AutoConfig.for_model(family, **(SHAPE if on_gpu else TINY), num_hidden_layers=layers)
+    config = AutoConfig.for_model(family, **SHAPE, num_hidden_layers=layers)
     torch.manual_seed(seed)
-    with torch.device("cuda" if on_gpu else "cpu"):
+    with DEVICE:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def exact_logits(model: Any, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What the same weights give in float32, with the model's own layers, for each step."""
+    """The logits of each step from the same weights in float32, with the model's own layers."""
     wide = copy.deepcopy(model).float()
-    # The angles as they were: a cast to bfloat16 and back would move them.
+    # The angles of the original: a cast to bfloat16 and back would move them.
     for name, angles in model.model.rotary_emb.named_buffers():
         setattr(wide.model.rotary_emb, name, angles.float())
     bench = Bench(wide, *sizes)
     return {step: bench.logits(batch, None) for step, batch in bench.steps.items()}
 
 
-def kernels_for(device: torch.device) -> FusedKernels:
-    found = fused_kernels(BatchConfig(page_size=PAGE), device)
-    return found or FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+def make_kernels() -> FusedKernels:
+    kernels = fused_kernels(BatchConfig(page_size=PAGE), DEVICE)
+    assert kernels is not None
+    return kernels
 
 
 def compare_errors(family: str, layers: int, trials: int, sizes: tuple[int, ...]) -> None:
-    """Root mean squares of many models' errors: one model's says whose rounding was luckier."""
+    """The errors of many models, root mean square: one model alone says more about luck in rounding."""
     errors: dict[str, list[tuple[float, float]]] = {}
     for seed in range(trials):
         model = random_model(family, layers, seed)
         exact = exact_logits(model, sizes)
         bench, fusion = Bench(model, *sizes), Fusion(model)
         own = {step: bench.logits(batch, None) for step, batch in bench.steps.items()}
-        fused = fusion.merge(kernels_for(bench.device))
+        fused = fusion.merge(make_kernels())
         for step, batch in bench.steps.items():
             both = (own[step], bench.logits(batch, fused))
             of_own, of_fused = (float((logits - exact[step]).double().square().mean().sqrt()) for logits in both)
@@ -210,30 +200,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="llama", help="a model_type: llama, qwen3, gemma3_text, ...")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--count", type=int, default=10, help="how often each is timed")
-    parser.add_argument("--trials", type=int, default=0, help="errors alone, of so many models with other weights")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--count", type=int, default=10, help="times that each is measured (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=0, metavar="N", help="only the errors of N models")
+    add_json_option(parser)
     chosen = parser.parse_args()
     if chosen.trials < 0:
         parser.error(f"--trials takes a number of models, not {chosen.trials}")
     if chosen.trials and chosen.json:
         parser.error("--trials prints its table and writes no --json")
     need_gpu()
-    on_gpu = torch.cuda.is_available()
-    if chosen.trials:  # more prompts, so more logits
-        sizes = (256, 128, 64, 128) if on_gpu else (8, 16, 4, 32)
-        compare_errors(chosen.family, chosen.layers, chosen.trials, sizes)
+    if chosen.trials:
+        compare_errors(
+            chosen.family, chosen.layers, chosen.trials, sizes=(256, 128, 64, 128)
+        )  # many prompts: many logits
         return
-    sizes = (256, 128, 4, 2048) if on_gpu else (8, 16, 2, 32)
+    sizes = (256, 128, 4, 2048)
     model = random_model(chosen.family, chosen.layers, seed=0)
     exact = exact_logits(model, sizes)
     bench = Bench(model, *sizes)
     figures = [bench.figures(step, None, exact[step], chosen.count) for step in bench.steps]
-    kernels = kernels_for(bench.device)
+    kernels = make_kernels()
     began, fusion = time.perf_counter(), Fusion(model)
-    before = torch.cuda.memory_reserved() if on_gpu else 0
+    before = torch.cuda.memory_reserved()
     fused = fusion.merge(kernels)
-    grown = (torch.cuda.memory_reserved() - before) / 1e9 if on_gpu else 0.0
+    grown = (torch.cuda.memory_reserved() - before) / 1e9
     spent = time.perf_counter() - began
     print(f"{chosen.family}: {fusion.summary} fused, merged in {spent:.2f} s, {grown:+.2f} GB of memory reserved")
     figures += [bench.figures(step, fused, exact[step], chosen.count) for step in bench.steps]

@@ -1,4 +1,4 @@
-"""Tables over one thing that is varied: how many prompts share a prefix, how many steps run at a time."""
+"""The same measurement for several values of one parameter: the degree of sharing, or ``steps_per_sync``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .contenders import Generate, Ours, best_batch_size
-from .measuring import Floors, Row, is_greedy, measure
+from .measuring import Floors, Measurement, is_greedy, measure
 from .workload import Mix, Workload
 
-_BATCHES = 2  # of generate at its best batch size, where nothing else is asked for
+_RIVAL_BATCHES = 2  # of generate at its best batch size, unless --rival-requests says otherwise
 
 
 @dataclass
 class DegreeSweep:
-    rows: list[Row]  # one for each workload
-    generate: Row | None
-    tried: dict[int, float]  # generate's prompts/s by batch size
+    rows: list[Measurement]  # one for each workload
+    generate: Measurement | None
+    tried: dict[int, float]  # batch size -> generate's prompts/s
     note: str = ""  # why there is no floor
 
 
@@ -34,7 +34,7 @@ def sweep_degrees(
     rival_requests: int | None,
     rival_runs: int,
 ) -> DegreeSweep:
-    """``generate`` is measured once, on the last workload: it shares nothing, so no degree changes what it does."""
+    """``generate`` is measured once, on the largest workload: it shares nothing, so degrees are alike to it."""
     vocabulary = model.config.get_text_config().vocab_size
     rows = []
     for workload in workloads:
@@ -46,12 +46,13 @@ def sweep_degrees(
         note = floors.reason
         for row in rows:
             row.floor = floors.of(row.workload)
-    theirs, tried = None, {}
+    theirs: Measurement | None = None
+    tried: dict[int, float] = {}
     if batch_sizes:
         largest = max(workloads, key=lambda workload: workload.requests)
         prompts = largest.prompts(vocabulary)
         best, tried = best_batch_size(model, prompts, largest.answers, batch_sizes)
-        part = largest.first(rival_requests or _BATCHES * best)
+        part = largest.first(rival_requests or _RIVAL_BATCHES * best)
         name = f"model.generate, batch {best}"
         theirs = measure(Generate(model, best, name), part, part.prompts(vocabulary), rival_runs)
     return DegreeSweep(rows, theirs, tried, note)
@@ -59,17 +60,17 @@ def sweep_degrees(
 
 @dataclass
 class SyncCell:
-    row: Row
-    idle_tokens: int  # run for answers that had ended
+    row: Measurement
+    idle_tokens: int  # tokens run for answers that had ended
 
 
 @dataclass
 class SyncSweep:
     steps: Sequence[int]
     with_graphs: list[SyncCell]
-    without: list[SyncCell]  # empty where there are no graphs to do without
-    off_new: int
-    drawn: bool  # answers end where the noise has it
+    without: list[SyncCell]  # empty on a CPU, which has no graphs
+    off_new: int  # new tokens of the runs without graphs
+    drawn: bool  # whether tokens are drawn, so that answers end at random
 
 
 def sweep_steps_per_sync(

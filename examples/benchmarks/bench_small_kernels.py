@@ -1,38 +1,37 @@
-"""How fast the small fused kernels are on this GPU, beside the plain operations that transformers runs for the same.
+"""How fast the small fused kernels are on this GPU, beside the plain operations of transformers.
 
-    python examples/benchmarks/bench_small.py                                   # Llama-3.1-8B's shapes
-    python examples/benchmarks/bench_small.py --model qwen3-0.6b gemma3-1b --tokens 64 8192
-    python examples/benchmarks/bench_small.py --tune NORM_ELEMENTS=8 ACT_BLOCK=2048
+    python examples/benchmarks/bench_small_kernels.py                                   # Llama-3.1-8B's shapes
+    python examples/benchmarks/bench_small_kernels.py --model qwen3-0.6b gemma3-1b --tokens 64 8192
+    python examples/benchmarks/bench_small_kernels.py --tune NORM_ELEMENTS=8 ACT_BLOCK=2048
 
 Each line is one operation of one layer, or of the LM head's output, for so many tokens (rows, where it samples). Times
 are medians of replays of a CUDA graph that goes over several sets of inputs in turn. Bytes are those of inputs and
-outputs, each once; their share is of what a large copy reaches. "differ" is the part of the elements in which kernel
-and plain operations disagree at all, and "far" the largest disagreement, as a part of the largest value.
+outputs, each once; "share" compares them with the rate of a large copy. "differ" is the share of the elements in which
+kernel and plain operations differ at all, and "far" the largest difference, as a share of the largest value.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, graph_ms, need_gpu  # beside this file
+from bench_support.gpu_timing import graph_ms_of_each, need_gpu
+from bench_support.options import add_json_option, add_tune_option, set_constants
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
+from hf_batchllm.bench.machine_rates import copy_rate
+from hf_batchllm.bench.shapes import SHAPES
 from hf_batchllm.kernels import sample_triton, small_triton
 from hf_batchllm.kernels.small_torch import PADDING, Rows
 
 Tensors = tuple[torch.Tensor, ...]
 EPS = 1e-6
-SPREAD = 128 << 20  # bytes that the sets of inputs have together: more than the L2 cache holds
+SETS_BYTES = 128 << 20  # of all sets of inputs: more than the L2 cache holds
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,23 @@ class Model:
     qk_norm: bool = False
     gemma: bool = False
 
+    @classmethod
+    def of(cls, name: str) -> Model:
+        fields = SHAPES[name]
+        kind = fields["model_type"]
+        return cls(
+            hidden=fields["hidden_size"],
+            heads=fields["num_attention_heads"],
+            kv_heads=fields["num_key_value_heads"],
+            dim=fields["head_dim"],
+            inter=fields["intermediate_size"],
+            vocabulary=fields["vocab_size"],
+            qk_norm=kind in ("qwen3", "gemma3_text"),
+            gemma=kind == "gemma3_text",
+        )
 
-MODELS = {
-    "llama-8b": Model(4096, 32, 8, 128, 14336, 128256),
-    "qwen3-0.6b": Model(1024, 16, 8, 128, 3072, 151936, qk_norm=True),
-    "gemma3-1b": Model(1152, 4, 1, 256, 6912, 262144, qk_norm=True, gemma=True),
-}
+
+MODELS = {name: Model.of(name) for name in ("llama-8b", "qwen3-0.6b", "gemma3-1b")}
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ def greedy(model: Model, rows: int) -> Operation:
 
 
 def gumbel(model: Model, rows: int) -> Operation:
-    """Beside what torch's multinomial does, with another noise: results do not compare."""
+    """Beside the operations of torch's multinomial. The noise is another, so results are not compared."""
 
     def plain(logits: torch.Tensor) -> Tensors:
         weights = torch.softmax(logits.float() / 0.7, dim=-1)
@@ -178,7 +188,7 @@ def gumbel(model: Model, rows: int) -> Operation:
 
 
 def advance(model: Model, rows: int) -> Operation:
-    """No plain operations beside it: transformers keeps this state on the host."""
+    """Without plain operations beside it: transformers keeps this state on the host."""
     eos = torch.tensor([-2] * 4, device="cuda")
 
     def make() -> Tensors:
@@ -210,18 +220,15 @@ def measure(operation: Operation, copy: float, replays: int) -> dict[str, Any]:
         figures["far"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
         del pairs, plain
     size = sum(each.nbytes for each in inputs)
-    sets = [operation.make() for _ in range(max(2, min(32, SPREAD // size)))]
+    sets = [operation.make() for _ in range(max(2, min(32, SETS_BYTES // size)))]
     for name, function in (("ms", operation.ours), ("plain_ms", operation.plain)):
         if function is None:
             continue
 
-        def every(function: Callable[..., Tensors] = function) -> None:
-            for inputs in sets:
-                function(*inputs)
+        def unpacked(inputs: Tensors, function: Callable[..., Tensors] = function) -> Tensors:
+            return function(*inputs)
 
-        every()
-        torch.cuda.synchronize()
-        figures[name] = graph_ms(every, replays) / len(sets)
+        figures[name] = graph_ms_of_each(sets, unpacked, replays)
     figures["gbs"] = operation.moved / figures["ms"] / 1e6
     figures["share"] = figures["gbs"] * 1e9 / copy
     return figures
@@ -236,29 +243,20 @@ def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
     return made
 
 
-def tune(setting: str) -> None:
-    name, value = setting.split("=")
-    module = small_triton if hasattr(small_triton, name) else sample_triton
-    if not isinstance(getattr(module, name, None), int):
-        raise SystemExit(f"{name} is no constant of the kernels")
-    setattr(module, name, int(value))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-8b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 8192])
-    parser.add_argument("--sampled", type=int, default=512, help="no more rows than this go through the LM head")
+    parser.add_argument("--sampled", type=int, default=512, help="most rows through the LM head (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="parts of the operations' names")
-    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the kernels")
+    add_tune_option(parser)
     parser.add_argument("--replays", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
-    for setting in options.tune:
-        tune(setting)
+    set_constants(options.tune, (small_triton, sample_triton))
     torch.manual_seed(0)
-    copy = copy_bandwidth()
+    copy = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
     print(f"{'model':>11} {'tokens':>6} {'operation':>20} {'us':>8} {'GB/s':>6} {'share':>6} {'plain us':>9}", end="")
     print(f" {'ratio':>6} {'differ':>8} {'far':>8}")

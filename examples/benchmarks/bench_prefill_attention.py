@@ -1,37 +1,35 @@
-"""How fast prefill attention over paged caches is on this GPU, beside others' attention.
+"""How fast prefill attention over paged caches is on this GPU, beside other libraries.
 
-    python examples/benchmarks/bench_prefill.py  # the four default batches
-    python examples/benchmarks/bench_prefill.py 8x1024 4x2000+16x200 1x2048@6144
-    python examples/benchmarks/bench_prefill.py --rivals none  # ours alone; else torch's, FlashInfer, ...
-    python examples/benchmarks/bench_prefill.py --tiles 64,4,3 128,8,3  # tile, warps, stages, never in Gluon
+    python examples/benchmarks/bench_prefill_attention.py  # the four default batches
+    python examples/benchmarks/bench_prefill_attention.py 8x1024 4x2000+16x200 1x2048@6144
+    python examples/benchmarks/bench_prefill_attention.py --rivals none  # ours alone; else torch's, FlashInfer, ...
+    python examples/benchmarks/bench_prefill_attention.py --tiles 64,4,3 128,8,3  # tile, warps, stages, never in Gluon
 
-A batch is one prefill step of one layer: chunks x rows (4x2048), and for each, if wanted, members x rows that read
-it as their prefix in the same step (4x2000+16x200), or the tokens computed in steps before (1x2048@6144). Only the
-operations of the (row, key) pairs that causality needs count. "floor" is the floor's share of the time: see
-attention_batches.py; attention_rivals.py says what the rivals are given. Times are medians of replays of a CUDA graph
-that goes over several caches in turn; pages lie scattered over the caches. Every configuration is checked before it is
-timed.
+A batch is one prefill step of one layer: chunks x rows (4x2048). Each chunk may have members x rows that read it as
+their prefix in the same step (4x2000+16x200), or tokens computed in earlier steps (1x2048@6144). Only the operations of
+the (row, key) pairs that causality needs count. "floor" is the floor's share of the time: see
+bench_support/attention_batches.py; bench_support/attention_rivals.py explains what the rivals get. Times are medians of
+replays of a CUDA graph that goes over several caches in turn; pages lie scattered over the caches. Every configuration
+is checked before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import attention_rivals as rivals  # beside this file
 import numpy as np
 import torch
-from attention_batches import PAGE, floor_ms, operations, unique_bytes
-from attention_batches import PrefillBatch as Batch
-from attention_problem import Problem
-from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, need_gpu
+from bench_support import attention_rivals as rivals
+from bench_support.attention_batches import PAGE, floor_ms, operations, unique_bytes
+from bench_support.attention_batches import PrefillBatch as Batch
+from bench_support.attention_problem import Problem
+from bench_support.gpu_timing import graph_ms, need_gpu
+from bench_support.options import add_attention_options, add_json_option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
+from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels import prefill_triton as pt
 from hf_batchllm.kernels import work_lists as wl
 
@@ -57,7 +55,7 @@ class Inputs:
 
     @property
     def problem(self) -> Problem:
-        """What rivals are given."""
+        """The same inputs for rivals."""
         return Problem(self.q, self.caches, self.want, self.batch.slots, self.batch.readers.rows)
 
     @staticmethod
@@ -104,13 +102,13 @@ def measure(inputs: Inputs, options: dict[str, int], replays: int) -> dict[str, 
 
 
 def kernels(wide: bool) -> list[Any]:
-    """All that the kernel, or the one for wide tiles, was compiled to so far."""
+    """The compiled versions of the kernel, or of the one for wide tiles, so far."""
     module = pt.for_hopper() if wide else pt
     return list(module._attend_chunks.device_caches[torch.cuda.current_device()][0].values())
 
 
 def profile(kernel: Any) -> str:
-    """What the compiler made of it: registers, words spilled, shared memory, blocks on a multiprocessor."""
+    """Registers, words spilled, shared memory and blocks on a multiprocessor of a compiled kernel."""
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     blocks = min(65536 // (-(-kernel.n_regs // 8) * 8 * 32 * warps), 233472 // (shared + 1024), 64 // warps)
     return f"{kernel.n_regs:5} {kernel.n_spills:6} {shared / 1024:6.0f} {blocks:6}"
@@ -119,14 +117,12 @@ def profile(kernel: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", nargs="*", type=Batch.parse, default=[Batch.parse(text) for text in DEFAULT])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--caches", type=int, default=3, help="how many a graph goes over")
+    add_attention_options(parser)
+    parser.add_argument("--caches", type=int, default=3, help="that a graph goes over (default: %(default)s)")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--tiles", nargs="+", help="TILE,WARPS,STAGES: others than the kernel would choose")
     parser.add_argument("--rivals", default="all", help=f"a list of {', '.join(rivals.PREFILL)}; none; or all")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
     names, missing = rivals.chosen(options.rivals, rivals.PREFILL)
@@ -134,7 +130,8 @@ def main() -> None:
     chosen = pt.launch_options(options.heads // options.kv_heads, options.dim, options.dim, 2)
     named = ("tile", "num_warps", "num_stages")
     tiles = [dict(zip(named, map(int, text.split(",")), strict=True)) for text in options.tiles or []] or [chosen]
-    copy, matmul = copy_bandwidth(), matmul_rate()
+    rates = measure_rates(torch.device("cuda"), torch.bfloat16)
+    copy, matmul = rates.copy, rates.operations
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
     print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")
     if missing:
@@ -155,7 +152,7 @@ def main() -> None:
             name = ",".join(str(tile[part]) for part in named)
             try:
                 found = measure(inputs, tile, options.replays)
-            except Exception as error:  # of several candidates one may not fit the card
+            except Exception as error:  # some candidates may not fit the card
                 failures.append(f"{batch}, {name}: {type(error).__name__}: {str(error)[:150]}")
                 continue
             wide = found.pop("tile") == tile.get("wide")

@@ -1,46 +1,44 @@
-"""How fast decode attention over many shared prefixes is on this GPU, beside its limits and beside others.
+"""How fast decode attention over many shared prefixes is on this GPU, beside the floor and other libraries.
 
-    python examples/benchmarks/bench_attention.py  # the default batches
-    python examples/benchmarks/bench_attention.py 16x16:2000+250  # groups x rows : shared + own tokens
-    python examples/benchmarks/bench_attention.py --rivals all  # torch's attention, FlashInfer, ... where installed
-    python examples/benchmarks/bench_attention.py --json figures.json
+    python examples/benchmarks/bench_decode_attention.py  # the default batches
+    python examples/benchmarks/bench_decode_attention.py 16x16:2000+250  # groups x rows : shared + own tokens
+    python examples/benchmarks/bench_decode_attention.py --rivals all  # torch, FlashInfer, ... where installed
+    python examples/benchmarks/bench_decode_attention.py --json figures.json
 
-How batches are written, and how the floor is worked out, stands in attention_batches.py; what the rivals are given, in
-attention_rivals.py. A batch is one decode step of one layer: the segment and own launches on parallel branches, then
-the merge, captured in a CUDA graph. Prefixes become segments where the gate of kernels/ranges.py lets them. Each graph
-goes over several caches in turn, so that nothing is left in L2 from the last time, and the time is the median of its
-replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
+bench_support/attention_batches.py explains how batches are written and how the floor is worked out;
+bench_support/attention_rivals.py, what the rivals get. A batch is one decode step of one layer in a CUDA graph: the
+segment and own launches on parallel branches, then the merge. Prefixes become segments where the gate of
+kernels/ranges.py lets them. Each graph goes over several caches in turn, so that nothing stays in L2, and the time is
+the median of its replays. Pages lie scattered over the caches. Every batch is checked before it is timed.
 
-"GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is its share of a device-to-device
-copy (bytes read + bytes written), "floor" the floor's share of the time. "off" is the time with every row reading all
-of its tokens alone. The bar for random:40 is 60 % of copy.
+"GB/s" counts the K and V bytes of each token once, however many rows read it; "copy" is the share of a device-to-device
+copy's rate (bytes read + bytes written); "floor" is the floor's share of the time. "off" is the time if every row reads
+all of its tokens by itself. random:40 should reach 60 % of copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import attention_rivals as rivals  # beside this file
 import numpy as np
 import torch
-from attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
-from attention_batches import DecodeBatch as Batch
-from attention_problem import Problem
-from gpu_timing import copy_bandwidth, graph_ms, matmul_rate, need_gpu, warm_branches
+from bench_support import attention_rivals as rivals
+from bench_support.attention_batches import NEVER, PAGE, floor_ms, operations, unique_bytes
+from bench_support.attention_batches import DecodeBatch as Batch
+from bench_support.attention_problem import Problem
+from bench_support.gpu_timing import graph_ms, need_gpu, warm_branches
+from bench_support.options import add_attention_options, add_json_option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
+from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels import cascade_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
 
 DEFAULT = ["16x16:2000+250", "64x4:2000+250", "1x64:32000+128", "256x1:0+1024", "random:40"]
-BARS = {"random:40": 0.6}  # the least share of copy bandwidth
+LEAST_SHARES = {"random:40": 0.6}  # of a copy's rate that a batch should reach
 TOLERANCE = rivals.TOLERANCE
 
 
@@ -79,7 +77,7 @@ class Inputs:
 
     @property
     def problem(self) -> Problem:
-        """What rivals are given."""
+        """The same inputs for rivals."""
         batch = self.batch
         rows = np.ones(batch.total_rows, dtype=np.int64)
         return Problem(self.q, self.caches, self.want, batch.slots, rows, batch.outer + batch.shared, batch.degrees)
@@ -109,7 +107,7 @@ def measure(
     capacity: int = 1,
     replays: int = 25,
 ) -> dict[str, float]:
-    """Milliseconds for one step, and its error. ``only`` leaves out the other launches (and the check)."""
+    """Milliseconds of a step, and its error. ``only``: the launches to time, without the check; all if empty."""
     batch = inputs.batch
     kv_heads, dim = inputs.caches[0][0].shape[2:]
     work = wl.build_work(
@@ -127,14 +125,14 @@ def measure(
     part_out = torch.empty(work.parts, inputs.heads, dim, device="cuda")
     part_lse = torch.empty(work.parts, inputs.heads, device="cuda")
     tiles = sorted(work.items, reverse=True)
-    # Asked for one after the other: torch hands out the same few streams in turn, and two branches that happen to get
-    # the same one run one after the other.
+    # Made one right after the other: torch hands out the same few streams in turn, and two branches on the same
+    # stream would not run in parallel.
     main, side = torch.cuda.Stream(), torch.cuda.Stream()
     assert main != side
 
     def step(k: torch.Tensor, v: torch.Tensor) -> None:
-        # The long items first, and on the capturing stream: the other way round the short ones fill the card and the
-        # long ones end alone.
+        # Long items come first, on the capturing stream: otherwise short items fill the card, and the long ones
+        # end alone.
         branches = [main, side if parallel else main]
         side.wait_stream(main)
         for tile, stream in zip(tiles, branches, strict=False):
@@ -191,17 +189,16 @@ def report(inputs: Inputs, copy: float, matmul: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", nargs="*", type=Batch.parse, default=[Batch.parse(text) for text in DEFAULT])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--caches", type=int, default=3, help="how many a graph goes over")
+    add_attention_options(parser)
+    parser.add_argument("--caches", type=int, default=3, help="that a graph goes over (default: %(default)s)")
     parser.add_argument("--rivals", default="none", help=f"a list of {', '.join(rivals.DECODE)}; none; or all")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
     names, missing = rivals.chosen(options.rivals, rivals.DECODE)
     torch.manual_seed(0)
-    copy, matmul = copy_bandwidth(), matmul_rate()
+    rates = measure_rates(torch.device("cuda"), torch.bfloat16)
+    copy, matmul = rates.copy, rates.operations
     warm_branches()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s,", end=" ")
     print(f"products {matmul / 1e12:.0f} TFLOP/s; {options.heads} / {options.kv_heads} heads of {options.dim}")
@@ -230,8 +227,8 @@ def main() -> None:
     for failure in failures:
         print(failure)
     for found in figures:
-        if bar := BARS.get(found["batch"]):
-            print(f"{found['batch']}: {found['share']:.1%} of copy; the bar is {bar:.0%}")
+        if least := LEAST_SHARES.get(found["batch"]):
+            print(f"{found['batch']}: {found['share']:.1%} of copy; at least {least:.0%} are wanted")
     if options.json:
         written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
         options.json.write_text(json.dumps(written, indent=1))

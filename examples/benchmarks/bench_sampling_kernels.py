@@ -1,40 +1,38 @@
-"""How fast sampling on the device is on this GPU, beside transformers' warpers on the same logits, which sort.
+"""How fast sampling on the device is on this GPU, beside transformers' warpers, which sort.
 
-    python examples/benchmarks/bench_sampling.py
-    python examples/benchmarks/bench_sampling.py --rows 256 --vocabulary 128256 --tune CUT_WARPS=4 SURVEY_BLOCK=8192
+    python examples/benchmarks/bench_sampling_kernels.py
+    python examples/benchmarks/bench_sampling_kernels.py --rows 256 --tune CUT_WARPS=4 SURVEY_BLOCK=8192
 
-Times are medians of replays of a CUDA graph that goes over several sets of logits in turn; those of the warpers, of
-calls one after the other. Logits are normal, with a standard deviation of 1 ("flat") or 3 ("peaked"), and the
-temperature is 0.7: a nucleus of 0.95 is 75,000 tokens of 128,256, or 300 to 1,700. A share is that of a large copy's
-bytes per second, where each input and each output is counted once.
+Times are medians of replays of a CUDA graph that goes over several sets of logits in turn; the warpers are called one
+after the other. Logits are normal, with a standard deviation of 1 ("flat") or 3 ("peaked"), and the temperature is 0.7:
+a nucleus of 0.95 then has 75,000 tokens of 128,256, or 300 to 1,700. "share" compares the bytes per second, each input
+and output counted once, with those of a large copy.
 
     k, p     top-k of 50, then top-p of 0.95            draw         without a threshold, and with one
     p flat   top-p of 0.95 alone, on flat logits        plain k, p   transformers' warpers
     p peak   the same on peaked ones                    plain draw   softmax, then torch.multinomial
 
-Peaked rows that each have a recipe of their own: r k, p and r draw, where all recipes say the same as above; mix cut
-and mix draw, where a quarter of the rows each is greedy, drawn from all tokens, has top-k and top-p, has top-p alone.
+Peaked rows with a recipe for each: in r k, p and r draw all recipes are as above; in mix cut and mix draw a quarter of
+the rows is greedy, a quarter draws from all tokens, a quarter has top-k and top-p, and a quarter top-p alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_timing import copy_bandwidth, graph_ms, need_gpu  # beside this file
+from bench_support.gpu_timing import graph_ms_of_each, need_gpu
+from bench_support.options import add_json_option, add_tune_option, set_constants
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
+from hf_batchllm.bench.machine_rates import copy_rate
 from hf_batchllm.kernels import cut_triton, past_triton, sample_triton
 from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
 
-SPREAD = 128 << 20  # bytes that the sets of logits have together: more than the L2 cache holds
+SETS_BYTES = 128 << 20  # of all sets of logits: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
 COLUMNS = (
     "k, p",
@@ -59,17 +57,11 @@ COLUMNS = (
 def over_all(sets: list[torch.Tensor], function: Callable[[torch.Tensor], object], replays: int) -> float:
     """Microseconds for one of the sets."""
 
-    def every() -> None:
-        for logits in sets:
-            function(logits)
-
-    every()
-    torch.cuda.synchronize()
-    return graph_ms(every, replays) / len(sets) * 1e3
+    return graph_ms_of_each(sets, function, replays) * 1e3
 
 
 def one_by_one(sets: list[torch.Tensor], function: Callable[[torch.Tensor], object]) -> float:
-    """Microseconds of a call outside of a graph: for what may allocate as it likes."""
+    """Microseconds of a call outside a graph, for functions that allocate memory."""
     times = []
     for logits in (sets[0], *sets[:3]):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -84,7 +76,7 @@ def one_by_one(sets: list[torch.Tensor], function: Callable[[torch.Tensor], obje
 def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays: int, plain: bool) -> dict[str, float]:
     size = rows * vocabulary * dtype.itemsize
     flat = [
-        torch.randn(rows, vocabulary, dtype=dtype, device="cuda") for _ in range(max(2, min(16, SPREAD // size)))
+        torch.randn(rows, vocabulary, dtype=dtype, device="cuda") for _ in range(max(2, min(16, SETS_BYTES // size)))
     ]  # fmt: skip
     peaked = [logits * 3 for logits in flat]
     numbers = torch.arange(rows, device="cuda")
@@ -114,7 +106,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
 
     same, mixed = of_rows(both, both), of_rows(Recipe(temperature=0), drawn, both, nucleus)
     mixed_edge = cut_triton.cutoffs(peaked[0], by_row=mixed)
-    kinds = of_rows(drawn, drawn)
+    all_drawn = of_rows(drawn, drawn)
 
     def draw_rows(by_row: RowRecipes, edge: torch.Tensor | None) -> float:
         return over_all(
@@ -139,7 +131,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         "cut draw": draw(threshold),
         "greedy": over_all(peaked, sample_triton.greedy, replays),
         "r k, p": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=same), replays),
-        "r draw": draw_rows(kinds, None),
+        "r draw": draw_rows(all_drawn, None),
         "mix cut": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=mixed), replays),
         "mix draw": draw_rows(mixed, mixed_edge),
     }
@@ -161,29 +153,20 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
     return found
 
 
-def tune(setting: str) -> None:
-    name, value = setting.split("=")
-    module = next((module for module in (cut_triton, past_triton) if hasattr(module, name)), sample_triton)
-    if not isinstance(getattr(module, name, None), int):
-        raise SystemExit(f"{name} is no constant of the kernels")
-    setattr(module, name, int(value))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256, 262144])
     parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
-    parser.add_argument("--tune", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the kernels")
+    add_tune_option(parser)
     parser.add_argument("--no-plain", action="store_true", help="without transformers' warpers")
     parser.add_argument("--replays", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
-    for setting in options.tune:
-        tune(setting)
+    set_constants(options.tune, (cut_triton, past_triton, sample_triton))
     torch.manual_seed(0)
-    copy = copy_bandwidth()
+    copy = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)
     print("us", f"{'vocabulary':>14} {'rows':>5}", *(f"{name:>{max(6, len(name))}}" for name in COLUMNS))
     results = []

@@ -1,13 +1,12 @@
-"""How long the matrix products of a decode step take for each number of rows, and what the sizes of graphs make of it.
+"""How long a decode step's matrix products take for each number of rows, and how well the sizes of graphs fit that.
 
-    python examples/benchmarks/bench_sizes.py                        # seven models' shapes; a minute
-    python examples/benchmarks/bench_sizes.py --shapes llama-8b --json sizes.json
+    python examples/benchmarks/bench_graph_sizes.py                        # seven models' shapes; a minute
+    python examples/benchmarks/bench_graph_sizes.py --shapes llama-8b --json sizes.json
 
-A graph has a fixed number of rows, and a step of fewer is padded. More rows may take less time: which of its kernels
-cuBLAS picks, and how many tiles the last wave has, changes with each multiple of 16. The table says by how much the
-padded step takes longer than the fastest one of as many rows or more: over each range of rows on the mean, and where
-it is worst. A shape is its layers' merged projections, and the LM head. Times are short ones, at the clock of a card
-that has had time to cool.
+A graph has a fixed number of rows, and a step with fewer rows is padded. More rows may take less time: cuBLAS picks
+another kernel, and the last wave has another number of tiles, at each multiple of 16. The table shows how much longer
+the padded step takes than the fastest one with as many rows or more: the mean over each range of rows, and the worst. A
+shape's products are its layers' merged projections and the LM head. Runs are short, so the card keeps a high clock.
 """
 
 from __future__ import annotations
@@ -15,35 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from gpu_timing import graph_ms, need_gpu  # beside this file
+from bench_support.gpu_timing import graph_ms, need_gpu
+from bench_support.options import add_json_option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
-
+from hf_batchllm.bench.shapes import SHAPES, layer_products
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 
-Shape = tuple[int, list[tuple[int, int]]]  # layers; of each of a layer's products, what goes in and what comes out
-SHAPES: dict[str, Shape] = {
-    "llama-8b": (32, [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]),
-    "qwen3-8b": (36, [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)]),
-    "qwen3-0.6b": (28, [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]),
-    "llama-1b": (16, [(2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048)]),
-    "gemma3-4b": (34, [(2560, 4096), (2048, 2560), (2560, 20480), (10240, 2560)]),
-    "qwen2.5-7b": (28, [(3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584)]),
-    "llama-70b": (80, [(8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)]),
-}
-VOCABULARY = {"gemma3-4b": 262144, "qwen3-8b": 151936, "qwen3-0.6b": 151936, "qwen2.5-7b": 152064}
-MANY = 100e6  # bytes of weights at least: they must not stay in the L2 cache from one replay to the next
+MODELS = [name for name in SHAPES if name not in ("gemma3-1b", "tiny")]
+LEAST_BYTES = 100e6  # of weights: more than the L2 cache keeps from one replay to the next
 ROWS = [*range(16, 1025, 16), *range(1056, 2049, 32)]
 RANGES = [(65, 256), (257, 512), (513, 1024), (1025, 2048)]
 
 
 def in_multiples(rows: int) -> int:
-    """What a simple rule would take."""
+    """A simple rule, for comparison."""
     multiple = 32 if rows <= 256 else 64 if rows <= 512 else 128
     return -(-rows // multiple) * multiple
 
@@ -76,8 +63,8 @@ def measure(weights: list[torch.Tensor], rows: int, replays: int) -> float:
 
 def times_of(name: str) -> dict[int, float]:
     """Rows -> milliseconds of all products of a step."""
-    layers, shapes = SHAPES[name]
-    copies = math.ceil(MANY / (2 * sum(inside * outside for inside, outside in shapes)))
+    products, layers = layer_products(name), SHAPES[name]["num_hidden_layers"]
+    copies = math.ceil(LEAST_BYTES / (2 * sum(inside * outside for inside, outside in products)))
 
     def weights(of: list[tuple[int, int]], count: int) -> list[torch.Tensor]:
         return [
@@ -86,8 +73,8 @@ def times_of(name: str) -> dict[int, float]:
             for inside, outside in of
         ]
 
-    some_layers = weights(shapes, copies)
-    head = weights([(shapes[0][0], VOCABULARY.get(name, 128256))], 1)
+    some_layers = weights(products, copies)
+    head = weights([(products[0][0], SHAPES[name]["vocab_size"])], 1)
     return {rows: measure(some_layers, rows, 15) / copies * layers + measure(head, rows, 7) for rows in ROWS}
 
 
@@ -102,8 +89,8 @@ def excess(times: dict[int, float], rule: Callable[[int], int], first: int, last
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shapes", metavar="NAMES", default=",".join(MODELS), help="default: %(default)s")
+    add_json_option(parser)
     chosen = parser.parse_args()
     names = chosen.shapes.split(",")
     if unknown := [name for name in names if name not in SHAPES]:
