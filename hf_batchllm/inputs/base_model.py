@@ -1,39 +1,47 @@
-"""The transformers model inside whatever wraps it."""
+"""The transformers model inside a PEFT wrapper."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..wording import a_kind
 
+if TYPE_CHECKING:
 
-def base_model(model: nn.Module) -> PreTrainedModel:
+    class GenerativeModel(PreTrainedModel, GenerationMixin):
+        """For the type checker alone: transformers has no class for its models that can generate."""
+
+else:
+    GenerativeModel = PreTrainedModel
+
+
+def base_model(model: nn.Module) -> GenerativeModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    wrapped = hasattr(model, "get_base_model") and not isinstance(model, type)
-    inner = model.get_base_model() if wrapped else model
-    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "peft_config"):  # PEFT's of adapters of several kinds
+    is_wrapper = hasattr(model, "get_base_model") and not isinstance(model, type)
+    inner: Any = model.get_base_model() if is_wrapper else model
+    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "peft_config"):  # PEFT's mixed adapters wrap twice
         inner = getattr(getattr(inner, "base_model", None), "model", inner)
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(
             f"BatchGenerator(model, tokenizer) takes a transformers model with a language-model head, "
             f"not {a_kind(model)}{_hint(model)}"
         )
-    return inner
+    return cast(GenerativeModel, inner)
 
 
 def _hint(given: Any) -> str:
-    """What somebody may have meant who passed in something else than a model."""
+    """What the user may have meant to pass."""
     if isinstance(given, str | os.PathLike):
         return f": load it first, AutoModelForCausalLM.from_pretrained({os.fspath(given)!r})"
     if isinstance(given, type):
         return ": load a model first, AutoModelForCausalLM.from_pretrained(...)"
     if hasattr(given, "_orig_mod"):
-        return ": give it the model itself, not what torch.compile made of it"
+        return ": pass the model that torch.compile was called with"
     for name in ("model", "module", "pretrained_model"):  # pipelines and trainers; DDP; TRL's models with a value head
         if isinstance(getattr(given, name, None), PreTrainedModel):
             return f": pass the model in it, its `.{name}`"

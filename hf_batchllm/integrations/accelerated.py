@@ -19,7 +19,7 @@ from ..config import BatchConfig
 from ..engine.job import Job, JobChecks
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..generator import BatchGenerator
-from ..inputs.given import Given
+from ..inputs.call_arguments import CallArguments
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..sampling import processor_chains
@@ -81,11 +81,11 @@ class _ChecksAsGenerate(JobChecks):
     def job(self, *given: Any) -> Job:
         job = super().job(*given)
         if job.options and _is_padded(job):
-            _refuse_what_counts_the_padding(job.options[0].given)
+            _refuse_what_counts_the_padding(job.options[0].arguments)
         # The beams of a prompt are seen together here, too.
         searching = bool(job.options) and job.options[0].num_beams > 1
         if (len(job.options) if searching else sum(options.num_return_sequences for options in job.options)) > 1:
-            refuse_what_sees_the_batch(job.options[0].given, _WITH_ALL_ROWS)
+            refuse_what_sees_the_batch(job.options[0].arguments, _WITH_ALL_ROWS)
             rules = job.rules[0]
             if rules.looks and not rules.stop_tokens and not searching:
                 ending = "stop_strings" if rules.strings else "stopping_criteria"
@@ -194,7 +194,7 @@ def _is_padded(job: Job) -> bool:
     return job.rows is not None and any(len(prompt.ids) < job.rows.shape[1] for prompt in job.prompts)
 
 
-def _refuse_what_counts_the_padding(given: Given) -> None:
+def _refuse_what_counts_the_padding(given: CallArguments) -> None:
     """What is called with ``input_ids`` that have it in ``generate``; criteria are given it here, too."""
     others = [each for each in given.logits_processor or () if not processor_chains.looks_at_no_padding(each)]
     name = "prefix_allowed_tokens_fn" if given.prefix_allowed_tokens_fn is not None else "logits_processor"

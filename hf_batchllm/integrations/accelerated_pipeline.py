@@ -76,8 +76,8 @@ class _ChecksAsPipeline(JobChecks):
                 'a pipeline calls for one batch after the other: call pipeline("batch-text-generation"), which asks it '
                 "for the rows of all prompts in turn"
             )
-            refuse_what_sees_the_batch(job.options[0].given, why)
-            if job.options[0].given.prefix_allowed_tokens_fn is not None:
+            refuse_what_sees_the_batch(job.options[0].arguments, why)
+            if job.options[0].arguments.prefix_allowed_tokens_fn is not None:
                 raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is what {why}")
         return job
 

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
-from ..inputs.given import Given
+from ..inputs.call_arguments import CallArguments
 from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
 from ..notices import warn_user
@@ -29,7 +29,7 @@ from ..results.run_report import RunReport
 from ..sampling import processor_chains, stopping
 from ..wording import a_kind
 
-_OURS = sorted(names(kind=OptionKind.OURS))  # which model.generate does not know
+_OURS = sorted(names(kind=OptionKind.ADDED))  # which model.generate does not know
 
 
 class Fallback:
@@ -52,7 +52,7 @@ class Fallback:
         try:
             return serve()
         except GenerationInterrupted as interrupt:
-            interrupt.of_a_generator = False
+            interrupt.caller_has_generator = False
             raise
         except (GeneratorBusyError, ValueError, TypeError, NotImplementedError) as error:
             if self._had_begun(error):
@@ -112,7 +112,7 @@ _ROW_BY_ROW: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def refuse_what_sees_the_batch(given: Given, why: str) -> None:
+def refuse_what_sees_the_batch(given: CallArguments, why: str) -> None:
     """``why``: what ``generate`` does with it, and what to do."""
     for name, is_harmless in _ROW_BY_ROW.items():
         for each in getattr(given, name) or ():

@@ -13,8 +13,9 @@ from transformers.utils.chat_template_utils import Chat
 from ..config import BatchConfig
 from ..errors import ConfigError, GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..inputs.base_model import base_model
-from ..inputs.option_checks import check_generation_config, unknown_option
+from ..inputs.option_checks import check_generation_config
 from ..inputs.option_table import TABLE
+from ..inputs.unknown_options import unknown_option
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
 from .pipeline_call import AROUND_THE_MODEL, Parameters, PipelineCall, Results, TokenGenerator, asked_of_generate, read

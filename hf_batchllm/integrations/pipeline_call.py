@@ -117,13 +117,13 @@ class PipelineCall:
             return [self._finished(prepared, index, list(samples)) for index, samples in rows]
         except GenerationInterrupted as interrupt:
             interrupt.result = generator.with_texts(interrupt.result)
-            interrupt.of_a_generator = False
+            interrupt.caller_has_generator = False
             raise
         except KeyboardInterrupt:
             if result is None:
                 raise
             late = GenerationInterrupted(generator.with_texts(result), len(result), len(result))
-            late.of_a_generator = False
+            late.caller_has_generator = False
             raise late from None
 
     def stream(self, generator: TokenGenerator, prepared: Prepared) -> Iterator[Any]:
@@ -181,7 +181,7 @@ class PipelineCall:
         if columns is None:
             prompt = ids[0]
         elif not len(columns):
-            prepared.refuse("is padding from end to end: it has no token to begin from")
+            prepared.refuse("is all padding: it has no token to begin from")
             return
         elif len(columns) != (stretch := columns[-1] + 1 - columns[0]):
             prepared.refuse(f"is masked in its middle: {len(columns)} of {stretch} tokens are to be attended to")
@@ -354,7 +354,7 @@ def _without_defaults(asked: Parameters, pipe: TextGenerationPipeline, forward: 
         asked.pop("max_length", None)
     for name, value in vars(config).items():
         default = defaults.get(name)
-        idle = not sampling and name in TABLE and TABLE[name].sampling and value == getattr(sampled, name)
+        idle = not sampling and name in TABLE and TABLE[name].sampling_only and value == getattr(sampled, name)
         if value is not None and getattr(own, name, None) is None and (value == default or idle):
             setattr(config, name, None)
     return {**asked, "generation_config": config}

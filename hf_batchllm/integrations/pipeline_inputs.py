@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import Chat, is_valid_message
 
 from ..errors import PromptsTypeError
 from ..inputs.chats import chat_problem, is_bare_chat, is_chat
-from ..inputs.prompts import as_mapping, no_list, read_all, refused_by_tokenizer
+from ..inputs.prompts import describe_mapping, read_all, refused_by_tokenizer, why_not_a_list
 from ..wording import a_kind, first_line, is_array, is_number
 
 _A_PROMPT_IS = "a prompt is a string or a chat here"
@@ -40,7 +40,7 @@ def as_inputs(given: Any) -> Any:
         return given
     if is_array(given) and getattr(given.dtype, "kind", "") not in tuple("UTO"):
         raise PromptsTypeError(f"the inputs are {a_kind(given)} of {given.dtype}; {_TOKEN_IDS}")
-    why = no_list(given, _A_PROMPT_IS)
+    why = why_not_a_list(given, _A_PROMPT_IS)
     if why is not None:
         raise PromptsTypeError(f"prompts is {why}")
     if isinstance(given, Iterator):
@@ -71,7 +71,7 @@ def as_input(given: Any) -> str | Chat | Refused:
         except ValueError as error:
             return Refused(f"is a chat that transformers' pipelines do not take: {first_line(error)}")
     if isinstance(given, Mapping):
-        return Refused(f"is {as_mapping(given, _A_PROMPT_IS)}")
+        return Refused(f"is {describe_mapping(given, _A_PROMPT_IS)}")
     if isinstance(given, float) and given != given:
         return Refused(f"is NaN, as missing values are; {_A_PROMPT_IS}")
     if is_array(given) or (isinstance(given, list | tuple) and given and all(map(is_number, given))):

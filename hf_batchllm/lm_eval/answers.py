@@ -16,7 +16,7 @@ from transformers.generation import StoppingCriteriaList
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
-from ..inputs.option_checks import unknown_option
+from ..inputs.unknown_options import unknown_option
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
