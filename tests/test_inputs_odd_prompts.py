@@ -144,7 +144,7 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("vLLM's dicts", [{"prompt": "w5"}], PLAIN, "prompt 0 is a dict; pass its value for 'prompt'"),
     ("rows of a data set", [{"label": 1, "text": "w5"}], PLAIN, "prompt 0 is a dict; pass its value for 'text'"),
     ("half a character", ["w5", "w6 \ud83d"], PLAIN, "prompt 1 is a string with half a character"),
-    ("a foreign tokenizer", ["w300"], FOREIGN, "vocabulary of 101: is the tokenizer another model's"),
+    ("a foreign tokenizer", ["w300"], FOREIGN, "vocabulary of 101: is it another model's tokenizer"),
     ("an empty string", ["w5", ""], PLAIN, "prompt 1 is an empty string, of which the tokenizer makes no tokens"),
     ("text without tokenizer", "w5", None, "prompt 0 is a string, and the model does not say where"),
     ("a chat without tokenizer", CHAT, None, "prompt 0 is a chat, and the model does not say where"),

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..errors import UnsupportedModelError
 from ..wording import a_kind
 
 if TYPE_CHECKING:
 
-    class GenerativeModel(PreTrainedModel, GenerationMixin):
-        """For the type checker alone: transformers has no class for its models that can generate."""
+    class GenerativeModel(PreTrainedModel):
+        """For the type checker alone: the private methods of transformers' ``generate`` that this library calls."""
+
+        generation_config: GenerationConfig
+        generate: Callable[..., Any]
+
+        def _extract_generation_mode_kwargs(self, *arguments: Any) -> dict[str, Any]: ...
+        def _prepare_generation_config(
+            self, config: GenerationConfig | None, **fields: Any
+        ) -> tuple[GenerationConfig, dict[str, Any]]: ...
+        def _prepare_special_tokens(self, config: GenerationConfig, **more: Any) -> None: ...
+        def _prepare_attention_mask_for_generation(
+            self, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+        ) -> torch.Tensor: ...
+        def _get_logits_processor(self, **arguments: Any) -> LogitsProcessorList: ...
+        def _get_stopping_criteria(
+            self, config: GenerationConfig, criteria: StoppingCriteriaList, tokenizer: Any
+        ) -> StoppingCriteriaList: ...
 
 else:
     GenerativeModel = PreTrainedModel
@@ -22,8 +40,9 @@ else:
 
 def base_model(model: nn.Module) -> GenerativeModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    is_wrapper = hasattr(model, "get_base_model") and not isinstance(model, type)
-    inner: Any = model.get_base_model() if is_wrapper else model
+    given: Any = model
+    is_wrapper = hasattr(given, "get_base_model") and not isinstance(given, type)
+    inner = given.get_base_model() if is_wrapper else given
     if not isinstance(inner, PreTrainedModel) and hasattr(inner, "peft_config"):  # PEFT's mixed adapters wrap twice
         inner = getattr(getattr(inner, "base_model", None), "model", inner)
     if not isinstance(inner, PreTrainedModel):

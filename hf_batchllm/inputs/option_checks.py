@@ -75,8 +75,8 @@ def _is_flag(value: Any) -> bool:
 
 
 def _check_number(name: str, value: Any) -> None:
-    real: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if math.isnan(real):
+    is_real = isinstance(value, Real) and type(value) is not bool
+    if not is_real or math.isnan(value):
         raise OptionValueError(name, f"must be a number, not {shown(value)}")
     # transformers has the same rule, but its error speaks of `penalty`. A 1 of any type asks for nothing.
     if name.endswith("repetition_penalty") and value != 1 and not (isinstance(value, float) and value > 0):

@@ -144,8 +144,8 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "max_time",
             Where.LATE,
-            "Seconds, for the whole call. Sequences that have finished by then are whole. The others are cut where they "
-            'are, with `finish_reason` "time"; they may have no new token at all.',
+            "Seconds, for the whole call. Sequences that have finished by then are whole. The others are cut short, "
+            'with `finish_reason` "time"; they may have no new token at all.',
             takes=Takes.NUMBER,
         ),
     ),

@@ -96,9 +96,8 @@ def _checked_arguments(
         row = TABLE.get(name)
         if row is not None and row.kind is not OptionKind.FIELD and row.asks(value):
             _refuse(row, padded)
-    if model._extract_generation_mode_kwargs(None, {}, None, None, None)[
-        "synced_gpus"
-    ]:  # transformers' default with ZeRO-3
+    defaults = model._extract_generation_mode_kwargs(None, {}, None, None, None)
+    if defaults["synced_gpus"]:  # transformers' default with ZeRO-3
         _refuse(TABLE["synced_gpus"], padded)
     arguments = CallArguments(**{name: kwargs.get(name) for name in CALL_ARGUMENTS})
     check_call_arguments(arguments)
