@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from ..config import BatchConfig
 from ..errors import OptionValueError, UnsupportedOptionError
-from ..wording import a_kind, is_whole, shown
+from ..wording import a_kind, is_bool, is_whole, shown
 from .call_arguments import CallArguments
 from .option_row import Takes
 from .option_table import TABLE
@@ -70,13 +70,16 @@ def check_values(options: Mapping[str, Any]) -> None:
             raise OptionValueError(name, f"must be at least 1, but is {options[name]}")
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not is_bool(value)
+
+
 def _is_flag(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_") or (isinstance(value, Integral) and value in (0, 1))
 
 
 def _check_number(name: str, value: Any) -> None:
-    is_real = isinstance(value, Real) and type(value) is not bool
-    if not is_real or math.isnan(value):
+    if not _is_real(value) or math.isnan(value):
         raise OptionValueError(name, f"must be a number, not {shown(value)}")
     # transformers has the same rule, but its error speaks of `penalty`. A 1 of any type asks for nothing.
     if name.endswith("repetition_penalty") and value != 1 and not (isinstance(value, float) and value > 0):

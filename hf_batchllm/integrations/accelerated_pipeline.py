@@ -154,10 +154,10 @@ class _PipelineStandIn(Fallback):
             for results in list(self._open):
                 with suppress(ValueError):  # "already executing": the thread that reads it sees `_ended` by itself
                     results.break_off(GeneratorBusyError(_TOO_LATE))
-            self._close_when_idle()
+            self._close_if_ended()
 
-    def _close_when_idle(self) -> None:
-        if self._generator is not None:
+    def _close_if_ended(self) -> None:
+        if self._ended and self._generator is not None:
             with suppress(GeneratorBusyError):  # the thread that runs its last call closes it
                 self._generator.close()
 
@@ -218,8 +218,7 @@ class _PipelineStandIn(Fallback):
         finally:
             del results  # ends the engine's call where results are left
             self._note_report()
-            if self._ended:
-                self._close_when_idle()
+            self._close_if_ended()
 
     def _served(
         self,

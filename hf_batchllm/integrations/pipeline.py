@@ -68,7 +68,8 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
         self._closed = False
         self._generator: TokenGenerator | None = self._new_generator()
 
-    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
+    # The parameter is named as in transformers' text-generation pipeline, which overrides its base in the same way.
+    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Complete the prompt or prompts, as ``pipeline("text-generation", ...)`` does."""
         self._refuse_overridden_methods()
         inputs = as_inputs(text_inputs)

@@ -53,14 +53,15 @@ def _without_defaults(options: Parameters, pipe: TextGenerationPipeline, forward
     config: GenerationConfig | None = options.get("generation_config")
     if config is None or config is not getattr(pipe, "generation_config", None):
         return options
-    own, config = base_model(pipe.model).generation_config, copy.copy(config)
-    defaults, sampled = config._get_default_generation_params(), pipe._default_generation_config
-    sampling = options.get("do_sample", config.do_sample)
-    if config.max_new_tokens is not None and "max_length" not in forward:
+    own = base_model(pipe.model).generation_config
+    trimmed: Any = copy.copy(config)
+    defaults, sampled = trimmed._get_default_generation_params(), pipe._default_generation_config
+    sampling = options.get("do_sample", trimmed.do_sample)
+    if trimmed.max_new_tokens is not None and "max_length" not in forward:
         options.pop("max_length", None)
     for name, value in vars(config).items():
         default = defaults.get(name)
         idle = not sampling and name in TABLE and TABLE[name].sampling_only and value == getattr(sampled, name)
         if value is not None and getattr(own, name, None) is None and (value == default or idle):
-            setattr(config, name, None)
-    return {**options, "generation_config": config}
+            setattr(trimmed, name, None)
+    return {**options, "generation_config": trimmed}

@@ -15,7 +15,7 @@ from ..errors import OptionValueError
 from ..inputs.processors_and_criteria import PROCESSORS, callable_name
 from ..wording import a_kind
 
-_OPTION = PROCESSORS.option
+_OPTION = PROCESSORS.name
 _WATCHED_CALLS = 32  # of each processor: what keeps state shows it soon
 _SMALL = 16  # containers up to this size are compared by what they hold
 
