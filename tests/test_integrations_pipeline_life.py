@@ -135,7 +135,7 @@ def test_misspelt_and_misplaced_options(pipe: Any) -> None:
             pipe(TEXTS, **{name: True})
     with pytest.raises(ConfigError, match="did you mean `kv_memory`"):
         pipe(TEXTS, kv_memroy="2GiB")
-    for config, says in (([GenerationConfig()] * 3, "a pipeline has one"), ({"max_new_tokens": 3}, "not a dict")):
+    for config, says in (([GenerationConfig()] * 3, "a pipeline takes one"), ({"max_new_tokens": 3}, "not a dict")):
         with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
             made("batch-text-generation", generation_config=config)
         with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
