@@ -57,7 +57,7 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "input_ids",
             None,
-            "Rows padded on either side. The same tensors come back as from `generate`, padded in the same way.",
+            "Rows padded on either side. A tensor or a ModelOutput comes back, padded as by `generate`.",
             **_TENSORS_ONLY,
         ),
         _honoured("inputs", None, "The same as `input_ids`.", **_TENSORS_ONLY),

@@ -127,14 +127,14 @@ class PipelineCall:
         """The same one by one: each as soon as it and all before it are ready. Options are checked at once."""
         self._check_options(prepared)
         with prepared.all_problems():
-            generations = generator.stream(prepared.prompts, **self.options)
+            generations: Any = generator.stream(prepared.prompts, **self.options)  # a generator, which has close()
         return self._in_order(prepared, generations)
 
-    def _in_order(self, prepared: PreparedInputs, generations: Iterator[Generation]) -> Generator[Any, None, None]:
+    def _in_order(self, prepared: PreparedInputs, generations: Any) -> Generator[Any, None, None]:
         samples = self._option("num_return_sequences") or 1
         waiting: dict[int, list[Generation]] = {}
         index = 0
-        with closing(generations):  # type: ignore[type-var]
+        with closing(generations):
             for generation in generations:
                 waiting.setdefault(generation.index, []).append(generation)
                 while len(waiting.get(index, ())) == samples:
@@ -142,7 +142,7 @@ class PipelineCall:
                     yield self._finished(prepared, index, rows)
                     index += 1
 
-    # -- before ------------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------------------
 
     def prepare(self, inputs: Iterable[Any]) -> PreparedInputs:
         prepared = PreparedInputs()
@@ -228,7 +228,7 @@ class PipelineCall:
             why = "sees the padding that the tokenizer was told to add: leave the padding out"
             raise UnsupportedOptionError(sees, why)
 
-    # -- after -------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------
 
     def _finished(self, prepared: PreparedInputs, index: int, rows: Sequence[Generation]) -> Any:
         encoded = prepared.encoded[index]
