@@ -342,6 +342,6 @@ def test_an_activated_lora_is_refused_by_name() -> None:
     generator = BatchGenerator(model)
     with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
         generator.generate(GIVEN, adapter="a", max_new_tokens=2)
-    with pytest.raises(UnsupportedModelError, match="the adapter 'a' begins where"):
+    with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
         generator.generate(GIVEN, max_new_tokens=2)
     assert len(generator.generate(GIVEN, adapter="b", max_new_tokens=2)) == 6
