@@ -107,7 +107,7 @@ def __getattr__(name: str) -> object:
     if "IPython" in _sys.modules:
         _importlib.import_module(f"{__name__}.results.notebook")
     value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # found at once from now on
+    globals()[name] = value  # the next access finds it without this function
     return value
 
 
@@ -115,5 +115,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# pipeline("batch-text-generation", ...)
+# Makes pipeline("batch-text-generation", ...) known to transformers.
 _importlib.import_module(f"{__name__}.integrations.pipeline_task").register_task()

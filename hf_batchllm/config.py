@@ -1,4 +1,4 @@
-"""BatchConfig: every knob of the engine, validated early, each with a word on when to change it."""
+"""BatchConfig: every knob of the engine, validated early, with advice on when to change it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
-from .errors import ConfigError, either
-from .wording import a_kind, shown
+from .errors import ConfigError
+from .wording import a_kind, either, is_whole, shown
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-# What similar things are called elsewhere.
-_ELSEWHERE = {
+# Names from other libraries, and options that belong to generate(): what to do instead, in the words of an error.
+_FROM_ELSEWHERE = {
     "gpu_memory_utilization": "is called `kv_memory` here: a fraction of the memory that is free",
     "max_num_batched_tokens": "is called `max_batch_tokens` here",
     "block_size": "is called `page_size` here",
@@ -26,46 +25,47 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("device", "device_map", "dtype", "torch_dtype", "quantization", "tensor_parallel_size", "max_model_len"),
-        "is not taken: the model runs where, and as, it is. Set it when you load the model",
+        "is not an option here: the model runs on its own device, in its own dtype. Set it when you load the model",
     ),
     **dict.fromkeys(
         "generation_config seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
         "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
         "goes into generate(), with the prompts",
     ),
-    "attn_implementation": "is not taken: attention is this library's own (see `backend`)",
+    "attn_implementation": "is not an option here: attention is this library's own (see `backend`)",
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*")
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How the engine runs. The defaults are right for nearly everybody.
+    """How the engine runs. The defaults suit nearly everybody.
 
     page_size: tokens in a page of the KV cache. Smaller wastes less memory on ragged ends, larger means
         fewer pages to handle. Leave it at 64, the tile of the GPU kernels, unless memory is very tight.
     max_batch_tokens: most tokens in one step of the model. Lower it when a step's activations do not fit.
         None: 512 on a CPU; on a GPU 8,192, and up to 32,768 for small models where there is plenty of memory.
     kv_memory: memory for the KV cache: bytes, a string such as "20GiB", or a fraction (0 to 1) of the memory
-        that is free. Lower it to leave room for others. None: half of the free memory on a CPU; on a GPU, what the
-        model and its largest step leave (nine tenths of what is free, where a step cannot be tried beforehand: models
-        with hooks or in training mode, attention in plain PyTorch). Never more than the list of prompts can use.
-    share_prefixes: compute what prompts have in common once. Turn off only to measure what it brings.
-    min_shared_tokens: a shared prefix must save at least this many tokens to be kept apart. Raise it when
+        that is free. Lower it to leave room for other programs. None: half of the free memory on a CPU; on a GPU, what
+        the model and its largest step leave. Where no step can be tried beforehand (models with hooks or in training
+        mode, attention in plain PyTorch) it is nine tenths of the free memory. The cache is never larger than the
+        list of prompts can use.
+    share_prefixes: compute shared prefixes once. Turn off only to measure what sharing saves.
+    min_shared_tokens: the fewest tokens that a shared prefix must save to be computed separately. Raise it when
         there are many tiny groups.
-    scheduler: "groups" (fills memory, sharers together), "fifo" (in the order given, never preempts), or an
-        object with the methods of ``hf_batchllm.BaseScheduler``.
-    steps_per_sync: how many steps may be on their way before the host waits for tokens. On a GPU decode steps come in
+    scheduler: "groups" (fills memory and runs the sharers of a prefix together), "fifo" (runs in the order given and
+        never preempts), or an object with the methods of ``hf_batchllm.BaseScheduler``.
+    steps_per_sync: how many steps are launched before the host waits for tokens. On a GPU decode steps are launched in
         bursts of half as many: the host prepares the next burst while one runs. Lower it where answers are short and
-        stop early, as what runs beyond an end is wasted (the report counts it); 1 to debug. None: up to 32 on a GPU,
+        stop early: steps beyond an end are wasted (the report counts them); 1 to debug. None: up to 32 on a GPU,
         fewer for a large model; 1 on a CPU. Results are the same. Sampling on a CPU waits for each step, and so does
-        whatever scheduler does not run ahead.
+        a scheduler that does not run ahead.
     cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same.
     fuse: use fused kernels where the model's structure allows. Turn off to debug.
-    keep_prefixes: how many shared prefixes stay in the cache for the next call, least recently used ones going
-        first. Set it when several calls in a row use the same documents. They are dropped when weights or
-        adapters change. After adding a hook that changes what the model computes, call ``forget_prefixes()``.
-    backend: "torch" or "triton" attention; "auto" takes the best there is for the device.
+    keep_prefixes: how many shared prefixes stay in the cache for the next call; the least recently used is dropped
+        first. Set it when several calls in a row use the same documents. A change of weights or adapters drops them.
+        After adding a hook that changes what the model computes, call ``forget_prefixes()``.
+    backend: "torch" or "triton" attention; "auto" takes the best one for the device.
     """
 
     page_size: int = 64
@@ -89,7 +89,7 @@ class BatchConfig:
         for name in ("share_prefixes", "cuda_graphs", "fuse"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"`{name}` must be True or False, not {shown(getattr(self, name))}")
-        self.kv_bytes(free=1 << 40)  # says what is wrong with it before any work
+        self.kv_bytes(free=1 << 40)  # only to check the value now
         if isinstance(self.scheduler, str):
             _choice(self, "scheduler", ("groups", "fifo"))
         elif isinstance(self.scheduler, type):
@@ -104,7 +104,7 @@ class BatchConfig:
 
     @classmethod
     def of(cls, config: BatchConfig | None, fields: dict[str, Any], called: str = "config") -> BatchConfig:
-        """The config given, with ``fields`` (keyword arguments of a caller) on top."""
+        """``config``, or the defaults, with ``fields`` replaced. ``called``: the name of ``config`` in errors."""
         if config is not None and not isinstance(config, cls):
             hint = f": pass BatchConfig(**{called}), or the fields by name" if isinstance(config, dict) else ""
             raise ConfigError(f"`{called}` must be a BatchConfig, not {a_kind(config)}{hint}")
@@ -115,7 +115,7 @@ class BatchConfig:
         return dataclasses.replace(config or cls(), **fields)
 
     def kv_bytes(self, free: int) -> int | None:
-        """``kv_memory`` in bytes when ``free`` bytes are to be had; None if it was left open."""
+        """``kv_memory`` in bytes where ``free`` bytes are free; None if it was not set."""
         size = self.kv_memory
         if size is None:
             return None
@@ -132,18 +132,18 @@ class BatchConfig:
                     'for bytes pass an int, or a string such as "20GiB"'
                 )
             size = int(size * free)
-        elif isinstance(size, bool) or not isinstance(size, Integral):
+        elif not is_whole(size):
             raise ConfigError(
                 f'`kv_memory` must be bytes, a string such as "20GiB" or a fraction such as 0.5, not {shown(size)}'
             )
         if size <= 0:
-            raise ConfigError(f"`kv_memory` must be more than nothing, not {self.kv_memory!r}")
+            raise ConfigError(f"`kv_memory` must be more than 0, not {self.kv_memory!r}")
         return int(size)
 
 
 def _unknown_field(name: str, names: list[str]) -> str:
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
+    if name in _FROM_ELSEWHERE:
+        return _FROM_ELSEWHERE[name]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else f"; the fields are {', '.join(names)}"
     return f"is not a field of BatchConfig{hint}"
@@ -153,7 +153,7 @@ def _whole(config: BatchConfig, name: str, least: int, optional: bool = False) -
     value = getattr(config, name)
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_whole(value) or value < least:
         none = " or None" if optional else ""
         raise ConfigError(f"`{name}` must be a whole number of at least {least}{none}, not {shown(value)}")
     object.__setattr__(config, name, int(value))  # NumPy's integers, too

@@ -1,7 +1,7 @@
-"""What can go wrong, in the user's words.
+"""The library's errors.
 
-Every error of the library derives from ``BatchLLMError``; those about a value that was passed in
-are ``ValueError`` as well, so that code which guards ``model.generate`` guards this library too.
+Every error of the library derives from ``BatchLLMError``. An error about a value that was passed in is a ``ValueError``
+as well, so that code which guards ``model.generate`` guards this library too.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_SHOWN = 8  # reasons spelled out in a message, and stretches of prompts named for each; the rest are counted
+_MOST_SHOWN = 8  # reasons in a message, and ranges of prompts for each reason; the rest are counted
 
 
 class BatchLLMError(Exception):
     """Base of every error that this library raises on purpose."""
 
     def __reduce__(self) -> Any:
-        # By its state rather than by the arguments of the class: errors cross from one process to another.
+        # By state, not by the arguments of ``__init__``: these differ between classes, and errors cross processes.
         return _revived, (type(self), self.args), self.__dict__
 
 
@@ -27,48 +27,48 @@ def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 
 
 class PromptError(BatchLLMError, ValueError):
-    """Some prompts cannot be run. ``problems`` maps each bad index to the reason. ``what``: is counted by the index."""
+    """Some prompts cannot be run. ``problems`` maps the index of each to the reason. ``what``: the noun for one."""
 
     def __init__(self, problems: Mapping[int, str], what: str = "prompt") -> None:
         self.problems = dict(sorted(problems.items()))
         alike: dict[str, list[int]] = {}
         for index, why in self.problems.items():
             alike.setdefault(why, []).append(index)
-        lines = [f"{_named(indices, what)} {why}" for why, indices in alike.items()]
+        lines = [f"{_numbered(indices, what)} {why}" for why, indices in alike.items()]
         if len(lines) > 1:
-            hidden = sum(map(len, list(alike.values())[_SHOWN:]))
-            shown = [f"  {line}" for line in lines[:_SHOWN]]
+            hidden = sum(map(len, list(alike.values())[_MOST_SHOWN:]))
+            shown = [f"  {line}" for line in lines[:_MOST_SHOWN]]
             if hidden:
                 shown.append(f"  ... and {hidden:,} more (all of them in .problems)")
             lines = [f"{len(self.problems):,} {what}s cannot be run:", *shown]
         super().__init__("\n".join(lines))
 
 
-def _named(indices: list[int], what: str) -> str:
+def _numbered(indices: list[int], what: str) -> str:
     """``prompt 3``, or ``prompts 0-2, 7: each``."""
     if len(indices) == 1:
         return f"{what} {indices[0]}"
-    stretches: list[list[int]] = []
+    ranges: list[list[int]] = []
     for index in indices:
-        if stretches and index == stretches[-1][1] + 1:
-            stretches[-1][1] = index
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
         else:
-            stretches.append([index, index])
-    named = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in stretches[:_SHOWN])
-    more = sum(last - first + 1 for first, last in stretches[_SHOWN:])
+            ranges.append([index, index])
+    named = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:_MOST_SHOWN])
+    more = sum(last - first + 1 for first, last in ranges[_MOST_SHOWN:])
     return f"{what}s {named}{f' and {more:,} more' if more else ''}: each"
 
 
 class PromptsTypeError(BatchLLMError, TypeError):
-    """What was passed in as ``prompts`` is no list of prompts at all."""
+    """The argument ``prompts`` is not a list of prompts at all."""
 
 
 class UnsupportedModelError(BatchLLMError, ValueError):
-    """The architecture would not run correctly here; the message names what is missing."""
+    """The model would not run correctly here; the message says why."""
 
 
 class UnsupportedOptionError(BatchLLMError, ValueError):
-    """An option of ``generate`` that cannot be honoured, or not with this value; ``option`` is its name."""
+    """An option of ``generate`` that is not supported, or not with this value. ``option`` is its name."""
 
     def __init__(self, option: str, why: str) -> None:
         self.option = option
@@ -76,35 +76,35 @@ class UnsupportedOptionError(BatchLLMError, ValueError):
 
 
 class OptionValueError(UnsupportedOptionError):
-    """A value that makes no sense for any model; ``generate`` itself would refuse it."""
+    """A value that is wrong for every model."""
 
 
 class ConfigError(BatchLLMError, ValueError):
-    """``BatchGenerator`` was made with something that cannot be used: a field of ``BatchConfig``, or a tokenizer."""
+    """``BatchGenerator`` cannot use an argument that it was made with: a field of ``BatchConfig``, or a tokenizer."""
 
 
 class TokenizerError(BatchLLMError, ValueError):
-    """There is text to encode and no tokenizer to do it."""
+    """Text must be encoded or decoded, and there is no tokenizer for it."""
 
 
 class GeneratorBusyError(BatchLLMError, RuntimeError):
-    """A call was made on a generator that is running another one, or that is closed."""
+    """The generator is running another call, or it is closed."""
 
 
 class CacheMemoryError(BatchLLMError, MemoryError):
-    """There is no memory for a KV cache that would hold enough to begin with."""
+    """Too little memory is free for the smallest useful KV cache."""
 
 
 class FilesError(BatchLLMError):
-    """A run from a file to a file cannot go on, or cannot begin; the message says what is kept and what to do."""
+    """A run over files cannot begin or go on. The message says which results are kept, and what to do."""
 
 
 class InputFileError(FilesError, ValueError):
-    """The file with the prompts cannot be read as what it should be."""
+    """The file of prompts cannot be read, or is not in the expected format."""
 
 
 class OutputFileError(FilesError, ValueError):
-    """The output cannot be written to, or what is in it was not written by such a run. Nothing was changed."""
+    """The output cannot be written, or holds something other than the results of such a run. Nothing was changed."""
 
 
 class OutputBusyError(OutputFileError):
@@ -112,10 +112,7 @@ class OutputBusyError(OutputFileError):
 
 
 class RunChangedError(OutputFileError):
-    """The output was begun with other settings, or another model, or the input has changed since.
-
-    ``differences`` names each of them.
-    """
+    """The output was begun with other settings, another model or another input. ``differences`` names each of them."""
 
     def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
         self.differences = list(differences)
@@ -123,7 +120,7 @@ class RunChangedError(OutputFileError):
 
 
 class OutputWriteError(FilesError, OSError):
-    """A write failed: no space, a closed pipe, a broken disk. ``kept``: how many results are in the output."""
+    """A write failed: a full disk, a closed pipe, a broken device. ``kept``: how many results are in the output."""
 
     def __init__(self, message: str, kept: int = 0, number: int | None = None) -> None:
         super().__init__(message)
@@ -132,9 +129,9 @@ class OutputWriteError(FilesError, OSError):
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a call. ``result`` holds what had finished by then."""
+    """Ctrl-C during a call. ``result`` holds the sequences that had finished by then."""
 
-    of_a_generator = True  # whose caller has it: behind a pipeline, or ``accelerated``, nobody sees it
+    caller_has_generator = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
     def __init__(self, result: Any, finished: int, total: int) -> None:
         self.result = result
@@ -147,19 +144,13 @@ class GenerationInterrupted(KeyboardInterrupt):
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the way down to the step that was interrupted tells nothing to whoever interrupted it."""
-        said, _, results = str(self).partition("; ")
+        """For IPython: the message alone, as the frames down to the interrupted step tell the user nothing."""
+        message, _, results = str(self).partition("; ")
         also = "`gen.interrupted` (`gen`: your BatchGenerator) until its next call, and in "
-        where = (
-            f"Their results are in {also if self.of_a_generator else ''}`sys.last_value.result` until the next error."
-        )
-        return [f"{type(self).__name__}: {said}", where] if results else [f"{type(self).__name__}: {said}"]
+        places = f"{also if self.caller_has_generator else ''}`sys.last_value.result` until the next error"
+        where = f"Their results are in {places}."
+        first = f"{type(self).__name__}: {message}"
+        return [first, where] if results else [first]
 
     def __reduce__(self) -> Any:
         return _revived, (type(self), self.args), self.__dict__
-
-
-def either(names: Iterable[str]) -> str:
-    """``a``, ``a or b``, ``a, b or c``."""
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last

@@ -1,4 +1,4 @@
-"""Warnings that point at whoever is meant: the line that called into this library."""
+"""Warnings that point at the user's own line: the one that called into this library."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Notices:
-    """Each kind of warning once. A generator has its own, so a loop of calls does not repeat what was said.
+    """Gives each kind of warning once. A generator has its own, so a loop of calls does not repeat a warning.
 
-    Python's filter alone would not do: it starts afresh whenever any code touches the filters, and in a notebook for
-    every cell.
+    Python's own filter is not enough: it forgets whenever any code touches the filters, and in a notebook with every
+    cell.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class Notices:
     def __call__(self, kind: str, message: str) -> None:
         if kind not in self._given:
             warn_user(message)
-            self._given.add(kind)  # not before: where warnings are errors, it is one every time
+            self._given.add(kind)  # after the warning: where warnings are errors, each call must raise it
 
 
 def warn_user(message: str) -> None:
-    # From the outermost of our frames: between it and this one there may be a model's.
+    """Warn at the line that called the outermost frame of this library; frames of a model may lie further in."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -39,17 +39,17 @@ def warn_user(message: str) -> None:
     while level < len(frames) and _stands_between(frames[level]):
         level += 1
     last = len(frames) - 1
-    frames.clear()  # this one is among them: together they would stay, with whatever tensors they hold
+    frames.clear()  # it holds this frame, too: the circle would keep all frames, and their tensors, alive
     warnings.warn(message, UserWarning, stacklevel=min(level, last) + 1)
 
 
 def _is_ours(frame: FrameType) -> bool:
-    # By the module's name, as the package lies in several folders.
+    # By the module's name, not by its path: the package lies in several folders.
     return _module(frame).partition(".")[0] == _PACKAGE
 
 
 def _stands_between(frame: FrameType) -> bool:
-    """contextlib does, between a ``with`` and its body, and a pipeline, which calls what was put into it."""
+    """Whether the frame is not the user's own: contextlib's, behind a ``with``, or a pipeline's."""
     module = _module(frame)
     return module == "contextlib" or f"{module}.".startswith("transformers.pipelines.")
 

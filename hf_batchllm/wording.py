@@ -1,17 +1,19 @@
-"""What a value is, in words for a message; tensors are known without importing torch."""
+"""Words for messages: what a value is, a size, a list of choices. Recognizes tensors without importing torch."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-_LONGEST = 80  # characters of a value shown in a message
+_MOST_CHARACTERS = 80  # of a value shown in a message
 
 
 def is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # no tensor without torch, and no need to import it to find out
+    torch = sys.modules.get("torch")  # where torch is not loaded, nothing is a tensor
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -27,7 +29,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.number, np.bool_)) or (is_array(value) and value.ndim == 0)
 
 
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer of any kind, NumPy's included, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def kind(value: Any) -> str:
+    """The noun for a value: "tensor", "string", "dict"."""
     if is_tensor(value):
         return "tensor"
     if isinstance(value, np.ndarray):
@@ -36,6 +44,7 @@ def kind(value: Any) -> str:
 
 
 def a_kind(value: Any) -> str:
+    """The same with its article: "a tensor", "an int", "None"."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -47,9 +56,15 @@ def a_kind(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as its owner would write it, cut off if it is long."""
+    """The value as its owner would write it, cut off where it is long."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def either(names: Iterable[str]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def first_line(error: Exception) -> str:
@@ -58,7 +73,7 @@ def first_line(error: Exception) -> str:
 
 
 def shown_size(count: int) -> str:
-    """A number of bytes, in words."""
+    """A number of bytes with its unit: "1.5 GiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -320,7 +320,7 @@ def test_unloaded_adapters_cannot_be_chosen(leave: str) -> None:
     model = wrapped(lora(), lora(["o_proj"]))  # whose list of adapters PEFT leaves as it is
     generator = BatchGenerator(model, **PAGES)
     getattr(model, leave)()
-    with pytest.raises(OptionValueError, match=r"`adapter` is 'b', and the model's layers have no adapters any more"):
+    with pytest.raises(OptionValueError, match=r"`adapter` is 'b', and the model's layers have lost their adapters"):
         generator.generate(GIVEN, adapter="b", max_new_tokens=1)
     assert len(generator.generate(GIVEN, adapter=None, max_new_tokens=1)) == len(GIVEN)
 
@@ -340,8 +340,8 @@ def test_biases_that_were_trained_stay_and_that_is_said() -> None:
 def test_an_activated_lora_is_refused_by_name() -> None:
     model = wrapped(lora(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), lora(["k_proj"]))
     generator = BatchGenerator(model)
-    with pytest.raises(UnsupportedModelError, match="the adapter 'a' begins where its invocation tokens stand"):
+    with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
         generator.generate(GIVEN, adapter="a", max_new_tokens=2)
-    with pytest.raises(UnsupportedModelError, match="the adapter 'a' begins where"):
+    with pytest.raises(UnsupportedModelError, match="the adapter 'a' starts at its invocation tokens"):
         generator.generate(GIVEN, max_new_tokens=2)
     assert len(generator.generate(GIVEN, adapter="b", max_new_tokens=2)) == 6

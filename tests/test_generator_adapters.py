@@ -64,7 +64,7 @@ def test_an_adapter_that_takes_the_place_of_layers() -> None:
     model.generation_config.eos_token_id = None
     assert_as_it_is(model)
     for name in ("default", None):
-        with pytest.raises(OptionValueError, match="'default' takes the place of whole layers"):
+        with pytest.raises(OptionValueError, match="'default' replaces whole layers"):
             BatchGenerator(model).generate(GIVEN, adapter=name, max_new_tokens=2)
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ({"max_batch_tokens": -1}, "`max_batch_tokens`"),
         ({"kv_memory": "20 giraffes"}, "`kv_memory` must be a size such as"),
         ({"kv_memory": 1.5}, "fraction"),
-        ({"kv_memory": 0}, "more than nothing"),
+        ({"kv_memory": 0}, "more than 0"),
         ({"share_prefixes": 1}, "True or False"),
         ({"scheduler": "group"}, 'did you mean "groups"'),
         ({"scheduler": 3}, "start"),

@@ -254,7 +254,7 @@ def test_every_mask_without_a_hole_is_read_and_every_other_is_named(width: int) 
             hole = text.index("0", text.index("1"))
             assert prompts[row] is None and f"masked in its middle (column {hole} " in problems[row]
         else:
-            assert prompts[row] is None and "padding from end to end" in problems[row]
+            assert prompts[row] is None and "all padding" in problems[row]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ IDS, MASK = batch()
         ({"prompts": [[5, 6]], "input_ids": IDS}, ValueError, "`prompts` and `input_ids` were passed together"),
         ({"inputs": IDS, "input_ids": IDS}, ValueError, "`input_ids` and `inputs` were passed together"),
         ({"attention_mask": MASK}, ValueError, "`attention_mask` was passed without `input_ids`"),
-        ({"prompts": [[5, 6], [7]], "attention_mask": MASK}, ValueError, "the prompts are a list: leave it out"),
-        ({"prompts": "w5", "attention_mask": MASK}, ValueError, "the prompts are a list: leave it out"),
+        ({"prompts": [[5, 6], [7]], "attention_mask": MASK}, ValueError, "the prompts are a list: leave out"),
+        ({"prompts": "w5", "attention_mask": MASK}, ValueError, "the prompts are a list: leave out"),
         ({"input_ids": IDS[0]}, ValueError, r"not shape \[26\]: for a batch of one row pass input_ids\[None\]"),
         ({"prompts": IDS[None]}, ValueError, r"`prompts` must have two dimensions.*not shape \[1, 6, 26\]"),
         ({"input_ids": IDS[:0]}, ValueError, r"`input_ids` is empty: its shape is \[0, 26\]"),
@@ -323,7 +323,7 @@ def test_every_bad_row_is_named(generator: BatchGenerator) -> None:
     with pytest.raises(PromptError) as caught:
         generator.generate(ids, attention_mask=mask, max_new_tokens=2)
     assert caught.value.problems == {
-        1: "is padding from end to end: it has no token to begin from",
+        1: "is all padding: it has no token to begin from",
         2: "is masked in its middle (column 3 of `attention_mask`): padding belongs at the ends of a row. "
         "Take those tokens out of `input_ids`",
         3: "has token id 200 in column 2, outside the model's vocabulary of 101",

@@ -107,7 +107,7 @@ NO_LIST: list[tuple[str, Any, str]] = [
     ("an endless iterator", Made(lambda: itertools.cycle(["w5"])), "which never ends"),
     ("an endless count", Made(itertools.count), "which never ends"),
     ("an empty dict", {}, "prompts is a dict; " + IS),
-    ("a dict of lists", {"text": ["w5"]}, "prompts is a dict; pass what it holds as 'text'"),
+    ("a dict of lists", {"text": ["w5"]}, "prompts is a dict; pass its value for 'text'"),
     ("one message", CHAT[0], "a chat is a list of such messages"),
     ("ids by name", {"input_ids": [IDS]}, "the token ids in its 'input_ids'"),
     ("an encoding", PLAIN(["w5"]), "BatchEncoding; pass the texts themselves"),
@@ -141,13 +141,13 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("bytes in the list", [b"w5"], PLAIN, "prompt 0 is bytes; " + IS),
     ("a range in the list", [range(3)], None, "prompt 0 is a range; " + IS),
     ("an object", [object()], None, "prompt 0 is an object; " + IS),
-    ("vLLM's dicts", [{"prompt": "w5"}], PLAIN, "prompt 0 is a dict; pass what it holds as 'prompt'"),
-    ("rows of a data set", [{"label": 1, "text": "w5"}], PLAIN, "prompt 0 is a dict; pass what it holds as 'text'"),
+    ("vLLM's dicts", [{"prompt": "w5"}], PLAIN, "prompt 0 is a dict; pass its value for 'prompt'"),
+    ("rows of a data set", [{"label": 1, "text": "w5"}], PLAIN, "prompt 0 is a dict; pass its value for 'text'"),
     ("half a character", ["w5", "w6 \ud83d"], PLAIN, "prompt 1 is a string with half a character"),
-    ("a foreign tokenizer", ["w300"], FOREIGN, "vocabulary of 101: is the tokenizer another model's"),
+    ("a foreign tokenizer", ["w300"], FOREIGN, "vocabulary of 101: is it another model's tokenizer"),
     ("an empty string", ["w5", ""], PLAIN, "prompt 1 is an empty string, of which the tokenizer makes no tokens"),
-    ("text without tokenizer", "w5", None, "prompt 0 is a string, and the model does not say where"),
-    ("a chat without tokenizer", CHAT, None, "prompt 0 is a chat, and the model does not say where"),
+    ("text without tokenizer", "w5", None, "prompt 0 is a string, and the model's config does not say where"),
+    ("a chat without tokenizer", CHAT, None, "prompt 0 is a chat, and the model's config does not say where"),
     ("much without tokenizer", ["w5"] * 30, None, "prompts 0-29: each is a string, and the model"),
     ("a chat without template", [IDS, CHAT], PLAIN, "prompt 1 is a chat, and the tokenizer has no chat template: pass"),
     ("an empty chat", [CHAT, []], TEMPLATE, "prompt 1 is empty"),
@@ -157,7 +157,7 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("content of None", [{"role": "user", "content": None}], TEMPLATE, "has no 'content'"),
     ("another key", [{"role": "user", "text": "w5"}], TEMPLATE, "has no 'content'"),
     ("ShareGPT's keys", [{"from": "human", "value": "w5"}], TEMPLATE, "rename them to 'role' and 'content'"),
-    ("a role that is none", [{"role": 1, "content": "w5"}], TEMPLATE, "has the role 1; it is a string"),
+    ("a role that is none", [{"role": 1, "content": "w5"}], TEMPLATE, "has the role 1; a role is a string"),
     ("content that is none", [{"role": "user", "content": 5}], TEMPLATE, "has an int as its 'content'"),
     ("an image", [{"role": "user", "content": [{"type": "image"}]}], TEMPLATE, "a part of type 'image'"),
     ("text in a chat", [[*CHAT, "w5"]], TEMPLATE, "prompt 0 is a chat whose message 1 is a string"),
@@ -224,7 +224,7 @@ def test_odd_prompts_that_are_right(prompts: Any, tokenizer: Any, ids: list[list
 def test_an_error_of_an_iterator_comes_through_and_says_where() -> None:
     with pytest.raises(OSError, match="disk") as caught:
         run(stumbling())
-    assert caught.value.__notes__ == ["raised by the iterator of prompts, when it was asked for prompt 2"]
+    assert caught.value.__notes__ == ["raised by the iterator of prompts when it was asked for prompt 2"]
 
 
 def test_an_iterator_is_walked_through_once_and_not_before_the_options_are_right() -> None:

@@ -36,7 +36,7 @@ OF_THE_REAL_MODEL = {"negative_prompt_ids", "max_length"}  # beside those that t
 
 
 def test_every_honoured_option_is_compared_with_generate() -> None:
-    honoured = {row.name for row in TABLE.values() if row.fate is Fate.HONOURED and row.kind is not OptionKind.OURS}
+    honoured = {row.name for row in TABLE.values() if row.fate is Fate.HONOURED and row.kind is not OptionKind.ADDED}
     assert honoured == ANY.keys() | DRAWN.keys() | ELSEWHERE.keys()
     for name, file in ELSEWHERE.items():
         assert name in (Path(__file__).parent / file).read_text(encoding="utf-8"), f"{file} says nothing of {name}"
@@ -48,4 +48,4 @@ def test_the_real_model_is_asked_for_each_of_them() -> None:
 
 def test_what_is_ours_is_not_an_option_of_generate() -> None:
     ours = {"adapter", "logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
-    assert names(kind=OptionKind.OURS) == ours
+    assert names(kind=OptionKind.ADDED) == ours

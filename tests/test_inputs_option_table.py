@@ -29,10 +29,13 @@ from transformers import (
 
 from hf_batchllm import BatchGenerator, ConfigError, UnsupportedOptionError
 from hf_batchllm.errors import OptionValueError
-from hf_batchllm.inputs import option_docs, options
-from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, Subject, With
+from hf_batchllm.inputs import option_docs
+from hf_batchllm.inputs import resolve_options as resolving
+from hf_batchllm.inputs.call_arguments import CALL_ARGUMENTS
+from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, PromptForm, Subject
 from hf_batchllm.inputs.option_table import TABLE, names
-from hf_batchllm.inputs.options import resolve_each, resolve_options
+from hf_batchllm.inputs.options import Options
+from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.notices import Notices
 
 FAMILY = "llama"
@@ -95,7 +98,7 @@ def generator() -> BatchGenerator:
     return BatchGenerator(build(FAMILY))
 
 
-def resolve(config: Any = None, notices: Notices | None = None, **asked: Any) -> options.Options:
+def resolve(config: Any = None, notices: Notices | None = None, **asked: Any) -> Options:
     return resolve_options(build(FAMILY), config, {"max_new_tokens": 2, **asked}, notices=notices)
 
 
@@ -120,7 +123,7 @@ def test_every_option_of_transformers_is_in_the_table() -> None:
 
 def test_our_own_arguments_are_in_the_table_too() -> None:
     ours = set(inspect.signature(BatchGenerator.generate).parameters) - {"self", "generate_kwargs"} | {"adapter"}
-    taken = set(options.ARGUMENTS)
+    taken = set(CALL_ARGUMENTS)
     assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
     tensors = {"inputs", "input_ids", "attention_mask"}
     assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
@@ -136,7 +139,7 @@ def test_a_row_says_what_its_fate_needs(row: OptionRow) -> None:
         assert any(what in row.doc.lower() for what in ("leave it out", "pass ", "call the model's", "run the model"))
     if row.fate is Fate.NO_EFFECT:
         assert row.doc or row.subject in option_docs.WORDS
-    if row.goes_with is not With.BOTH and row.subject is not Subject.PROMPTS:
+    if row.goes_with is not PromptForm.ANY and row.subject is not Subject.PROMPTS:
         assert row.instead.startswith("goes with ")
 
 
@@ -174,7 +177,7 @@ def test_what_is_refused_is_refused_in_a_config_and_in_a_checkpoint_too(name: st
 
 @pytest.mark.parametrize("name", every(Fate.REFUSED))
 def test_what_is_refused_may_be_set_to_nothing(name: str) -> None:
-    nothing = [None, TABLE[name].nothing]
+    nothing = [None, TABLE[name].neutral]
     if name not in ("assistant_ensemble_weight", "token_type_ids"):  # a number, and tensors
         nothing.append(False)
     if name in ("constraints", "force_words_ids", "past_key_values"):
@@ -215,7 +218,7 @@ def test_an_option_that_is_newer_than_the_table_is_refused_unless_it_asks_for_no
         before(self, **given)
 
     monkeypatch.setattr(GenerationConfig, "__init__", grown)
-    monkeypatch.setattr(options, "_FIELDS", [*options._FIELDS, "wisdom"])
+    monkeypatch.setattr(resolving, "_FIELDS", [*resolving._FIELDS, "wisdom"])
     resolve()
     resolve(wisdom=None)
     with pytest.raises(UnsupportedOptionError, match=r"`wisdom` is an option of transformers 5\..* \(it is set to 3\)"):
@@ -279,13 +282,13 @@ def test_scores_without_a_dict_to_put_them_in_are_said_to_have_no_effect(generat
     assert isinstance(got, torch.Tensor)
 
 
-@pytest.mark.parametrize("name", [row.name for row in TABLE.values() if row.sampling])
+@pytest.mark.parametrize("name", [row.name for row in TABLE.values() if row.sampling_only])
 def test_settings_of_sampling_are_said_to_have_no_effect_on_greedy_decoding(name: str) -> None:
     with pytest.warns(UserWarning, match=f"`{name}` has no effect on greedy decoding"):
         resolve(**{name: 0.25 if name != "top_k" else 5})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve(**{name: TABLE[name].nothing})
+        resolve(**{name: TABLE[name].neutral})
 
 
 @pytest.mark.parametrize("name", ["top_p", "typical_p", "epsilon_cutoff", "eta_cutoff"])
@@ -305,12 +308,12 @@ WARPER = TemperatureLogitsWarper(2.0)
 VALUES: list[tuple[dict[str, Any], str]] = [
     ({"stop_strings": 5}, "`stop_strings` must be a string, or a list of strings, not 5"),
     ({"stop_strings": ["a", 5]}, "must be a string, or a list of strings, not ['a', 5]"),
-    ({"stop_strings": ""}, "`stop_strings` is '', and nothing ends where nothing stands: leave it out"),
-    ({"stop_strings": ["a", ""]}, "nothing ends where nothing stands"),
+    ({"stop_strings": ""}, "`stop_strings` is '', and an empty string ends nothing: leave it out"),
+    ({"stop_strings": ["a", ""]}, "an empty string ends nothing"),
     ({"max_time": "1"}, "`max_time` must be a number, not '1'"),
     ({"max_time": True}, "`max_time` must be a number, not True"),
-    ({"logprobs": -1}, "`logprobs` must be a whole number of at least 0, how many of the likeliest tokens"),
-    ({"logprobs": True}, "beside the token itself, not True"),
+    ({"logprobs": -1}, "`logprobs` must be a whole number of at least 0: how many of the likeliest tokens"),
+    ({"logprobs": True}, "besides the token itself, not True"),
     ({"logprobs": 1.0}, "not 1.0"),
     ({"prompt_logprobs": "5"}, "`prompt_logprobs` must be a whole number of at least 0"),
     ({"logits_processor": WARPER}, "is a single processor (TemperatureLogitsWarper): put it into a list"),
@@ -321,9 +324,9 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logits_processor": lambda input_ids, scores: scores}, "is a single processor (<lambda>): put it into a list"),
     (
         {"logits_processor": [TemperatureLogitsWarper]},
-        "holds the class TemperatureLogitsWarper in place 0: make an object",
+        "holds the class TemperatureLogitsWarper at place 0: make an object",
     ),
-    ({"logits_processor": [WARPER, 5]}, "`logits_processor` holds an int in place 1, which is no processor"),
+    ({"logits_processor": [WARPER, 5]}, "`logits_processor` holds an int at place 1, which is not a processor"),
     ({"logits_processor": "grammar"}, "must be a list of processors, or a function that gives a list for each"),
     (
         {"stopping_criteria": MaxTimeCriteria(1.0)},
@@ -334,14 +337,14 @@ VALUES: list[tuple[dict[str, Any], str]] = [
         "is a single criterion (<lambda>): put it into a list",
     ),
     ({"stopping_criteria": 5}, "must be a list of criteria, or a function that gives a list for each"),
-    ({"stopping_criteria": [None]}, "`stopping_criteria` holds None in place 0, which is no criterion"),
-    ({"prefix_allowed_tokens_fn": [5]}, "must be a function of the prompt's index and its tokens so far"),
+    ({"stopping_criteria": [None]}, "`stopping_criteria` holds None at place 0, which is not a criterion"),
+    ({"prefix_allowed_tokens_fn": [5]}, "must be a function (batch_id, input_ids)"),
     ({"streamer": object()}, "`streamer` must have put() and end(), and is an object: pass a TextStreamer"),
     ({"streamer": Halting()}, "`streamer` must have put() and end(), and is a Halting"),
     ({"streamer": TextStreamer}, "is the class TextStreamer: pass an object of it"),
     ({"negative_prompt_ids": [[5]], "guidance_scale": 2.0}, "must be a 2-D tensor, a row for each prompt, not a list"),
     ({"negative_prompt_ids": TENSOR[0], "guidance_scale": 2.0}, "not a tensor of shape [3]"),
-    ({"negative_prompt_attention_mask": TENSOR}, "goes with `negative_prompt_ids`"),
+    ({"negative_prompt_attention_mask": TENSOR}, "masks `negative_prompt_ids`, which is missing"),
     (
         {"negative_prompt_ids": TENSOR, "negative_prompt_attention_mask": TENSOR[:1], "guidance_scale": 2.0},
         "has shape [1, 3] and `negative_prompt_ids` [2, 3]",
@@ -354,7 +357,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"forced_eos_token_id": "w5"}, "must be a token id, or a list of them, not 'w5': tokenizer.convert_tokens_to_ids"),
     ({"forced_bos_token_id": [5]}, "`forced_bos_token_id` must be a token id, not [5]"),
     ({"renormalize_logits": "yes"}, "`renormalize_logits` must be True or False, not 'yes'"),
-    ({"exponential_decay_length_penalty": 1.5}, "must be a pair, (after how many new tokens it begins"),
+    ({"exponential_decay_length_penalty": 1.5}, "must be a pair (new tokens before it begins"),
     ({"watermarking_config": "green"}, "must be a WatermarkingConfig or a SynthIDTextWatermarkingConfig"),
     ({"do_sample": True, "typical_p": True}, "`typical_p` must be a number, not True"),
 ]
@@ -399,8 +402,8 @@ def test_what_is_no_tokenizer_is_named() -> None:
 def test_right_values_are_taken(given: dict[str, Any]) -> None:
     resolved = resolve(**given)
     for name, value in given.items():
-        if name in options.ARGUMENTS:
-            assert getattr(resolved.given, name) is value
+        if name in CALL_ARGUMENTS:
+            assert getattr(resolved.arguments, name) is value
 
 
 # -- a config for each prompt ----------------------------------------------------------------------------------

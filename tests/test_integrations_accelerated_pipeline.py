@@ -219,7 +219,10 @@ def iter_of(items: list[Any]) -> Iterator[Any]:
         ({"trust_remote_code": True}, "`trust_remote_code` has no meaning here"),
         ({"return_dict_in_generate": True, "output_scores": True}, "`output_scores` is not supported for a list"),
         ({"logits_processor": [lambda ids, scores: scores]}, "`logits_processor` has a function"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [5 + row]}, "`prefix_allowed_tokens_fn` is what a pipeline"),
+        (
+            {"prefix_allowed_tokens_fn": lambda row, ids: [5 + row]},
+            "`prefix_allowed_tokens_fn` is a function that a pipeline",
+        ),
     ],
 )
 def test_what_cannot_be_served_goes_its_usual_way_and_says_why(pipe: Any, options: dict[str, Any], says: str) -> None:

@@ -51,17 +51,17 @@ FALLBACKS: dict[str, dict[str, Any]] = {
     "`logits_processor` has a PrefixConstrainedLogitsProcessor": {
         "logits_processor": [PrefixConstrainedLogitsProcessor(lambda row, ids: [20 + row, 40 + row], 1)]
     },
-    "`prefix_allowed_tokens_fn` is called by `generate` with rows as they are padded": {
+    "`prefix_allowed_tokens_fn` is called by `generate` with padded rows": {
         "inputs": torch.tensor([[0, 0, 5, 6], [9, 5, 6, 7]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
         "prefix_allowed_tokens_fn": lambda row, ids: [20 + len(ids) + row],
     },
-    "`logits_processor` is called by `generate` with rows as they are padded": {
+    "`logits_processor` is called by `generate` with padded rows": {
         "inputs": torch.tensor([[0, 0, 5, 6]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1]]),
         "logits_processor": [lambda ids, scores: scores.roll(ids.shape[1], dims=-1)],
     },
-    "`logits_processor` is called by `generate` with rows as they are padded: pass rows": {
+    "`logits_processor` is called by `generate` with padded rows: pass rows": {
         "inputs": torch.tensor([[0, 0, 5, 6], [9, 5, 6, 7]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
         "logits_processor": [MinLengthLogitsProcessor(6, list(range(90)))],

@@ -46,7 +46,7 @@ from hf_batchllm.model.runner import ModelRunner
         (3, "prompts is an int"),
         (None, "prompts is None"),
         (b"w5", "decode them first"),
-        ({"text": TEXTS}, "pass what it holds as 'text'"),
+        ({"text": TEXTS}, "pass its value for 'text'"),
         (torch.tensor([1, 2]), "BatchGenerator"),
         ([5, 6], "BatchGenerator"),
         (datasets.Dataset.from_dict({"text": TEXTS}), r"prompts\['text'\]"),
@@ -64,7 +64,7 @@ def test_what_is_no_list_of_prompts(pipe: Any, given: Any, says: str) -> None:
         (3, "is an int; a prompt is a string or a chat"),
         (None, "is None"),
         (float("nan"), "is NaN"),
-        ({"text": "w5"}, "pass what it holds as 'text'"),
+        ({"text": "w5"}, "pass its value for 'text'"),
         ([5, 6], "BatchGenerator"),
         ([], "is a list"),
         ([{"role": "user"}], "message 0 has no 'content'"),
@@ -91,7 +91,7 @@ def test_bad_prompts_are_named_by_their_places(stock: Any, pipe: Any, bad: Any, 
 
 
 def test_rows_of_a_dataset_are_looked_at_too(stock: Any, pipe: Any) -> None:
-    with pytest.raises(PromptError, match="prompt 1 is a dict; pass what it holds as 'text'"):
+    with pytest.raises(PromptError, match="prompt 1 is a dict; pass its value for 'text'"):
         list(pipe(Texts(["w5", {"text": "w6"}])))
     assert list(pipe(Texts(CHATS), **GREEDY)) == stock(CHATS, **GREEDY)
     assert pipe(KeyDataset([], "text")) == []
@@ -135,7 +135,7 @@ def test_misspelt_and_misplaced_options(pipe: Any) -> None:
             pipe(TEXTS, **{name: True})
     with pytest.raises(ConfigError, match="did you mean `kv_memory`"):
         pipe(TEXTS, kv_memroy="2GiB")
-    for config, says in (([GenerationConfig()] * 3, "a pipeline has one"), ({"max_new_tokens": 3}, "not a dict")):
+    for config, says in (([GenerationConfig()] * 3, "a pipeline takes one"), ({"max_new_tokens": 3}, "not a dict")):
         with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):
             made("batch-text-generation", generation_config=config)
         with pytest.raises(UnsupportedOptionError, match=f"`generation_config` .*{says}"):

@@ -218,7 +218,7 @@ def test_ranks_of_a_data_parallel_run(monkeypatch: pytest.MonkeyPatch, capsys: A
 
 @pytest.mark.parametrize(
     ("continuation", "why"),
-    [("", "makes no tokens"), ("s", "makes no tokens"), ("the dog " * 40, "a continuation of .* max_length is 20")],
+    [("", "without tokens"), ("s", "without tokens"), ("the dog " * 40, "a continuation of .* max_length is 20")],
 )
 def test_what_cannot_be_scored_is_named(continuation: str, why: str) -> None:
     _, ours = pair(max_length=20)

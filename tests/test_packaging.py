@@ -90,7 +90,7 @@ def test_type_checkers_see_the_names_that_python_finds() -> None:
     tree = ast.parse((ROOT / "hf_batchllm" / "__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
     seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen == hf_batchllm._HOME | {"__version__": "_version"}
+    assert seen == {**hf_batchllm._HOME, "__version__": "_version"}
 
 
 def test_planning_needs_no_torch(tmp_path: Path) -> None:

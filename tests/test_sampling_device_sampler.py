@@ -16,8 +16,9 @@ from support_kernels import DEVICE, GPU, kernel, plain
 from test_sampling_host_sampler import Discouraging, requests_of, sampler
 from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
 
-from hf_batchllm.inputs.given import Given
-from hf_batchllm.inputs.options import Options, resolve_options
+from hf_batchllm.inputs.call_arguments import CallArguments
+from hf_batchllm.inputs.options import Options
+from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import device_sampler
 from hf_batchllm.sampling.device_sampler import DeviceSampler, RowsState, minimum_of, picked_by_host, why_not
@@ -295,13 +296,13 @@ def test_what_does_not_is_named(name: str, value: Any) -> None:
 @plain
 def test_arguments_that_pick_tokens_are_named() -> None:
     for given, name in (
-        (Given(logits_processor=LogitsProcessorList([Discouraging()])), "logits_processor"),
-        (Given(prefix_allowed_tokens_fn=lambda sequence, ids: [3]), "prefix_allowed_tokens_fn"),
+        (CallArguments(logits_processor=LogitsProcessorList([Discouraging()])), "logits_processor"),
+        (CallArguments(prefix_allowed_tokens_fn=lambda sequence, ids: [3]), "prefix_allowed_tokens_fn"),
     ):
-        reason = why_not(dataclasses.replace(resolved(), given=given), build(FAMILY))
+        reason = why_not(dataclasses.replace(resolved(), arguments=given), build(FAMILY))
         assert reason is not None and f"`{name}`" in reason and "waits" in reason
-    nothing = Given(logits_processor=LogitsProcessorList())
-    assert why_not(dataclasses.replace(resolved(), given=nothing), build(FAMILY)) is None
+    nothing = CallArguments(logits_processor=LogitsProcessorList())
+    assert why_not(dataclasses.replace(resolved(), arguments=nothing), build(FAMILY)) is None
 
 
 @plain

@@ -15,7 +15,7 @@ from support_families import build
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as processors
 
-from hf_batchllm.inputs.options import resolve_options
+from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler, processor_chains
 from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens

@@ -29,7 +29,7 @@ from transformers.generation import logits_process as processors
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.errors import OptionValueError
-from hf_batchllm.inputs.options import resolve_each, resolve_options
+from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling.device_sampler import why_not
 from hf_batchllm.sampling.host_sampler import HostSampler
@@ -141,7 +141,7 @@ def test_negative_prompts_must_fit_the_prompts() -> None:
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE[0])
     with pytest.raises(OptionValueError, match="they must be the same"):
         generate(guidance_scale=2.0, negative_prompt_ids=NEGATIVE, negative_prompt_attention_mask=MASK[:, 1:])
-    with pytest.raises(OptionValueError, match="goes with `negative_prompt_ids`"):
+    with pytest.raises(OptionValueError, match="masks `negative_prompt_ids`, which is missing"):
         generate(guidance_scale=2.0, negative_prompt_attention_mask=MASK)
     with pytest.warns(UserWarning, match="`negative_prompt_ids` has no effect"):
         generate(negative_prompt_ids=NEGATIVE)

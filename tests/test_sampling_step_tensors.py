@@ -211,8 +211,8 @@ def test_half_precision_comes_out_in_float32() -> None:
 
 
 def test_why_the_host_picks_the_tokens_is_said_by_name() -> None:
-    from hf_batchllm.inputs.options import resolve_options
     from hf_batchllm.inputs.padded_batch import take_padded
+    from hf_batchllm.inputs.resolve_options import resolve_options
 
     model, ids = build(FAMILY), torch.tensor([[5, 6]])
     padded = take_padded(None, {"input_ids": ids})

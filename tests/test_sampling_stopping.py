@@ -162,7 +162,7 @@ def test_strings_need_a_tokenizer_and_say_so() -> None:
             generator.generate([[5, 6]], stop_strings="a")
         assert generator.generate([[5, 6]], max_new_tokens=2, stop_strings="a", tokenizer=TOKENIZER)
         for wrong in ("", [], ["a", ""]):
-            with pytest.raises(OptionValueError, match=r"`stop_strings` is .* nothing ends where nothing stands"):
+            with pytest.raises(OptionValueError, match=r"`stop_strings` is .* an empty string ends nothing"):
                 generator.generate([[5, 6]], stop_strings=wrong, tokenizer=TOKENIZER)
         with pytest.raises(OptionValueError, match="`stop_strings` cannot be looked for in tokens of this tokenizer"):
             generator.generate([[5, 6]], stop_strings="xyz", tokenizer=TOKENIZER)
@@ -339,7 +339,7 @@ def test_a_factory_gives_each_sequence_criteria_of_its_own() -> None:
     [
         (Below(3), r"`stopping_criteria` is a single criterion \(Below\): put it into a list"),
         (5, "must be a list of criteria, or a function that gives a list for each sequence, not an int"),
-        ([Below(3), "stop"], "holds a string in place 1, which is no criterion"),
+        ([Below(3), "stop"], "holds a string at place 1, which is not a criterion"),
         (lambda ids, scores: False, r"is a single criterion \(<lambda>\): put it into a list"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_prefix_function_that_allows_nothing_is_an_error_that_names_the_row() 
         BatchGenerator(build(FAMILY)).generate(
             prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: [] if row else [1]
         )
-    with pytest.raises(OptionValueError, match="must be a function of"):
+    with pytest.raises(OptionValueError, match=r"must be a function \(batch_id"):
         BatchGenerator(build(FAMILY)).generate(prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=[1])
 
 
@@ -213,11 +213,11 @@ WRONG: list[tuple[Any, str]] = [
     (Odd(), r"is a single processor \(Odd\): put it into a list"),
     (plain, r"is a single processor \(plain\): put it into a list"),
     (Odd, r"is the class Odd: make an object of it and put it into a list"),
-    ([Odd], "holds the class Odd in place 0: make an object of it"),
-    ([5], "holds an int in place 0, which is no processor"),
+    ([Odd], "holds the class Odd at place 0: make an object of it"),
+    ([5], "holds an int at place 0, which is not a processor"),
     (5, "must be a list of processors, or a function that gives a list for each sequence, not an int"),
     (lambda index, ids: Odd(), "must give a list of processors, not an Odd"),
-    (lambda index, ids: ["x"], "gave a list that holds a string in place 0, which is no processor"),
+    (lambda index, ids: ["x"], "gave a list that holds a string at place 0, which is not a processor"),
     ([nothing], r"nothing gave None: it must return scores of shape \[1, 101\]"),
     (
         [lambda ids, scores: scores[:, :50]],

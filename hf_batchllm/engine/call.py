@@ -146,8 +146,8 @@ class Call:
         if self.lineup.without_prefixes:
             self._notices(
                 "apart",
-                f"{self.lineup.without_prefixes:,} sequences share prefixes but fit into the KV cache only alone, so all "
-                "of their tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
+                f"{self.lineup.without_prefixes:,} sequences share prefixes but fit into the KV cache only alone, so "
+                "all of their tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
             )
         runner = self._use.run_over(self._storage, self._adapters.swap)
         if outputs.watcher is not None:

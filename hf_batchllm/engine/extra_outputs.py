@@ -25,7 +25,7 @@ class ExtraOutputs(CallOutputs):
         self._prompts: PromptLogProbs | None = None
         if not options:
             return
-        config, given = options[0].config, options[0].given
+        config, given = options[0].config, options[0].arguments
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):  # as ``generate`` has it
             beams = options[0].num_beams  # each has its row, however many of them are answers in the end
             samples = beams if beams > 1 else options[0].num_return_sequences

@@ -15,11 +15,12 @@ from transformers import GenerationConfig
 from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.base_model import base_model
-from ..inputs.option_checks import _check_on_error
+from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
-from ..inputs.options import Options, inferred_mask, resolve_each
+from ..inputs.options import Options, inferred_mask
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompts import Prompt, check_prompts
+from ..inputs.resolve_options import resolve_each
 from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.architecture import Architecture
@@ -86,7 +87,7 @@ class JobChecks:
         generate_kwargs: dict[str, Any],
     ) -> Job:
         """The checked call of ``generate``."""
-        _check_on_error(on_error)
+        check_on_error(on_error)
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
@@ -109,7 +110,7 @@ class JobChecks:
         seeds = None if seed is None else checked_seeds(seed, len(checked))
         adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
         check_guidance(resolved, self._notices)
-        check_beams(resolved, self._notices)
+        check_beams(resolved)
         rules = rules_of_each(
             self._model, resolved, self._tokenizer.required, padded is not None, self._notices, self._known_strings
         )
@@ -143,7 +144,7 @@ class JobChecks:
         self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
     ) -> ScoreInputs:
         """The checked call of ``score``."""
-        _check_on_error(on_error)
+        check_on_error(on_error)
         self._warn_of_dropout()
         read = Reading(self._tokenizer.required, architecture.vocab_size)
         adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)

@@ -47,7 +47,7 @@ class Feed:
 
 def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padded: PaddedBatch | None) -> Feed | None:
     """The feed of a call; None where it has no streamer."""
-    streamer = options[0].given.streamer if options else None
+    streamer = options[0].arguments.streamer if options else None
     if streamer is None:
         return None
     sequences = sum(each.num_return_sequences for each in options)

@@ -1,4 +1,4 @@
-"""``adapter=``: which of a model's PEFT adapters each prompt is for, checked before any work."""
+"""``adapter=``: which of a model's PEFT adapters each prompt runs with, checked before any work."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..patches.adapter_swap import active_of, adapted_layers
 from ..wording import a_kind, shown
 from .base_model import base_model
 
-AS_IT_IS = object()  # the model, with the adapters that are active on it
-_IS = "an adapter is given by its name, or None for the model without any"
+AS_IT_IS = object()  # no adapter is chosen: the model runs with its active adapters
+_AN_ADAPTER_IS = "an adapter is given by its name, or None for the model without any"
 _MOST_NAMED = 8
-_LOOKS_FURTHER = {  # than at a token by itself, by PEFT's name of the kind
+_NOT_TOKEN_BY_TOKEN = {  # PEFT's kinds of adapters that look at more than one token
     "LILY": "mixes its experts by all tokens of a batch",
     "POLY": "needs to be told a task for each prompt",
     "SHADOW": "runs a second model beside the layers",
@@ -27,9 +27,9 @@ _LOOKS_FURTHER = {  # than at a token by itself, by PEFT's name of the kind
 def adapter_of_each(
     model: nn.Module, adapter: Any, count: int, notices: Notices | None = None
 ) -> list[str | None] | None:
-    """The adapter of each of ``count`` prompts, None for the model without any; no list where nobody says which."""
+    """The adapter of each of ``count`` prompts (None: the model without any); None where no adapter is chosen."""
     if adapter is AS_IT_IS:
-        _refuse(model, active_adapters(model))
+        _refuse_unsupported(model, active_adapters(model))
         return None
     if hasattr(adapter, "tolist"):  # a column of a table
         adapter = adapter.tolist()
@@ -38,27 +38,28 @@ def adapter_of_each(
     elif isinstance(adapter, list | tuple):
         for place, name in enumerate(adapter):
             if not (name is None or isinstance(name, str)):
-                raise OptionValueError("adapter", f"has {shown(name)} at place {place}: {_IS}")
+                raise OptionValueError("adapter", f"has {shown(name)} at place {place}: {_AN_ADAPTER_IS}")
         if len(adapter) != count:
             why = f"is a list of {len(adapter):,} and there are {count:,} prompts: it must have one for each"
             raise OptionValueError("adapter", why)
         each = list(adapter)
     else:
-        raise OptionValueError("adapter", f"is {a_kind(adapter)}: {_IS}, or a list with one for each prompt")
+        raise OptionValueError("adapter", f"is {a_kind(adapter)}: {_AN_ADAPTER_IS}, or a list with one for each prompt")
     asked = {name: None for name in each if name is not None}
     configs = adapter_configs(model)
     _refuse_unknown(configs, asked)
-    # Those of most kinds do something even where another one is active.
-    _refuse(model, {name for name, config in configs.items() if name in asked or not _is_activated(config)})
+    # Adapters of most kinds change something even while another adapter is active.
+    _refuse_unsupported(model, {name for name, config in configs.items() if name in asked or not _is_activated(config)})
     for name, config in configs.items():
         if getattr(config, "is_adaption_prompt", False):
-            why = f"cannot be chosen for a call: {shown(name)} takes the place of whole layers. Activate it beforehand"
+            why = f"cannot be chosen for a call: {shown(name)} replaces whole layers. Activate it before the call"
             raise OptionValueError("adapter", why)
     layers = adapted_layers(model)
-    if asked and not layers:  # unloaded: the model would run without it, or with what was merged
+    if asked and not layers:  # unloaded: the model would run without it, or with its merged weights
         raise OptionValueError(
             "adapter",
-            f"is {shown(next(iter(asked)))}, and the model's layers have no adapters any more: load them again",
+            f"is {shown(next(iter(asked)))}, and the model's layers have lost their adapters (unload(), "
+            "merge_and_unload()): load them again",
         )
     merged = {name for layer in layers for name in getattr(layer, "merged_adapters", ())}
     if merged:
@@ -70,20 +71,20 @@ def adapter_of_each(
         notices(
             "bias",
             f"{_listed(biased)} has trained biases of the model itself, which stay where `adapter` is None (in PEFT, "
-            "too): that is not the model that it was",
+            "too): that is not the original model",
         )
     return each if layers else None
 
 
 def adapter_configs(model: nn.Module) -> Mapping[str, Any]:
-    """PEFT's, by the adapters' names."""
+    """PEFT's configs, by the adapters' names."""
     configs = getattr(model, "peft_config", None) or getattr(base_model(model), "peft_config", None)
     return configs if isinstance(configs, Mapping) else {}
 
 
 def active_adapters(model: nn.Module) -> Iterable[str]:
     names = {name for layer in adapted_layers(model) for name in active_of(layer)}
-    on_top = getattr(model, "active_adapters", ())  # of kinds without layers; a method of transformers' models
+    on_top = getattr(model, "active_adapters", ())  # adapters without layers, too; in transformers a method
     return names if callable(on_top) or getattr(model, "_adapters_disabled", False) else names.union(on_top)
 
 
@@ -99,14 +100,14 @@ def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str]) -> None:
             raise OptionValueError("adapter", f"is {shown(name)}; the model has {_listed(configs)}")
 
 
-def _refuse(model: nn.Module, names: Iterable[str]) -> None:
-    """What does not do the same thing to each token, whatever else is in the batch."""
+def _refuse_unsupported(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse adapters whose effect on a token depends on other tokens of the batch."""
     configs = adapter_configs(model)
     for name in sorted(names):
         why = _why_not(configs.get(name))
         if why is not None:
             raise UnsupportedModelError(
-                f"the adapter {shown(name)} {why}: that is not supported. Call the model's own `generate`"
+                f"the adapter {shown(name)} {why}, which is not supported: call the model's own `generate`"
             )
 
 
@@ -114,9 +115,9 @@ def _why_not(config: Any) -> str | None:
     if getattr(config, "is_prompt_learning", False):
         return "puts learned tokens in front of every prompt (prompt learning)"
     if _is_activated(config):
-        return "begins where its invocation tokens stand (activated LoRA)"
+        return "starts at its invocation tokens (activated LoRA)"
     kind = getattr(getattr(config, "peft_type", None), "value", "")
-    return f"{_LOOKS_FURTHER[kind]} ({kind})" if kind in _LOOKS_FURTHER else None
+    return f"{_NOT_TOKEN_BY_TOKEN[kind]} ({kind})" if kind in _NOT_TOKEN_BY_TOKEN else None
 
 
 def _is_activated(config: Any) -> bool:

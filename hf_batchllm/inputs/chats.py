@@ -1,4 +1,4 @@
-"""Chats: what is one, and what is wrong with one before a template leaves things out in silence."""
+"""Chats: what counts as one, and checks of its messages, as chat templates silently leave out what they miss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def is_bare_chat(prompts: Sequence[Any]) -> bool:
-    """Whether the list is one chat, rather than a list of prompts that are dicts by mistake."""
+    """Whether the list is one chat, and not a list of prompts, some of which are dicts by mistake."""
     return is_chat(prompts) and all(isinstance(item, Mapping) and is_message(item) for item in prompts)
 
 
@@ -26,7 +26,7 @@ def is_message(given: Mapping[Any, Any]) -> bool:
 
 
 def chat_problem(chat: Sequence[Any]) -> str | None:
-    """Templates render what is missing as nothing at all, and what they do not know as Python writes it."""
+    """Why the chat cannot be run. A template would render missing parts as nothing, and unknown ones as their repr."""
     for place, message in enumerate(chat):
         why = _message_problem(message)
         if why is not None:
@@ -41,13 +41,17 @@ def _message_problem(message: Any) -> str | None:
     if role is None and "from" in message and "value" in message:
         return "has 'from' and 'value': rename them to 'role' and 'content'"
     if not isinstance(role, str):
-        return f"has no 'role'; {_A_MESSAGE_IS}" if role is None else f"has the role {shown(role)}; it is a string"
+        return f"has no 'role'; {_A_MESSAGE_IS}" if role is None else f"has the role {shown(role)}; a role is a string"
     if content is None:
-        # An assistant may call tools instead of saying something, or have thought only.
-        says_else = role not in ("user", "system", "developer") and not set(message) <= {"role", "content", "name"}
-        return None if says_else else f"has no 'content'; {_A_MESSAGE_IS}"
+        # An assistant's message may hold tool calls, or reasoning, and no content.
+        has_other_parts = role not in ("user", "system", "developer") and not set(message) <= {
+            "role",
+            "content",
+            "name",
+        }
+        return None if has_other_parts else f"has no 'content'; {_A_MESSAGE_IS}"
     if not isinstance(content, (str, list, tuple, Mapping)):
-        return f"has {a_kind(content)} as its 'content'; it is a string"
+        return f"has {a_kind(content)} as its 'content'; a content is a string"
     for part in content if isinstance(content, (list, tuple)) else ():
         medium = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(medium, str) and any(name in medium for name in _MEDIA):

@@ -1,4 +1,4 @@
-"""What is said of an option of ``model.generate``: the columns of ``option_table``."""
+"""One row of the table of options: the columns of ``option_table``, and the values that they take."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 
 
 class Fate(Enum):
-    HONOURED = "honoured"  # with the meaning that it has to ``generate``
-    NO_EFFECT = "no effect"  # on results; accepted
+    HONOURED = "honoured"  # with its meaning in ``generate``
+    NO_EFFECT = "no effect"  # accepted; results do not depend on it
     REFUSED = "refused"
 
 
 class Where(Enum):
-    """Where an option is seen to; for the reader, what it costs."""
+    """Where an option is applied, which tells the user what it costs."""
 
-    DEVICE = "device"  # where the model is; the next step does not wait
-    STEP = "each step"  # by transformers' own code or the caller's, for which the device waits after each step
-    LATE = "late"  # by the host, from tokens that it gets while later steps run
+    DEVICE = "device"  # on the model's device; the next step does not wait
+    STEP = "each step"  # by transformers' own code or the caller's; the device waits for it after each step
+    LATE = "late"  # by the host, which sees the tokens while later steps run
 
 
 class OptionKind(Enum):
     FIELD = "field"  # of GenerationConfig, and so a keyword argument of ``generate``, too
     ARGUMENT = "argument"  # of ``generate`` alone
-    OURS = "ours"  # an argument that ``model.generate`` does not have
+    ADDED = "added"  # an argument that ``model.generate`` does not have
 
 
-class With(Enum):
-    """What the prompts must come as."""
+class PromptForm(Enum):
+    """The form of prompts that an option goes with."""
 
-    BOTH = "both"
+    ANY = "any"
     LISTS = "lists"
     TENSORS = "tensors"
 
 
 class Takes(Enum):
-    """The kind of a value, where it can be checked without looking at anything else."""
+    """The kind of a value, where the value alone tells whether it is right."""
 
-    ANYTHING = "anything"  # or transformers checks it itself, in words that a user understands
+    ANYTHING = "anything"  # or a kind that transformers checks itself, with a clear error
     WHOLE = "a whole number"
     NUMBER = "a number"
     FLAG = "True or False"
@@ -49,7 +49,7 @@ class Takes(Enum):
 
 
 class Subject(Enum):
-    """The chapters of the documentation, in their order."""
+    """The chapters of docs/generate.md, in their order."""
 
     PROMPTS = "Prompts and settings"
     ENDS = "Lengths and ends"
@@ -66,18 +66,18 @@ class Subject(Enum):
 class OptionRow:
     name: str
     fate: Fate
-    doc: str = ""  # in the user's words; for what is refused it follows the name in the error: why, and what to do
+    doc: str = ""  # for users; of a refused option it follows the name in the error: why, and what to do
     where: Where | None = None
     kind: OptionKind = OptionKind.FIELD
-    goes_with: With = With.BOTH
-    instead: str = ""  # what the error says where it does not go with the prompts
+    goes_with: PromptForm = PromptForm.ANY
+    instead: str = ""  # the error's words where the option does not go with the form of the prompts
     takes: Takes = Takes.ANYTHING
-    nothing: Any = None  # a value that asks for nothing, beside None, False and what is empty
-    sampling: bool = False  # greedy decoding does not look at it
+    neutral: Any = None  # a value that asks for nothing, besides None, False and empty ones
+    sampling_only: bool = False  # greedy decoding ignores it
     subject: Subject = Subject.PROMPTS
 
     def asks(self, value: Any) -> bool:
         """Whether the value asks for anything."""
         if value is None or value is False or (isinstance(value, list | tuple | dict) and not value):
             return False
-        return self.nothing is None or not isinstance(value, Real) or value != self.nothing
+        return self.neutral is None or not isinstance(value, Real) or value != self.neutral

@@ -1,4 +1,4 @@
-"""What becomes of every option of ``model.generate``: the one list that checks, documentation and tests come from.
+"""The table of all options of ``model.generate``: checks, documentation and tests are made from it.
 
 ``docs/generate.md`` is made of it: ``python -m hf_batchllm.inputs.option_docs > docs/generate.md``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .option_row import Fate, OptionKind, OptionRow, Subject, Takes, Where, With
+from .option_row import Fate, OptionKind, OptionRow, PromptForm, Subject, Takes, Where
 
 
 def _honoured(name: str, where: Where | None, doc: str = "", **more: Any) -> OptionRow:
@@ -18,11 +18,11 @@ def _argument(name: str, where: Where | None, doc: str, **more: Any) -> OptionRo
     return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ARGUMENT, **more)
 
 
-def _ours(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.OURS, **more)
+def _added(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ADDED, **more)
 
 
-def _idle(name: str, doc: str, **more: Any) -> OptionRow:
+def _no_effect(name: str, doc: str, **more: Any) -> OptionRow:
     return OptionRow(name, Fate.NO_EFFECT, doc, **more)
 
 
@@ -30,11 +30,11 @@ def _refused(name: str, doc: str, **more: Any) -> OptionRow:
     return OptionRow(name, Fate.REFUSED, doc, **more)
 
 
-def _of(subject: Subject, *rows: OptionRow) -> dict[str, OptionRow]:
+def _chapter(subject: Subject, *rows: OptionRow) -> dict[str, OptionRow]:
     return {row.name: OptionRow(**{**vars(row), "subject": subject}) for row in rows}
 
 
-_TENSORS = {"kind": OptionKind.ARGUMENT, "goes_with": With.TENSORS}
+_TENSORS_ONLY = {"kind": OptionKind.ARGUMENT, "goes_with": PromptForm.TENSORS}
 _OWN_GENERATE = "leave it out, or call the model's own `generate`"
 _MOVED = f"which transformers has moved to a repository of its own, run by `custom_generate`: {_OWN_GENERATE}"
 _FACTORY = "`factory(index, prompt_token_ids)`, called once for each sequence"
@@ -46,27 +46,27 @@ _NO_LOGPROBS = (
 )
 
 TABLE: dict[str, OptionRow] = {
-    **_of(
+    **_chapter(
         Subject.PROMPTS,
-        _ours(
+        _added(
             "prompts",
             None,
-            "The first argument: strings, lists of token ids, 1-D tensors and chats, mixed as you like, or a single "
-            "one. A BatchResult comes back. (A 2-D tensor in its place is taken for `input_ids`.)",
+            "The first argument: a list of strings, lists of token ids, 1-D tensors and chats, mixed as you like, or a "
+            "single prompt. A BatchResult comes back. (A 2-D tensor in its place is taken for `input_ids`.)",
         ),
         _honoured(
             "input_ids",
             None,
-            "Rows padded on either side. What `generate` gives back for tensors comes back, padded as it pads.",
-            **_TENSORS,
+            "Rows padded on either side. A tensor or a ModelOutput comes back, padded as by `generate`.",
+            **_TENSORS_ONLY,
         ),
-        _honoured("inputs", None, "The same as `input_ids`.", **_TENSORS),
+        _honoured("inputs", None, "The same as `input_ids`.", **_TENSORS_ONLY),
         _honoured(
             "attention_mask",
             None,
-            "Says what is padding; without it, the mask is the one that `generate` would infer. Each row is computed "
-            "as if it stood alone.",
-            **_TENSORS,
+            "Marks the padding; without it, the mask is the one that `generate` would infer. Each row is computed as "
+            "if it stood alone.",
+            **_TENSORS_ONLY,
         ),
         _refused(
             "token_type_ids",
@@ -80,18 +80,18 @@ TABLE: dict[str, OptionRow] = {
             "One for all prompts; or, with a list of prompts, a list with one for each. Keyword arguments win over "
             "it, and it wins over `model.generation_config`.",
         ),
-        _ours(
+        _added(
             "adapter",
             None,
             "Of a model with PEFT adapters: the name of one, or `None` for the model without any; or a list, one for "
-            "each prompt. Left out, the adapters that are active are used as they are. The model's own state is not "
-            "touched, and prompts share what they begin with only where they have the same adapter.",
+            "each prompt. If it is left out, the active adapters are used as they are. The model's own state is not "
+            "touched. Prompts share a prefix only where they have the same adapter.",
         ),
-        _argument("tokenizer", None, "For `stop_strings`, where it is not to be the one that the BatchGenerator has."),
+        _argument("tokenizer", None, "For `stop_strings`, instead of the BatchGenerator's tokenizer."),
         _refused(
             "inputs_embeds",
-            "is not supported: prompts are text or token ids. For what exists as embeddings alone call the model's own "
-            "`generate`",
+            "is not supported: prompts are text or token ids. For prompts that exist as embeddings alone call the "
+            "model's own `generate`",
             kind=OptionKind.ARGUMENT,
         ),
         _refused(
@@ -101,14 +101,16 @@ TABLE: dict[str, OptionRow] = {
         ),
         _refused(
             "past_key_values",
-            "is not supported: pass whole prompts, and what they share is computed once (also from call to call, with "
-            "BatchConfig.keep_prefixes)",
+            "is not supported: pass whole prompts, and their shared prefixes are computed once (from call to call, "
+            "too, with BatchConfig.keep_prefixes)",
             kind=OptionKind.ARGUMENT,
         ),
-        _idle("bos_token_id", "It only begins an empty input, and every prompt here has tokens.", takes=Takes.TOKEN),
-        _idle("decoder_start_token_id", "It is for encoder-decoder models."),
+        _no_effect(
+            "bos_token_id", "It only begins an empty input, and every prompt here has tokens.", takes=Takes.TOKEN
+        ),
+        _no_effect("decoder_start_token_id", "It is for encoder-decoder models."),
     ),
-    **_of(
+    **_chapter(
         Subject.ENDS,
         _honoured("max_new_tokens", Where.DEVICE, takes=Takes.WHOLE),
         _honoured(
@@ -134,20 +136,20 @@ TABLE: dict[str, OptionRow] = {
         _argument(
             "stopping_criteria",
             Where.LATE,
-            "A list (`StoppingCriteriaList`) for all prompts, or, for criteria that remember what they saw, a "
-            f"callable that makes one: {_FACTORY}. A criterion sees one sequence: in a list without padding, of a "
-            "tensor its row as it was passed. Those of a list take the place of the options' own of the same kind, as "
-            "in `generate`; those of a factory come on top.",
+            "A list (`StoppingCriteriaList`) for all prompts, or, for criteria that keep state, a callable that makes "
+            f"one: {_FACTORY}. A criterion sees one sequence: without padding where prompts came as a list, its row as "
+            "it was passed where they came as a tensor. A criterion in a list replaces the options' own of the same "
+            "kind, as in `generate`; criteria of a factory are added.",
         ),
         _honoured(
             "max_time",
             Where.LATE,
-            "Seconds, for the call as a whole. What has finished by then is whole, the rest is cut where it is, with "
-            '`finish_reason` "time", and may have no new token at all.',
+            "Seconds, for the whole call. Sequences that have finished by then are whole. The others are cut short, "
+            'with `finish_reason` "time"; they may have no new token at all.',
             takes=Takes.NUMBER,
         ),
     ),
-    **_of(
+    **_chapter(
         Subject.CHOICE,
         _honoured(
             "do_sample",
@@ -156,73 +158,73 @@ TABLE: dict[str, OptionRow] = {
             "the prompt's index, the sample's index and the position alone.",
             takes=Takes.FLAG,
         ),
-        _ours(
+        _added(
             "seed",
             Where.DEVICE,
-            "Of the noise. By default it is drawn from torch's generator, so that `set_seed` makes a call repeat; it "
-            "stands in the report.",
+            "The seed of the noise: one for all prompts, or a list with one for each. By default it is drawn from "
+            "torch's generator, so that a call repeats after `set_seed`; the report names it.",
         ),
         _honoured(
             "num_return_sequences",
             Where.DEVICE,
-            "For prompt `i`, `n` rows one after the other: `i*n`, `i*n + 1`, ... (`.index`, `.sample`).",
+            "Prompt `i` has `n` rows, one after the other: `i*n`, `i*n + 1`, ... (`.index`, `.sample`).",
             takes=Takes.WHOLE,
         ),
-        _honoured("temperature", Where.DEVICE, takes=Takes.NUMBER, sampling=True, nothing=1.0),
+        _honoured("temperature", Where.DEVICE, takes=Takes.NUMBER, sampling_only=True, neutral=1.0),
         _honoured(
             "top_k",
             Where.DEVICE,
             "50 unless you or the checkpoint say otherwise, as in `generate`; 0 for none.",
             takes=Takes.NUMBER,
-            sampling=True,
-            nothing=50,
+            sampling_only=True,
+            neutral=50,
         ),
-        _honoured("top_p", Where.DEVICE, takes=Takes.NUMBER, sampling=True, nothing=1.0),
-        _honoured("min_p", Where.DEVICE, takes=Takes.NUMBER, sampling=True),
-        _honoured("top_h", Where.STEP, takes=Takes.NUMBER, sampling=True),
-        _honoured("typical_p", Where.STEP, takes=Takes.NUMBER, sampling=True, nothing=1.0),
-        _honoured("epsilon_cutoff", Where.STEP, takes=Takes.NUMBER, sampling=True, nothing=0.0),
-        _honoured("eta_cutoff", Where.STEP, takes=Takes.NUMBER, sampling=True, nothing=0.0),
+        _honoured("top_p", Where.DEVICE, takes=Takes.NUMBER, sampling_only=True, neutral=1.0),
+        _honoured("min_p", Where.DEVICE, takes=Takes.NUMBER, sampling_only=True),
+        _honoured("top_h", Where.STEP, takes=Takes.NUMBER, sampling_only=True),
+        _honoured("typical_p", Where.STEP, takes=Takes.NUMBER, sampling_only=True, neutral=1.0),
+        _honoured("epsilon_cutoff", Where.STEP, takes=Takes.NUMBER, sampling_only=True, neutral=0.0),
+        _honoured("eta_cutoff", Where.STEP, takes=Takes.NUMBER, sampling_only=True, neutral=0.0),
     ),
-    **_of(
+    **_chapter(
         Subject.BEAMS,
         _honoured(
             "num_beams",
             Where.STEP,
-            "More than 1 for a beam search. `num_return_sequences`, up to as many, says how many answers there are, "
-            "the best first; their `score` is the `sequences_scores` of `generate`. Processors and criteria of your "
-            "own see all beams of a prompt at once, as in `generate`; a factory makes them for a prompt. Prompts of a "
-            "call may have different widths, but not 1 beside others. `logprobs`, `prompt_logprobs`, `streamer` and "
-            "`negative_prompt_ids` do not go with it.",
+            "More than 1 for a beam search. `num_return_sequences`, at most as many, is the number of answers, the "
+            "best first; their `score` is the `sequences_scores` of `generate`. Your own processors and criteria see "
+            "all beams of a prompt at once, as in `generate`; a factory is called once for each prompt. Prompts of a "
+            "call may have different numbers of beams, but not 1 and more than 1. `logprobs`, `prompt_logprobs`, "
+            "`streamer` and `negative_prompt_ids` do not go with it.",
             takes=Takes.WHOLE,
-            nothing=1,
+            neutral=1,
         ),
-        _honoured("length_penalty", Where.STEP, "Without beams it has no effect.", takes=Takes.NUMBER, nothing=1.0),
+        _honoured("length_penalty", Where.STEP, "Without beams it has no effect.", takes=Takes.NUMBER, neutral=1.0),
         _honoured(
             "early_stopping",
             Where.STEP,
             'True, False or "never", as in `generate`. Without beams it has no effect.',
         ),
     ),
-    **_of(
+    **_chapter(
         Subject.SCORES,
         _honoured(
             "repetition_penalty",
             Where.DEVICE,
-            "Of the prompt's and the new tokens, never of padding.",
+            "Counts the prompt's and the new tokens, never padding.",
             takes=Takes.NUMBER,
         ),
         _honoured(
             "encoder_repetition_penalty",
             Where.STEP,
-            "The prompt stands for the encoder's input, as in `generate`.",
+            "The prompt takes the place of the encoder's input, as in `generate`.",
             takes=Takes.NUMBER,
         ),
         _honoured("no_repeat_ngram_size", Where.STEP, takes=Takes.WHOLE),
         _honoured(
             "encoder_no_repeat_ngram_size",
             Where.STEP,
-            "The prompt stands for the encoder's input, as in `generate`.",
+            "The prompt takes the place of the encoder's input, as in `generate`.",
             takes=Takes.WHOLE,
         ),
         _honoured("bad_words_ids", Where.STEP),
@@ -240,11 +242,11 @@ TABLE: dict[str, OptionRow] = {
         _honoured(
             "guidance_scale",
             Where.STEP,
-            "Each sequence runs a second time at each step, without its prompt or with the negative one.",
+            "Each sequence runs a second time at each step, without its prompt or with the negative prompt.",
             takes=Takes.NUMBER,
         ),
         _argument("negative_prompt_ids", Where.STEP, "For `guidance_scale`: a 2-D tensor, a row for each prompt."),
-        _argument("negative_prompt_attention_mask", Where.STEP, "Says what of `negative_prompt_ids` is padding."),
+        _argument("negative_prompt_attention_mask", Where.STEP, "Marks the padding in `negative_prompt_ids`."),
         _argument(
             "prefix_allowed_tokens_fn",
             Where.STEP,
@@ -253,93 +255,92 @@ TABLE: dict[str, OptionRow] = {
         _argument(
             "logits_processor",
             Where.STEP,
-            "A list (`LogitsProcessorList`) for all prompts, or, for processors that remember what they saw, a "
-            f"callable that makes one: {_FACTORY}. A processor sees a sequence's own prompt and new tokens, without "
-            "padding.",
+            "A list (`LogitsProcessorList`) for all prompts, or, for processors that keep state, a callable that makes "
+            f"one: {_FACTORY}. A processor sees a sequence's own prompt and new tokens, without padding.",
         ),
     ),
-    **_of(
+    **_chapter(
         Subject.RESULTS,
         _honoured(
             "pad_token_id",
             None,
-            "It fills up the rows of a tensor; by default the first EOS. Where rows of a tensor may end at different "
-            "lengths there must be one. What a list gives is not padded.",
+            "Fills up the rows of a tensor; by default the first EOS. It is needed where rows of a tensor may end at "
+            "different lengths. Results for a list are not padded.",
             takes=Takes.TOKEN,
         ),
         _honoured(
             "return_dict_in_generate",
             None,
             "A ModelOutput instead of a tensor, without `past_key_values`.",
-            goes_with=With.TENSORS,
+            goes_with=PromptForm.TENSORS,
             instead=_BATCH_RESULT,
             takes=Takes.FLAG,
         ),
         _honoured(
             "output_scores",
             Where.STEP,
-            "With `return_dict_in_generate=True`, as in `generate`; without it nothing would come back.",
-            goes_with=With.TENSORS,
+            "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back.",
+            goes_with=PromptForm.TENSORS,
             instead=_WITH_LOGPROBS,
             takes=Takes.FLAG,
         ),
         _honoured(
             "output_logits",
             Where.STEP,
-            "With `return_dict_in_generate=True`, as in `generate`; without it nothing would come back.",
-            goes_with=With.TENSORS,
+            "With `return_dict_in_generate=True`, as in `generate`; without that nothing comes back.",
+            goes_with=PromptForm.TENSORS,
             instead=_WITH_LOGPROBS,
             takes=Takes.FLAG,
         ),
-        _ours(
+        _added(
             "logprobs",
             Where.STEP,
-            "`k`: for each new token its log-probability and those of the `k` likeliest. 0 for the token's own alone.",
-            goes_with=With.LISTS,
+            "`k`: for each new token its own log-probability and those of the `k` likeliest tokens. 0 for its own "
+            "alone.",
+            goes_with=PromptForm.LISTS,
             instead=_NO_LOGPROBS,
         ),
-        _ours(
+        _added(
             "prompt_logprobs",
             Where.STEP,
             "`k`: the same for the tokens of the prompt.",
-            goes_with=With.LISTS,
+            goes_with=PromptForm.LISTS,
             instead=_NO_LOGPROBS,
         ),
         _refused(
             "output_attentions",
-            "is not supported: attention is not computed as a matrix here. Run the model over what comes back, "
+            "is not supported: attention is not computed as a matrix here. Run the model over the results, "
             "model(ids, output_attentions=True)",
         ),
         _refused(
             "output_hidden_states",
-            "is not supported. Run the model over what comes back, model(ids, output_hidden_states=True)",
+            "is not supported. Run the model over the results, model(ids, output_hidden_states=True)",
         ),
         _argument(
             "streamer",
             Where.LATE,
-            "With one prompt and one sequence, as in `generate`. For many prompts `stream()` hands out each result "
-            "when it is finished.",
+            "For one prompt with one sequence, as in `generate`. For many prompts `stream()` yields each result when "
+            "it is finished.",
         ),
-        _ours("on_error", None, '"record" runs the good prompts and puts the reason into `error` of the others.'),
-        _ours("progress", None, "A bar: True, False, or None for long lists only."),
+        _added("on_error", None, '"record" runs the good prompts and puts the reason into `error` of the others.'),
+        _added("progress", None, "A progress bar: True, False, or None for long lists only."),
     ),
-    **_of(
+    **_chapter(
         Subject.MODES,
-        _refused("num_beam_groups", f"is not supported: group beam search, {_MOVED}", nothing=1),
-        _refused("diversity_penalty", f"is not supported: group beam search, {_MOVED}", nothing=0),
+        _refused("num_beam_groups", f"is not supported: group beam search, {_MOVED}", neutral=1),
+        _refused("diversity_penalty", f"is not supported: group beam search, {_MOVED}", neutral=0),
         _refused("constraints", f"is not supported: constrained beam search, {_MOVED}"),
         _refused("force_words_ids", f"is not supported: constrained beam search, {_MOVED}"),
-        _refused("penalty_alpha", f"is not supported: contrastive search, {_MOVED}", nothing=0),
+        _refused("penalty_alpha", f"is not supported: contrastive search, {_MOVED}", neutral=0),
         _refused("dola_layers", f"is not supported: DoLa, {_MOVED}"),
-        _idle("low_memory", "It was for contrastive search."),
+        _no_effect("low_memory", "It was for contrastive search."),
         _refused(
             "token_healing",
-            "is not supported: heal the prompts first, and pass what model.heal_tokens(input_ids, tokenizer) gives",
+            "is not supported: heal the prompts first, and pass what model.heal_tokens(input_ids, tokenizer) returns",
         ),
         _refused(
             "custom_generate",
-            "is not supported: it would run instead of what this library does. Leave it out, or call the model's own "
-            "`generate`",
+            "is not supported: it would run instead of this library. Leave it out, or call the model's own `generate`",
             kind=OptionKind.ARGUMENT,
         ),
         _refused(
@@ -354,47 +355,47 @@ TABLE: dict[str, OptionRow] = {
             kind=OptionKind.ARGUMENT,
         ),
     ),
-    **_of(
+    **_chapter(
         Subject.SPECULATION,
-        _idle("assistant_model", "", kind=OptionKind.ARGUMENT),
-        _idle("assistant_tokenizer", "", kind=OptionKind.ARGUMENT),
-        _idle("assistant_early_exit", ""),
-        _idle("prompt_lookup_num_tokens", ""),
-        _idle("max_matching_ngram_size", ""),
-        _idle("use_mtp", ""),
-        _idle("speculation_type", ""),
-        _idle("num_assistant_tokens", ""),
-        _idle("num_assistant_tokens_schedule", ""),
-        _idle("assistant_confidence_threshold", ""),
-        _idle("assistant_lookbehind", ""),
-        _idle("target_lookbehind", ""),
+        _no_effect("assistant_model", "", kind=OptionKind.ARGUMENT),
+        _no_effect("assistant_tokenizer", "", kind=OptionKind.ARGUMENT),
+        _no_effect("assistant_early_exit", ""),
+        _no_effect("prompt_lookup_num_tokens", ""),
+        _no_effect("max_matching_ngram_size", ""),
+        _no_effect("use_mtp", ""),
+        _no_effect("speculation_type", ""),
+        _no_effect("num_assistant_tokens", ""),
+        _no_effect("num_assistant_tokens_schedule", ""),
+        _no_effect("assistant_confidence_threshold", ""),
+        _no_effect("assistant_lookbehind", ""),
+        _no_effect("target_lookbehind", ""),
         _refused(
             "assistant_ensemble_weight",
-            "is not supported: it lets the assistant's opinion count, which changes the results. Leave it out",
+            "is not supported: it mixes the assistant's scores in, which changes the results. Leave it out",
         ),
         _refused(
             "is_assistant",
-            "is not supported: it ends a sequence where the model is in doubt, which is for the assistant that "
+            "is not supported: it ends a sequence where the model is unsure, and is meant for the assistant that "
             "`generate` runs itself. Leave it out",
         ),
     ),
-    **_of(
+    **_chapter(
         Subject.RUNNING,
-        _idle("use_cache", "There is always a KV cache; results do not depend on it."),
-        _idle("cache_implementation", "The KV cache is in pages, with the model's dtype: see BatchConfig.kv_memory."),
-        _idle("cache_config", ""),
-        _idle("max_cache_len", ""),
-        _idle("prefill_chunk_size", "See BatchConfig.max_batch_tokens."),
-        _idle("compile_config", "See BatchConfig.fuse and BatchConfig.cuda_graphs."),
-        _idle("disable_compile", ""),
-        _idle("continuous_batching_config", "It is for `generate_batch`."),
-        _idle("transformers_version", "A note in a checkpoint."),
+        _no_effect("use_cache", "There is always a KV cache."),
+        _no_effect("cache_implementation", "The KV cache is paged, in the model's dtype: see BatchConfig.kv_memory."),
+        _no_effect("cache_config", ""),
+        _no_effect("max_cache_len", ""),
+        _no_effect("prefill_chunk_size", "See BatchConfig.max_batch_tokens."),
+        _no_effect("compile_config", "See BatchConfig.fuse and BatchConfig.cuda_graphs."),
+        _no_effect("disable_compile", ""),
+        _no_effect("continuous_batching_config", "It is an option of `generate_batch`."),
+        _no_effect("transformers_version", "A note in a checkpoint."),
     ),
 }
 
 
 def names(fate: Fate | None = None, kind: OptionKind | None = None, subject: Subject | None = None) -> frozenset[str]:
-    """Of those options for which all of it is true."""
+    """The names of the options for which all that is given is true."""
     return frozenset(
         row.name
         for row in TABLE.values()

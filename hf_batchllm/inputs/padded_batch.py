@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: a padded batch of token ids as ``model.generate`` takes it, and what it gives back."""
+"""Tensors in, tensors out: a padded batch of token ids as ``model.generate`` takes it, and the tensor it returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from .prompts import Prompt
 
-_NAMES = ("input_ids", "inputs")  # by which ``generate`` knows the same thing
+_NAMES = ("input_ids", "inputs")  # two names of the same argument of ``generate``
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class PaddedBatch:
         return self.ids.shape[1]
 
     def unpadded(self, inferred: torch.Tensor | None, vocab_size: int) -> tuple[list[Prompt | None], dict[int, str]]:
-        """Each row as if it stood alone, or None where it cannot be run; and, for those, the reason by row.
+        """Each row without its padding, or None where it cannot be run; and the reason for each of these, by row.
 
-        ``inferred``: the mask that takes the place of the one that was not passed.
+        ``inferred``: the mask to use where none was passed.
         """
         chosen = self.mask if self.mask is not None else inferred
         assert chosen is not None
@@ -41,12 +41,12 @@ class PaddedBatch:
         problems: dict[int, str] = {}
         for row in np.flatnonzero((lengths == 0) | (ends - begins != lengths) | wrong.any(axis=1)).tolist():
             if lengths[row] == 0:
-                problems[row] = "is padding from end to end: it has no token to begin from"
+                problems[row] = "is all padding: it has no token to begin from"
             elif ends[row] - begins[row] != lengths[row]:
-                problems[row] = self._hole(begins[row] + int(mask[row, begins[row] :].argmin()))
+                problems[row] = self._masked_inside(begins[row] + int(mask[row, begins[row] :].argmin()))
             else:
                 column = int(wrong[row].argmax())
-                problems[row] = self._outside(int(ids[row, column]), column, vocab_size)
+                problems[row] = self._outside_vocabulary(int(ids[row, column]), column, vocab_size)
         prompts: list[Prompt | None] = [
             None if row in problems else Prompt(np.frombuffer(ids[row, begin:end].astype(np.int32).tobytes(), np.int32))
             for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True))
@@ -57,14 +57,16 @@ class PaddedBatch:
         """int64 [rows * samples, width + longest]: each row as it was passed, then its new tokens, then padding."""
         longest = max(map(len, new_tokens))
         if pad is None and any(len(tokens) < longest for tokens in new_tokens):
-            raise ValueError("rows ended at different lengths and there is nothing to fill them up: set `pad_token_id`")
+            raise ValueError(
+                "rows ended at different lengths and there is no token to pad them with: set `pad_token_id`"
+            )
         added = np.full((len(new_tokens), longest), 0 if pad is None else pad, np.int64)
         for row, tokens in zip(added, new_tokens, strict=True):
             row[: len(tokens)] = tokens
         before = self.ids.long().repeat_interleave(len(new_tokens) // len(self.ids), dim=0)
         return torch.cat([before, torch.from_numpy(added).to(before.device)], dim=1)
 
-    def _hole(self, column: int) -> str:
+    def _masked_inside(self, column: int) -> str:
         if self.mask is None:
             return (
                 f"has the pad token between other tokens (column {column}). No `attention_mask` was passed, so every "
@@ -75,7 +77,7 @@ class PaddedBatch:
             "Take those tokens out of `input_ids`"
         )
 
-    def _outside(self, token: int, column: int, vocab_size: int) -> str:
+    def _outside_vocabulary(self, token: int, column: int, vocab_size: int) -> str:
         hint = ". Is it padding? Then pass an `attention_mask`" if self.mask is None else ""
         if token < 0:
             return f"has token id {token} in column {column}; token ids are not negative{hint}"
@@ -83,7 +85,7 @@ class PaddedBatch:
 
 
 def take_padded(prompts: Any, kwargs: dict[str, Any]) -> PaddedBatch | None:
-    """The batch that a call was given as tensors, taken out of ``kwargs``; None if it was given a list of prompts."""
+    """The batch of tensors that a call was given, removed from ``kwargs``; None if the prompts are a list."""
     given = {name: kwargs.pop(name, None) for name in _NAMES}
     given = {name: value for name, value in given.items() if value is not None}
     mask = kwargs.pop("attention_mask", None)
@@ -100,7 +102,7 @@ def take_padded(prompts: Any, kwargs: dict[str, Any]) -> PaddedBatch | None:
         if prompts is None:
             raise ValueError("`attention_mask` was passed without `input_ids`")
         raise ValueError(
-            "`attention_mask` goes with a padded 2-D tensor, and the prompts are a list: leave it out, and the padding"
+            "`attention_mask` goes with a padded 2-D tensor, and the prompts are a list: leave out mask and padding"
         )
     ((name, value),) = given.items()
     ids = _ids(name, value)
@@ -138,11 +140,11 @@ def _mask(mask: Any, shape: torch.Size) -> torch.Tensor:
     given = torch.tensor(mask) if isinstance(mask, np.ndarray) else mask
     if given.is_meta:
         raise ValueError("`attention_mask` is on the meta device, where tensors have no values")
-    allowed = given != 0
-    other = given[allowed & (given != 1)]
+    kept = given != 0
+    other = given[kept & (given != 1)]
     if other.numel():
         raise ValueError(f"`attention_mask` holds {other[0].item()}: 1 marks a token and 0 padding, nothing else")
-    return allowed
+    return kept
 
 
 def _holds_integers(tensor: torch.Tensor) -> bool:
@@ -150,5 +152,5 @@ def _holds_integers(tensor: torch.Tensor) -> bool:
 
 
 def _dimensions(value: Any) -> int:
-    """Of a tensor or an array; -1 for anything else."""
+    """The dimensions of a tensor or an array; -1 for anything else."""
     return value.ndim if isinstance(value, torch.Tensor | np.ndarray) else -1

@@ -1,7 +1,7 @@
-"""What people pass in -> ``Prompt(ids, key)``: checked completely, before any work, in the user's words.
+"""The user's prompts -> ``Prompt(ids, key)``: checked completely before any work, with errors in the user's words.
 
-A prompt is a string, a list of token ids, a 1-D tensor or array, or a chat. Lists of token ids are the bulk of
-large inputs, so no Python loop walks over their tokens unless a prompt is already known to be bad.
+A prompt is a string, a list of token ids, a 1-D tensor or array, or a chat. Large inputs are mostly
+lists of token ids, so no Python loop walks over the tokens of a prompt before the prompt is known to be bad.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .chats import NO_TEMPLATE, chat_problem, is_bare_chat, is_chat, is_message
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
 _PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
 _ID_LIMIT = 2**31  # ids are kept as int32
-_COLUMNS = ("messages", "prompt_token_ids", "prompt", "text", "question", "instruction")  # of a data set's rows
-_TOKENIZER_BATCH = 1024  # a fast tokenizer holds ~100 bytes a token until its call returns: bound that
+_COLUMNS = ("messages", "prompt_token_ids", "prompt", "text", "question", "instruction")  # usual names in data sets
+_TOKENIZER_BATCH = 1024  # texts in one call: a fast tokenizer holds ~100 bytes a token until its call returns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,26 +33,26 @@ class Prompt:
     """One prompt, ready to run. ``ids`` is not empty."""
 
     ids: np.ndarray  # int32 [tokens], read-only
-    key: Hashable = None  # adapter, media, salt: what makes equal ids unequal
+    key: Hashable = None  # an adapter, say: prompts share a prefix only where their keys are equal
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-class _Refused(Exception):
-    """Why one prompt cannot be run."""
+class _BadPrompt(Exception):
+    """One prompt cannot be run; the message is the reason."""
 
 
-class _NoTokens(_Refused):
+class _NoTokens(_BadPrompt):
     pass
 
 
-class _OutsideVocabulary(_Refused):
+class _OutsideVocabulary(_BadPrompt):
     pass
 
 
 def prepare_prompts(prompts: Any, **options: Any) -> list[Prompt]:
-    """All of ``prompts``, or a ``PromptError`` that names every bad one. Options as in ``check_prompts``."""
+    """Every prompt, or a ``PromptError`` that names every bad one. ``options`` as in ``check_prompts``."""
     checked, problems = check_prompts(prompts, **options)
     if problems:
         raise PromptError(problems)
@@ -68,10 +68,10 @@ def check_prompts(
     key: Hashable = None,
     notices: Notices | None = None,
 ) -> tuple[list[Prompt | None], dict[int, str]]:
-    """Each prompt, or None where it cannot be run; and, for those, the reason by index.
+    """Each prompt, or None where it cannot be run; and the reason for each of these, by index.
 
     ``tokenizer`` is a function without arguments that *returns* the tokenizer (or raises); it is called once, and only
-    when a string or a chat is met. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt.
+    if there is a string or a chat. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt.
     A ``prompts`` that is not a list of prompts at all is a ``PromptsTypeError``.
     """
     given = as_list(prompts)
@@ -81,13 +81,13 @@ def check_prompts(
     texts: list[int] = []
     chats: list[int] = []
 
-    def settle(index: int, ids: Any) -> None:
+    def pack(index: int, ids: Any) -> None:
         try:
             packed = _packed_ids(ids, id_limit)
             if max_length is not None and len(packed) > 4 * max_length:
-                raise _Refused(f"has {len(packed) // 4} tokens, more than the {max_length} that fit")
-        except _Refused as refusal:
-            problems[index] = _seen_from(given[index], refusal)
+                raise _BadPrompt(f"has {len(packed) // 4} tokens, more than the {max_length} that fit")
+        except _BadPrompt as bad:
+            problems[index] = _for_user(given[index], bad)
         else:
             # An array over immutable bytes is read-only, and the plan sorts those same bytes without a copy.
             checked[index] = Prompt(np.frombuffer(packed, np.int32), key)
@@ -103,7 +103,7 @@ def check_prompts(
                 else:
                     problems[index] = why
             else:
-                settle(index, prompt)
+                pack(index, prompt)
 
     if texts or chats:
         loaded, missing = _loaded(tokenizer)
@@ -115,11 +115,11 @@ def check_prompts(
                 if isinstance(ids, Exception):
                     problems[index] = refused_by_tokenizer(given[index], loaded, ids)
                 else:
-                    settle(index, ids)
+                    pack(index, ids)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
             (notices or Notices())(
-                "empty", f"prompt {empty} is an empty string: the model sees the tokenizer's special tokens alone"
+                "empty", f"prompt {empty} is an empty string: the model sees only the tokenizer's special tokens"
             )
     return checked, problems
 
@@ -128,7 +128,8 @@ def check_prompts(
 def garbage_collection_paused() -> Iterator[None]:
     """For work that makes many objects and no cycles.
 
-    Its objects set off full collections, and each of them walks over every token of a large list: seconds for nothing.
+    Many new objects trigger full collections, each of which walks over every token of a large list: that takes seconds
+    and frees nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -140,7 +141,7 @@ def garbage_collection_paused() -> Iterator[None]:
 
 
 def as_list(prompts: Any, name: str = "prompts") -> Sequence[Any]:
-    """The prompts one by one; a bare prompt is a list of one. ``name``: of the argument, for messages."""
+    """The prompts as a list; a single prompt becomes a list of one. ``name``: the argument's name in errors."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "UTO":
@@ -151,22 +152,22 @@ def as_list(prompts: Any, name: str = "prompts") -> Sequence[Any]:
         if prompts.ndim != 1:
             raise PromptsTypeError(f"{name} is a {prompts.ndim}-D {kind(prompts)}; {_PADDED_TENSOR}")
         return [prompts]
-    why = no_list(prompts)
+    why = why_not_a_list(prompts)
     if why is not None:
         raise PromptsTypeError(f"{name} is {why}")
     listed = prompts if isinstance(prompts, (list, tuple)) else read_all(prompts)
-    return [listed] if _is_bare(listed) else listed
+    return [listed] if _is_one_prompt(listed) else listed
 
 
-def no_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
-    """What ``prompts`` is, if there is no walking through it prompt by prompt."""
+def why_not_a_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
+    """What ``prompts`` is instead, with advice, if it cannot be read prompt by prompt."""
     if isinstance(prompts, Mapping):
-        return as_mapping(prompts, a_prompt_is)
+        return describe_mapping(prompts, a_prompt_is)
     columns = getattr(prompts, "columns", None)
     if columns is None:
         columns = getattr(prompts, "column_names", None)
     if columns is not None and not isinstance(prompts, (list, tuple)):
-        # Walking through a table gives its columns' names, or its rows as dicts.
+        # Iterating over a table gives the names of its columns, or its rows as dicts.
         names = [name for name in columns if isinstance(name, str)] if isinstance(columns, Iterable) else []
         column = next((name for name in (*_COLUMNS, *names) if name in names), "text")
         return f"{a_kind(prompts)}; pass one of its columns, such as prompts[{column!r}]"
@@ -180,33 +181,34 @@ def no_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
     return None
 
 
-def as_mapping(given: Mapping[Any, Any], a_prompt_is: str = A_PROMPT_IS) -> str:
-    """What a mapping is that stands where a prompt should."""
+def describe_mapping(given: Mapping[Any, Any], a_prompt_is: str = A_PROMPT_IS) -> str:
+    """What a mapping in place of a prompt seems to be, and what to pass instead."""
     if "input_ids" in given:
         return f"{a_kind(given)}; pass the texts themselves, or the token ids in its 'input_ids'"
     if is_message(given):
         return f"{a_kind(given)}; a chat is a list of such messages: [{{'role': ..., 'content': ...}}]"
     column = next((name for name in _COLUMNS if name in given), None)
     if column is not None:
-        return f"{a_kind(given)}; pass what it holds as {column!r}"
+        return f"{a_kind(given)}; pass its value for {column!r}"
     return f"{a_kind(given)}; {a_prompt_is}, and several are a list"
 
 
 def read_all(prompts: Iterable[Any]) -> list[Any]:
+    """All prompts of an iterator; an error that it raises gets a note with the place."""
     listed: list[Any] = []
     try:
         listed.extend(prompts)
     except Exception as error:
-        error.add_note(f"raised by the iterator of prompts, when it was asked for prompt {len(listed)}")
+        error.add_note(f"raised by the iterator of prompts when it was asked for prompt {len(listed)}")
         raise
     return listed
 
 
-def _is_bare(listed: Sequence[Any]) -> bool:
+def _is_one_prompt(listed: Sequence[Any]) -> bool:
     """Whether the list is one prompt (token ids, or a chat) rather than a list of prompts."""
     if is_bare_chat(listed):
         return True
-    # With a string or a list among the numbers it is a list of prompts with some bad ones.
+    # A string or a list among the numbers makes it a list of prompts, of which some are bad.
     return bool(listed) and is_number(listed[0]) and all(is_number(item) or item is None for item in listed)
 
 
@@ -225,25 +227,25 @@ def _described(prompt: Any) -> str:
     return "a string" if isinstance(prompt, str) else "a chat"
 
 
-def _seen_from(prompt: Any, refusal: _Refused) -> str:
-    """The reason in terms of what was passed in, where that was not token ids."""
-    text = isinstance(prompt, str)
-    if not text and not is_chat(prompt):
-        return str(refusal)
-    if isinstance(refusal, _NoTokens):
+def _for_user(prompt: Any, bad: _BadPrompt) -> str:
+    """The reason in terms of the user's own prompt, which may be a text or a chat."""
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        return str(bad)
+    if isinstance(bad, _NoTokens):
         return f"is {'an empty string' if prompt == '' else _described(prompt)}, of which the tokenizer makes no tokens"
-    if isinstance(refusal, _OutsideVocabulary):
-        return f"{refusal}: is the tokenizer another model's, or has it more tokens than the model's embedding?"
-    return str(refusal)
+    if isinstance(bad, _OutsideVocabulary):
+        return f"{bad}: is it another model's tokenizer, or has it more tokens than the model's embedding?"
+    return str(bad)
 
 
 def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
+    """Why the tokenizer could not encode a prompt, in words that follow "prompt 3"."""
     if isinstance(prompt, str):
         try:
             prompt.encode()
         except UnicodeEncodeError as half:
             return f"is a string with half a character (a lone surrogate) at position {half.start}"
-    # Some tokenizers do without a template, so it is only asked for once they have failed for want of it.
+    # Some tokenizers need no template, so a missing one is reported only after they have failed.
     elif not hasattr(tokenizer, "apply_chat_template") or (
         getattr(tokenizer, "chat_template", None) is None and "chat_template" in str(error)
     ):
@@ -262,7 +264,9 @@ def _encoded(
         except Exception:
             rows = [_encoded_alone(item, tokenizer, encode) for item in batch]
         if len(rows) != len(batch):
-            raise TokenizerError(f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another one")
+            raise TokenizerError(
+                f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another tokenizer"
+            )
         yield from rows
 
 
@@ -276,37 +280,39 @@ def _encoded_alone(item: Any, tokenizer: Any, encode: Callable[[Any, list[Any]],
 
 def _encode_texts(tokenizer: Any, texts: list[str]) -> Sequence[Any]:
     # A processor for several media takes images first; it holds the tokenizer.
-    return getattr(tokenizer, "tokenizer", tokenizer)(texts)["input_ids"]
+    encoded: Sequence[Any] = getattr(tokenizer, "tokenizer", tokenizer)(texts)["input_ids"]
+    return encoded
 
 
 def _encode_chats(tokenizer: Any, chats: list[Any]) -> Sequence[Any]:
-    encoded = tokenizer.apply_chat_template(
+    encoded: Any = tokenizer.apply_chat_template(
         [list(chat) for chat in chats], add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    # Multimodal processors, and tokenizers with a method of their own, return a dict whatever was asked.
-    return encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+    # Multimodal processors, and tokenizers with a method of their own, return a dict all the same.
+    rows: Sequence[Any] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+    return rows
 
 
 def _packed_ids(prompt: Any, id_limit: int) -> bytes:
-    """The token ids as int32 in native byte order; raises ``_Refused`` unless each is an integer in range."""
+    """The token ids as int32 in native byte order; raises ``_BadPrompt`` unless each is an integer in range."""
     if isinstance(prompt, (list, tuple)):
         return _packed_list(prompt, id_limit)
     if isinstance(prompt, Mapping):
-        raise _Refused(f"is {as_mapping(prompt)}")
+        raise _BadPrompt(f"is {describe_mapping(prompt)}")
     if isinstance(prompt, (float, np.floating)) and np.isnan(prompt):
-        raise _Refused(f"is NaN, as missing values are; {A_PROMPT_IS}")
+        raise _BadPrompt(f"is NaN, as missing values are; {A_PROMPT_IS}")
     if not is_array(prompt):
-        raise _Refused(f"is {a_kind(prompt)}; {A_PROMPT_IS}")
+        raise _BadPrompt(f"is {a_kind(prompt)}; {A_PROMPT_IS}")
     if prompt.ndim != 1:
-        raise _Refused(f"is a {prompt.ndim}-D {kind(prompt)}; {_PADDED_TENSOR}")
+        raise _BadPrompt(f"is a {prompt.ndim}-D {kind(prompt)}; {_PADDED_TENSOR}")
     try:
         values = prompt if isinstance(prompt, np.ndarray) else _to_numpy(prompt)
     except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, say, or on the meta device
-        raise _Refused(f"is a tensor that cannot be read: {first_line(error)}") from None
+        raise _BadPrompt(f"is a tensor that cannot be read: {first_line(error)}") from None
     if values.size == 0:
         raise _NoTokens("is empty: it has no token ids")
     if values.dtype.kind not in "iu":
-        raise _Refused(f"is a {kind(prompt)} of {prompt.dtype}; token ids are integers")
+        raise _BadPrompt(f"is a {kind(prompt)} of {prompt.dtype}; token ids are integers")
     if int(values.min()) < 0 or int(values.max()) >= id_limit:
         position = int(np.argmax((values < 0) | (values >= id_limit)))
         raise _out_of_range(int(values[position]), position, id_limit)
@@ -317,12 +323,12 @@ def _packed_list(ids: Sequence[Any], id_limit: int) -> bytes:
     if not ids:
         raise _NoTokens("is empty: it has no token ids")
     try:
-        # "I" is twice as fast as "i" and refuses floats and negative numbers; what is too large is seen below.
+        # "I" is twice as fast as "i" and refuses floats and negative numbers; too large ids are found below.
         packed = array("I", ids)
     except (TypeError, ValueError, OverflowError):
         raise _first_bad_element(ids, id_limit) from None
     values = np.frombuffer(packed, np.uint32)
-    # A bool passes for 0 or 1, so only those places are looked at.
+    # A bool is packed as 0 or 1, so only ids of 0 and 1 are checked.
     if values.max() >= id_limit or (
         values.min() <= 1 and any(is_bool(ids[position]) for position in np.flatnonzero(values <= 1).tolist())
     ):
@@ -330,31 +336,31 @@ def _packed_list(ids: Sequence[Any], id_limit: int) -> bytes:
     return packed.tobytes()
 
 
-def _first_bad_element(ids: Sequence[Any], id_limit: int) -> _Refused:
-    """Says what is wrong with a list already known to be bad, so it may take its time."""
+def _first_bad_element(ids: Sequence[Any], id_limit: int) -> _BadPrompt:
+    """What is wrong with a list that is known to be bad; slow is fine here."""
     for position, item in enumerate(ids):
         if item is None:
-            return _Refused(f"holds None at position {position}, where a token id should be")
+            return _BadPrompt(f"holds None at position {position}, where a token id should be")
         if isinstance(item, str):
-            return _Refused(f"holds a string at position {position}; give each string as a prompt of its own")
+            return _BadPrompt(f"holds a string at position {position}; give each string as a prompt of its own")
         if isinstance(item, (list, tuple, Mapping)) or (is_array(item) and item.ndim > 0):
-            return _Refused(f"holds {a_kind(item)} at position {position}; the token ids of a prompt are a flat list")
+            return _BadPrompt(f"holds {a_kind(item)} at position {position}; the token ids of a prompt are a flat list")
         try:
             value = None if is_bool(item) else item.__index__()
         except (AttributeError, TypeError, ValueError):
             value = None
         if value is None:
-            return _Refused(f"holds {shown(item)} at position {position}, {a_kind(item)}; token ids are integers")
+            return _BadPrompt(f"holds {shown(item)} at position {position}, {a_kind(item)}; token ids are integers")
         if not 0 <= value < id_limit:
             return _out_of_range(value, position, id_limit)
-    return _Refused(f"holds something that is not a token id; {A_PROMPT_IS}")
+    return _BadPrompt(f"holds something that is not a token id; {A_PROMPT_IS}")
 
 
-def _out_of_range(value: int, position: int, id_limit: int) -> _Refused:
+def _out_of_range(value: int, position: int, id_limit: int) -> _BadPrompt:
     if value < 0:
-        return _Refused(f"has token id {value} at position {position}; token ids are not negative")
+        return _BadPrompt(f"has token id {value} at position {position}; token ids are not negative")
     if id_limit == _ID_LIMIT:
-        return _Refused(f"has token id {value} at position {position}, which does not fit in 32 bits")
+        return _BadPrompt(f"has token id {value} at position {position}, which does not fit in 32 bits")
     return _OutsideVocabulary(
         f"has token id {value} at position {position}, outside the model's vocabulary of {id_limit}"
     )
@@ -362,5 +368,6 @@ def _out_of_range(value: int, position: int, id_limit: int) -> _Refused:
 
 def _to_numpy(tensor: Any) -> np.ndarray:
     if tensor.is_floating_point() or tensor.is_complex():
-        return np.zeros(len(tensor))  # refused for its dtype; NumPy has no bfloat16 to convert it to
-    return tensor.detach().cpu().numpy()
+        return np.zeros(len(tensor))  # refused later for its dtype; bfloat16 cannot be converted to NumPy
+    array: np.ndarray = tensor.detach().cpu().numpy()
+    return array

@@ -1,4 +1,4 @@
-"""Where a prompt's sampling noise begins: with the seed of the call, or with one of its own."""
+"""The seed of each prompt's sampling noise: the call's, or one of the prompt's own."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 from ..errors import OptionValueError
 from ..wording import is_array, shown
 
-Seeds = int | Sequence[int]  # of all prompts, or one for each
+Seeds = int | Sequence[int]  # one for all prompts, or one for each
 
 _WHOLE = "a whole number from 0 to 2**64 - 1"
 
 
-def noise_of(seeds: Seeds, index: int) -> tuple[int, int]:
-    """The seed of a prompt's noise, and the prompt's number among all that have this seed.
+def noise_key(seeds: Seeds, index: int) -> tuple[int, int]:
+    """The seed of a prompt's noise, and the prompt's number among all prompts with this seed.
 
-    With a seed of its own, it does not matter to a prompt where in the list it stands.
+    A prompt with a seed of its own is always number 0: its place in the list makes no difference.
     """
     return (seeds, index) if isinstance(seeds, int) else (seeds[index], 0)
 
 
-def signed(seed: int) -> int:
-    """The same 64 bits, as PyTorch's integers have them."""
+def as_int64(seed: int) -> int:
+    """The same 64 bits as a signed integer, which is what PyTorch takes."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def checked_seeds(given: Any, prompts: int) -> Seeds:
+    """``given`` as integers: one, or as many as there are ``prompts``; OptionValueError for anything else."""
     each = given.tolist() if is_array(given) else list(given) if isinstance(given, list | tuple | range) else given
     if not isinstance(each, list):
         return _checked(given)

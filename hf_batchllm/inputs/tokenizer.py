@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from, and text out of tokens."""
+"""The call's tokenizer: where it comes from, whether it is one, and decoding with it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _PASS_ONE = "pass BatchGenerator(model, tokenizer)"
 
 
 class TokenizerLoader:
-    """The tokenizer that was given, else the one saved beside the model; looked for when it is first needed."""
+    """The tokenizer that was given, else the one saved with the model; loaded when it is first needed."""
 
     def __init__(self, given: Any, model: PreTrainedModel) -> None:
         check_tokenizer(given)
         self._tokenizer = given
-        self._beside = getattr(model.config, "_name_or_path", "") or ""
+        self._saved_with = getattr(model.config, "_name_or_path", "") or ""
         self._searched = given is not None
 
     def required(self) -> Any:
-        """For prompts that are text: raises if there is none."""
+        """The tokenizer for prompts that are text; TokenizerError if there is none."""
         if self._tokenizer is None:
-            if not self._beside:
-                raise TokenizerError(f"the model does not say where its tokenizer is: {_PASS_ONE}")
+            if not self._saved_with:
+                raise TokenizerError(f"the model's config does not say where its tokenizer is: {_PASS_ONE}")
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._beside)
+                self._tokenizer = AutoTokenizer.from_pretrained(self._saved_with)
             except Exception as error:
                 raise TokenizerError(
-                    f"no tokenizer could be loaded from {self._beside!r}, where the model came from "
+                    f"no tokenizer could be loaded from {self._saved_with!r}, where the model came from "
                     f"({first_line(error)}): {_PASS_ONE}"
                 ) from error
         return self._tokenizer
 
     def found(self) -> Any:
-        """For results: None if there is none to be had on this machine."""
+        """The tokenizer for the texts of results; None if there is none on this machine."""
         if not self._searched:
             self._searched = True
-            if self._tokenizer is None and self._beside:
-                # What is not on this machine is not fetched merely to decode: then results are token ids without text.
+            if self._tokenizer is None and self._saved_with:
+                # Nothing is downloaded merely to decode: results then hold token ids without text.
                 with contextlib.suppress(Exception):
-                    self._tokenizer = AutoTokenizer.from_pretrained(self._beside, local_files_only=True)
+                    self._tokenizer = AutoTokenizer.from_pretrained(self._saved_with, local_files_only=True)
         return self._tokenizer
 
     def decode(self, token_ids: list[int]) -> str | None:
@@ -54,10 +54,11 @@ class TokenizerLoader:
         return self.decode_if_loaded(token_ids)
 
     def decode_if_loaded(self, token_ids: list[int]) -> str | None:
-        """For what is merely nice to have: no tokenizer is looked for."""
+        """The text where a tokenizer is loaded already; none is loaded for this."""
         if self._tokenizer is None:
             return None
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
 
 def check_tokenizer(given: Any) -> None:

@@ -1,9 +1,9 @@
-"""``accelerated(pipe)``: a text-generation pipeline that somebody has made gives all its inputs to a BatchGenerator."""
+"""``accelerated(pipe)``: a text-generation pipeline of the user's gives all its inputs to a BatchGenerator."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
@@ -17,12 +17,15 @@ from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..results.run_report import RunReport
-from .fallbacks import Fallback, not_of_generate, refuse_a_generate_of_its_own, refuse_what_sees_the_batch
+from .fallbacks import Fallback, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
 from .pipeline import BatchTextGenerationPipeline
-from .pipeline_call import AROUND_THE_MODEL, PipelineCall, Results, TokenGenerator, read
+from .pipeline_call import AROUND_THE_MODEL, PipelineCall, PreparedInputs, TokenGenerator
+from .pipeline_inputs import read_inputs
+from .pipeline_options import Parameters
+from .pipeline_results import ResultIterator
 
-_DOORS = ("get_iterator", "run_single")  # through which a pipeline's __call__ goes
-_BEHIND = (*AROUND_THE_MODEL, *_DOORS)  # what runs, there
+_REPLACED = ("get_iterator", "run_single")  # methods that every call of a pipeline goes through
+_MUST_BE_STOCK = (*AROUND_THE_MODEL, *_REPLACED)  # if the user changes one, this module would pass over the change
 _REPORT = "last_report"
 _TOO_LATE = "accelerated() ended before these results were read: read them in its block"
 _ABSENT = object()
@@ -32,7 +35,7 @@ _ABSENT = object()
 def accelerated_pipeline(
     pipe: Pipeline, tokenizer: Any, config: BatchConfig, stand_in: Callable[..., Any]
 ) -> Iterator[Pipeline]:
-    """``stand_in``: what takes the place of ``model.generate`` where a pipeline needs it batch by batch."""
+    """``stand_in`` makes the stand-in for ``model.generate``, for a pipeline that must run batch by batch."""
     if isinstance(pipe, BatchTextGenerationPipeline):
         raise UnsupportedModelError(f"a {pipe.task} pipeline runs whole lists as it is: leave accelerated() out")
     if not isinstance(pipe, TextGenerationPipeline):
@@ -41,25 +44,26 @@ def accelerated_pipeline(
             ": pass the model in it, accelerated(pipe.model)"
         )
     tokenizer = pipe.tokenizer if tokenizer is None else tokenizer
-    changed = _changed(pipe)
+    changed = _changed_method(pipe)
     if changed is not None:
         warn_user(
-            f"{type(pipe).__name__} has {changed} of its own, so its batches are accelerated one by one, and what they "
-            "have in common is computed for each: make them large (`batch_size`)"
+            f"{type(pipe).__name__} has {changed} of its own, so its batches are accelerated one by one, and a prefix "
+            "that batches share is computed for each of them: make batches large (`batch_size`)"
         )
     whole = changed is None
-    place: Any = _PipelineStandIn(pipe, tokenizer, config) if whole else stand_in(pipe.model, tokenizer, config)
+    acting: Any = _PipelineStandIn(pipe, tokenizer, config) if whole else stand_in(pipe.model, tokenizer, config)
     try:
-        place.enter()
+        acting.enter()
         yield pipe
     finally:
-        place.leave()
+        acting.leave()
 
 
-def _changed(pipe: TextGenerationPipeline) -> str | None:
-    for name in _BEHIND:
+def _changed_method(pipe: TextGenerationPipeline) -> str | None:
+    """A method that the pipeline, or its class, has changed: "a `forward`"; None if there is none."""
+    for name in _MUST_BE_STOCK:
         own = vars(pipe).get(name)
-        if own is not None and not isinstance(own, _Door):
+        if own is not None and not isinstance(own, _MethodStandIn):
             return f"a `{name}`"
         if getattr(type(pipe), name) is not getattr(TextGenerationPipeline, name):
             return f"a `{name}`"
@@ -67,27 +71,27 @@ def _changed(pipe: TextGenerationPipeline) -> str | None:
 
 
 class _ChecksAsPipeline(JobChecks):
-    """Refuses what a pipeline shows one prompt after the other, and might remember something of each."""
+    """Refuses callables that a pipeline would call for one prompt after the other: they might keep state."""
 
     def job(self, *given: Any) -> Job:
         job = super().job(*given)
         if job.sequences > 1:
             why = (
-                'a pipeline calls for one batch after the other: call pipeline("batch-text-generation"), which asks it '
+                'a pipeline calls for one batch after the other: use pipeline("batch-text-generation"), which calls it '
                 "for the rows of all prompts in turn"
             )
-            refuse_what_sees_the_batch(job.options[0].given, why)
-            if job.options[0].given.prefix_allowed_tokens_fn is not None:
-                raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is what {why}")
+            refuse_what_sees_all_rows(job.options[0].arguments, why)
+            if job.options[0].arguments.prefix_allowed_tokens_fn is not None:
+                raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is a function that {why}")
         return job
 
 
-class _Generator(TokenGenerator):
+class _GeneratorAsPipeline(TokenGenerator):
     checks = _ChecksAsPipeline
 
 
-class _Door:
-    """What stands in for a method of the pipeline."""
+class _MethodStandIn:
+    """Takes the place of a method of the pipeline within the block."""
 
     def __init__(self, stand_in: _PipelineStandIn, name: str, serve: Callable[..., Any]) -> None:
         self.stand_in = stand_in
@@ -105,7 +109,7 @@ class _Door:
         return self._serve(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the pipeline, made or pickled meanwhile, has its own method."""
+        """For copies and pickles of the pipeline: a copy gets the method of its own class."""
         return getattr, (self.stand_in.pipe, self._name)
 
 
@@ -119,45 +123,46 @@ class _PipelineStandIn(Fallback):
         self._model = pipe.model
         self._before: dict[str, Any] = {}
         self._ended = False
-        self._open: weakref.WeakSet[Results] = weakref.WeakSet()
+        self._open: weakref.WeakSet[ResultIterator] = weakref.WeakSet()
         try:
-            self._generator = _Generator(pipe.model, tokenizer, config)
-            refuse_a_generate_of_its_own(pipe.model)
+            self._generator = _GeneratorAsPipeline(pipe.model, tokenizer, config)
+            refuse_custom_generate(pipe.model)
         except UnsupportedModelError as refusal:
             self._refusal = refusal
 
     def enter(self) -> None:
         attributes = vars(self.pipe)
-        self._before = {name: attributes.get(name, _ABSENT) for name in (*_DOORS, _REPORT)}
-        for name, serve in zip(_DOORS, (self._iterator, self._single), strict=True):
-            attributes[name] = _Door(self, name, serve)
+        self._before = {name: attributes.get(name, _ABSENT) for name in (*_REPLACED, _REPORT)}
+        serve: tuple[Callable[..., Any], ...] = (self._iterator, self._single)
+        for name, method in zip(_REPLACED, serve, strict=True):
+            attributes[name] = _MethodStandIn(self, name, method)
         attributes[_REPORT] = None
 
     def leave(self) -> None:
         self._ended = True
         attributes = vars(self.pipe)
-        if self._is_at(attributes.get(_DOORS[0])):  # else one further in is, which puts back what was before this one
+        if self._is_mine(attributes.get(_REPLACED[0])):  # else an inner accelerated() replaced it, and restores it
             before = self._before
-            while isinstance(outer := before[_DOORS[0]], _Door) and outer.stand_in._ended:
+            while isinstance(outer := before[_REPLACED[0]], _MethodStandIn) and outer.stand_in._ended:
                 before = outer.stand_in._before
             for name, value in before.items():
                 if value is _ABSENT:
                     attributes.pop(name, None)
                 else:
                     attributes[name] = value
-        with AttentionSwap(self._model).others_wait():  # for lists that other threads are at
+        with AttentionSwap(self._model).others_wait():  # for calls of other threads
             for results in list(self._open):
-                with suppress(ValueError):  # a thread that waits to read on finds out by itself
+                with suppress(ValueError):  # "already executing": the thread that reads it sees `_ended` by itself
                     results.break_off(GeneratorBusyError(_TOO_LATE))
-            self._close_when_idle()
+            self._close_if_ended()
 
-    def _close_when_idle(self) -> None:
-        if self._generator is not None:
-            with suppress(GeneratorBusyError):  # then by the thread that ends its work
+    def _close_if_ended(self) -> None:
+        if self._ended and self._generator is not None:
+            with suppress(GeneratorBusyError):  # the thread that runs its last call closes it
                 self._generator.close()
 
-    def _is_at(self, door: Any) -> bool:
-        return isinstance(door, _Door) and door.stand_in is self
+    def _is_mine(self, method: Any) -> bool:
+        return isinstance(method, _MethodStandIn) and method.stand_in is self
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -165,7 +170,7 @@ class _PipelineStandIn(Fallback):
         def original() -> Any:
             return type(self.pipe).run_single(self.pipe, given, preprocess, forward, postprocess)
 
-        def serve(call: PipelineCall, generator: TokenGenerator, prepared: Any) -> Any:
+        def serve(call: PipelineCall, generator: TokenGenerator, prepared: PreparedInputs) -> Any:
             return call.results(generator, prepared)[0]
 
         return self._served([given], (preprocess, forward, postprocess), serve, original)
@@ -182,25 +187,27 @@ class _PipelineStandIn(Fallback):
             return self._served(inputs, parameters, PipelineCall.results, lambda: list(original()))
         if self._ended:
             return original()
-        results = Results(lambda: self._stream(inputs, parameters, original), inputs)
+        results = ResultIterator(lambda: self._stream(inputs, parameters, original), inputs)
         self._open.add(results)
         return results
 
-    def _stream(self, inputs: Any, parameters: Any, original: Callable[[Any], Any]) -> Iterator[Any]:
+    def _stream(
+        self, inputs: Any, parameters: tuple[Parameters, ...], original: Callable[[Any], Any]
+    ) -> Generator[Any, None, None]:
         if self._ended:
-            self._say(GeneratorBusyError("accelerated() had ended when the first result was asked for"))
+            self._warn(GeneratorBusyError("accelerated() had ended when the first result was asked for"))
             yield from original(inputs)
             return
-        given = read(inputs)
+        given = read_inputs(inputs)
 
-        def begin(call: PipelineCall, generator: TokenGenerator, prepared: Any) -> Iterator[Any]:
+        def begin(call: PipelineCall, generator: TokenGenerator, prepared: PreparedInputs) -> Iterator[Any]:
             results = call.stream(generator, prepared)
             return chain([next(results)], results) if given else results
 
         results = self._served(given, parameters, begin, lambda: iter(original(given)))
         try:
             while True:
-                with self._turn():  # for each by itself: who reads them may do something else in between
+                with self._turn():  # for each result: the reader may call the pipeline in between
                     if self._ended:
                         raise GeneratorBusyError(_TOO_LATE)
                     try:
@@ -209,13 +216,16 @@ class _PipelineStandIn(Fallback):
                         return
                 yield result
         finally:
-            del results  # and with it, ends the engine's part if it has not come to its end
+            del results  # ends the engine's call where results are left
             self._note_report()
-            if self._ended:
-                self._close_when_idle()
+            self._close_if_ended()
 
     def _served(
-        self, inputs: list[Any], parameters: Any, serve: Callable[..., Any], original: Callable[[], Any]
+        self,
+        inputs: list[Any],
+        parameters: tuple[Parameters, ...],
+        serve: Callable[..., Any],
+        original: Callable[[], Any],
     ) -> Any:
         if self._ended:
             return original()
@@ -224,16 +234,17 @@ class _PipelineStandIn(Fallback):
             reason = self._refusal
             if self.pipe.model is not self._model:
                 reason = UnsupportedModelError("the pipeline was given another model since accelerated(pipe) began")
-            elif (changed := _changed(self.pipe)) is not None:
+            elif (changed := _changed_method(self.pipe)) is not None:
                 reason = UnsupportedModelError(f"the pipeline was given {changed} since accelerated(pipe) began")
             if reason is not None:
                 return self._run_original(reason, original)
             generator.last_report = None
-            call = PipelineCall(self.pipe, *parameters, lenient=False)
-            wrong = not_of_generate(call.asked)
-            if wrong is not None:
-                return self._run_original(wrong, original)
-            call.asked["progress"] = False
+            preprocess, forward, postprocess = parameters
+            call = PipelineCall(self.pipe, preprocess, forward, postprocess, lenient=False)
+            unlike = reason_to_fall_back(call.options)
+            if unlike is not None:
+                return self._run_original(unlike, original)
+            call.options["progress"] = False
             prepared = call.prepare(inputs)
             try:
                 return self._attempt(lambda: serve(call, generator, prepared), original)
@@ -242,12 +253,12 @@ class _PipelineStandIn(Fallback):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One call at a time: while another thread is in a step, the model's attention is not its own."""
+        """One call at a time: while another thread is in a step, the model's attention is swapped."""
         with AttentionSwap(self._model).others_wait() as attention:
             if attention == ATTENTION_NAME:
                 raise GeneratorBusyError(
-                    "the pipeline was called from within a step of a call that is running (by a hook?), while the "
-                    "model's attention is swapped: make that call without accelerated(), or the inner one later"
+                    "the pipeline was called from within a step of a running call (by a hook?), while the model's "
+                    "attention is swapped: make the outer call without accelerated(), or the inner call later"
                 )
             yield
 

@@ -1,4 +1,4 @@
-"""What ``accelerated`` does about a call that a BatchGenerator cannot serve: the original does, and it is said why."""
+"""Calls that a BatchGenerator cannot serve: ``accelerated`` runs the original, with a warning that says why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
-from ..inputs.given import Given
+from ..inputs.call_arguments import CallArguments
 from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
 from ..notices import warn_user
@@ -29,17 +29,17 @@ from ..results.run_report import RunReport
 from ..sampling import processor_chains, stopping
 from ..wording import a_kind
 
-_OURS = sorted(names(kind=OptionKind.OURS))  # which model.generate does not know
+_ADDED = sorted(names(kind=OptionKind.ADDED))  # options that model.generate does not have
 
 
 class Fallback:
-    """What stands in for an original, and can always ask it."""
+    """Base of what takes the place of an original method, which can run instead at any time."""
 
-    instead = ""  # what runs then
-    item = ""  # what errors about one of several things call it
+    instead = ""  # for warnings: what runs then
+    item = ""  # for warnings: the noun for one prompt
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._generator: BatchGenerator | None = None
         self._refusal: UnsupportedModelError | None = None
 
@@ -52,52 +52,53 @@ class Fallback:
         try:
             return serve()
         except GenerationInterrupted as interrupt:
-            interrupt.of_a_generator = False
+            interrupt.caller_has_generator = False
             raise
         except (GeneratorBusyError, ValueError, TypeError, NotImplementedError) as error:
-            if self._had_begun(error):
+            if self._work_had_begun(error):
                 raise
             reason = error
-        torch.set_rng_state(random_state)  # as if the attempt had not been made
+        torch.set_rng_state(random_state)  # as if there had been no attempt
         return self._run_original(reason, original)
 
-    def _had_begun(self, error: Exception) -> bool:
-        """Whether an error came out of the call's work, and not out of the checks before it."""
+    def _work_had_begun(self, error: Exception) -> bool:
+        """Whether the error came from the call's work, and not from the checks before it."""
         report = self.last_report
         if report is not None and not report.steps and isinstance(error, UnsupportedModelError):
-            self._refusal = error  # its first step has shown it, and so would that of every other call
+            self._refusal = error  # found in the first step, and so it would be in every other call
             return False
         return report is not None
 
     def _run_original(self, reason: Exception | None, original: Callable[[], Any]) -> Any:
         if isinstance(reason, BatchLLMError) and not isinstance(reason, OptionValueError):
-            self._say(reason)
+            self._warn(reason)
             return original()
-        # Most likely generate refuses the call, too, and then its own error says everything.
+        # Most likely the original refuses the call, too. Its own error then says everything, and no warning is needed.
         result = original()
-        self._say(reason)
+        self._warn(reason)
         return result
 
-    def _say(self, reason: Exception | None) -> None:
+    def _warn(self, reason: Exception | None) -> None:
         text = str(reason)
         if isinstance(reason, PromptError):
             (place, why), *others = reason.problems.items()
             text = f"{self.item} {place}: {why}" + (f" (and so for {len(others)} more)" if others else "")
         kind = reason.option if isinstance(reason, UnsupportedOptionError) else re.sub(r"\d+", "", text)
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warn_user(f"not accelerated, {self.instead}: {text}")
 
 
-def not_of_generate(given: dict[str, Any]) -> Exception | None:
-    """What a BatchGenerator would take for something else than ``generate`` does."""
-    for name in _OURS:
+def reason_to_fall_back(given: dict[str, Any]) -> Exception | None:
+    """Why arguments must go to ``generate`` itself: a BatchGenerator would understand them differently."""
+    for name in _ADDED:
         if name in given:
             return ValueError(f"`{name}` is not an option of model.generate")
     for name in ("stopping_criteria", "logits_processor"):
-        if callable(given.get(name)) and not isinstance(given[name], list | tuple):  # to a generator, a factory
+        # A BatchGenerator would take a function for a factory of lists.
+        if callable(given.get(name)) and not isinstance(given[name], list | tuple):
             return ValueError(f"`{name}` is not a list")
-    if given.get("adapter_names") is not None:  # PEFT's, of a model with several
+    if given.get("adapter_names") is not None:  # PEFT's, for a model with several adapters
         return UnsupportedOptionError("adapter_names", "goes to BatchGenerator.generate, where it is called `adapter`")
     if isinstance(given.get("generation_config"), list | tuple):
         return ValueError("`generation_config` is a list")
@@ -112,15 +113,15 @@ _ROW_BY_ROW: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def refuse_what_sees_the_batch(given: Given, why: str) -> None:
-    """``why``: what ``generate`` does with it, and what to do."""
+def refuse_what_sees_all_rows(arguments: CallArguments, why: str) -> None:
+    """``why``: how ``generate`` calls it, and what to do instead."""
     for name, is_harmless in _ROW_BY_ROW.items():
-        for each in getattr(given, name) or ():
+        for each in getattr(arguments, name) or ():
             if not is_harmless(each):
                 raise UnsupportedOptionError(name, f"has {a_kind(each)}, which {why}")
 
 
-def refuse_a_generate_of_its_own(model: nn.Module) -> None:
-    inner = type(base_model(model))
+def refuse_custom_generate(model: nn.Module) -> None:
+    inner: Any = type(base_model(model))
     if inner.generate is not GenerationMixin.generate:
         raise UnsupportedModelError(f"{inner.__name__} has a `generate` of its own, not that of transformers")

@@ -1,13 +1,12 @@
 """One call of a text-generation pipeline with all its inputs at once.
 
-What comes before and after the model is the pipeline's own: ``preprocess`` and ``postprocess`` are called for each
-input, and what ``generate`` is asked is found out from ``_forward``, once for the call.
+The steps before and after the model are the pipeline's own: ``preprocess`` and ``postprocess`` are called for each
+input. The options for ``generate`` come from ``_forward``, once for the call.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 from transformers import TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 
@@ -24,21 +22,18 @@ from ..engine.extra_outputs import ExtraOutputs
 from ..errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
-from ..inputs.option_table import TABLE
-from ..inputs.prompts import read_all
 from ..planning.units import Request
 from ..results.generations import BatchResult, Generation
 from ..sampling import processor_chains, stopping
-from .pipeline_inputs import Refused, as_input, why_not_encoded
+from .pipeline_inputs import BadInput, as_input, why_not_encoded
+from .pipeline_options import Parameters, options_for_generate
 
-Parameters = dict[str, Any]
-
-AROUND_THE_MODEL = ("forward", "_forward", "get_inference_context")  # of a pipeline's methods
-_IN_RECORDS = ("output_scores", "output_logits")  # with ``return_dict_in_generate``, and a list has no place for them
+AROUND_THE_MODEL = ("forward", "_forward", "get_inference_context")  # methods of a pipeline that run for each batch
+_EXTRA_OUTPUTS = ("output_scores", "output_logits")  # come with ``return_dict_in_generate``; a list cannot hold them
 
 
 class TokenGenerator(BatchGenerator):
-    """Leaves the text to the pipeline, which makes it as its own options say."""
+    """Gives token ids without texts: the pipeline decodes them with its own options."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
         super().__init__(model, tokenizer, config)
@@ -53,34 +48,36 @@ class TokenGenerator(BatchGenerator):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedInput:
     """An input as the pipeline's ``preprocess`` made it."""
 
     text: Any  # a string, or transformers' Chat
-    ids: torch.Tensor | None  # [1, width], padding included; None where there are none, and the model begins from BOS
-    before: torch.Tensor  # [1, tokens] that stand before the new ones in a ``generated_sequence``
+    ids: torch.Tensor | None  # [1, width], padding included; None for an empty input, which begins from BOS
+    before: torch.Tensor  # [1, tokens]: the first part of a ``generated_sequence``, before the new tokens
 
 
 @dataclass
-class Prepared:
-    encoded: list[Encoded | None] = field(default_factory=list)  # None where an input cannot be run
-    prompts: list[Any] = field(default_factory=list)  # token ids for the engine; nothing, where it cannot be run
-    problems: dict[int, str] = field(default_factory=dict)
-    cause: Exception | None = None  # of the first of them
-    padded: bool = False  # whether there is padding in any
+class PreparedInputs:
+    """All inputs of a call, encoded by the pipeline; or the reason where one cannot be run."""
+
+    encoded: list[EncodedInput | None] = field(default_factory=list)  # None where an input cannot be run
+    prompts: list[Any] = field(default_factory=list)  # token ids for the engine; empty where an input cannot be run
+    problems: dict[int, str] = field(default_factory=dict)  # by the inputs' places
+    cause: Exception | None = None  # the error behind the first problem
+    padded: bool = False  # whether any input has padding
 
     def refuse(self, why: str, cause: Exception | None = None) -> None:
         self.problems[len(self.prompts)] = why
         self.cause = self.cause or cause
         self.add(None, [])
 
-    def add(self, encoded: Encoded | None, prompt: Any) -> None:
+    def add(self, encoded: EncodedInput | None, prompt: Any) -> None:
         self.encoded.append(encoded)
         self.prompts.append(prompt)
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """What the engine says of the prompts, with what was found out before it."""
+    def all_problems(self) -> Iterator[None]:
+        """Adds the problems found here to a PromptError of the engine."""
         try:
             yield
         except PromptError as error:
@@ -90,7 +87,7 @@ class Prepared:
 
 
 class PipelineCall:
-    """``lenient``: an input that cannot be encoded is a problem of its own, and does not end the call."""
+    """``lenient``: an input that cannot be encoded is reported as a problem, and does not end the call."""
 
     def __init__(
         self,
@@ -104,40 +101,40 @@ class PipelineCall:
         self._preprocess = preprocess
         self._postprocess = postprocess
         self._lenient = lenient
-        self.asked = asked_of_generate(pipe, forward)
+        self.options = options_for_generate(pipe, forward)
 
-    def results(self, generator: TokenGenerator, prepared: Prepared) -> list[Any]:
-        """What the pipeline gives for each input."""
-        self._settle_options(prepared)
+    def results(self, generator: TokenGenerator, prepared: PreparedInputs) -> list[Any]:
+        """The pipeline's result for each input."""
+        self._check_options(prepared)
         result: BatchResult | None = None
         try:
-            with prepared.naming():
-                result = generator.generate(prepared.prompts, **self.asked)
+            with prepared.all_problems():
+                result = generator.generate(prepared.prompts, **self.options)
             rows = groupby(result, key=lambda generation: generation.index)
             return [self._finished(prepared, index, list(samples)) for index, samples in rows]
         except GenerationInterrupted as interrupt:
             interrupt.result = generator.with_texts(interrupt.result)
-            interrupt.of_a_generator = False
+            interrupt.caller_has_generator = False
             raise
         except KeyboardInterrupt:
             if result is None:
                 raise
             late = GenerationInterrupted(generator.with_texts(result), len(result), len(result))
-            late.of_a_generator = False
+            late.caller_has_generator = False
             raise late from None
 
-    def stream(self, generator: TokenGenerator, prepared: Prepared) -> Iterator[Any]:
-        """The same, each as soon as it and those before it are there. Inputs and options are checked at once."""
-        self._settle_options(prepared)
-        with prepared.naming():
-            generations = generator.stream(prepared.prompts, **self.asked)
+    def stream(self, generator: TokenGenerator, prepared: PreparedInputs) -> Generator[Any, None, None]:
+        """The same one by one: each as soon as it and all before it are ready. Options are checked at once."""
+        self._check_options(prepared)
+        with prepared.all_problems():
+            generations: Any = generator.stream(prepared.prompts, **self.options)  # a generator, which has close()
         return self._in_order(prepared, generations)
 
-    def _in_order(self, prepared: Prepared, generations: Iterator[Generation]) -> Iterator[Any]:
-        samples = self._set("num_return_sequences") or 1
+    def _in_order(self, prepared: PreparedInputs, generations: Any) -> Generator[Any, None, None]:
+        samples = self._option("num_return_sequences") or 1
         waiting: dict[int, list[Generation]] = {}
         index = 0
-        with closing(generations):  # type: ignore[type-var]
+        with closing(generations):
             for generation in generations:
                 waiting.setdefault(generation.index, []).append(generation)
                 while len(waiting.get(index, ())) == samples:
@@ -145,13 +142,13 @@ class PipelineCall:
                     yield self._finished(prepared, index, rows)
                     index += 1
 
-    # -- before ------------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------------------
 
-    def prepare(self, inputs: Iterable[Any]) -> Prepared:
-        prepared = Prepared()
+    def prepare(self, inputs: Iterable[Any]) -> PreparedInputs:
+        prepared = PreparedInputs()
         for each in inputs:
             given = as_input(each) if self._lenient else each
-            if isinstance(given, Refused):
+            if isinstance(given, BadInput):
                 prepared.refuse(given.why)
                 continue
             try:
@@ -164,74 +161,76 @@ class PipelineCall:
                 self._add(prepared, given, encoded)
         return prepared
 
-    def _add(self, prepared: Prepared, given: Any, encoded: Any) -> None:
-        ids = encoded["input_ids"][:1]  # a pipeline looks at the first row alone
+    def _add(self, prepared: PreparedInputs, given: Any, encoded: Any) -> None:
+        ids = encoded["input_ids"][:1]  # a pipeline uses the first row alone
         if ids.shape[1] == 0:
-            bos = self._set("bos_token_id")
+            bos = self._option("bos_token_id")
             if bos is None:
                 prepared.refuse(
                     "is an empty string, of which the tokenizer makes no tokens, and the model has no BOS token to "
                     "begin from: set `bos_token_id`"
                 )
             else:
-                prepared.add(Encoded(encoded["prompt_text"], None, torch.tensor([[bos]])), [bos])
+                prepared.add(EncodedInput(encoded["prompt_text"], None, torch.tensor([[bos]])), [bos])
             return
         mask = self._mask(ids, encoded.get("attention_mask"))
         columns = mask[0].nonzero()[:, 0] if mask is not None and not mask.all() else None
         if columns is None:
             prompt = ids[0]
         elif not len(columns):
-            prepared.refuse("is padding from end to end: it has no token to begin from")
+            prepared.refuse("is all padding: it has no token to begin from")
             return
         elif len(columns) != (stretch := columns[-1] + 1 - columns[0]):
-            prepared.refuse(f"is masked in its middle: {len(columns)} of {stretch} tokens are to be attended to")
+            prepared.refuse(
+                f"is masked in its middle: {len(columns)} of {stretch} tokens are marked in its `attention_mask`"
+            )
             return
         else:
             prepared.padded = True
             prompt = ids[0, columns[0] : columns[-1] + 1]
-        prepared.add(Encoded(encoded["prompt_text"], ids, ids), prompt)
+        prepared.add(EncodedInput(encoded["prompt_text"], ids, ids), prompt)
 
     def _mask(self, ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
-        """Of a tokenizer that makes none ``generate`` takes pad tokens for padding, unless they are EOS, too."""
+        """The tokenizer's mask; without one pad tokens are padding, unless they are EOS, too, as in ``generate``."""
         if given is not None:
             return given[:1] != 0
-        pad = self._set("pad_token_id")
-        return None if pad is None or pad in _as_list(self._set("eos_token_id")) else ids != pad
+        pad = self._option("pad_token_id")
+        return None if pad is None or pad in _as_list(self._option("eos_token_id")) else ids != pad
 
     # -- the options -------------------------------------------------------------------------------------------
 
-    def _set(self, name: str) -> Any:
-        """An option as this call has it; None where nobody set it."""
-        config = self.asked.get("generation_config")
+    def _option(self, name: str) -> Any:
+        """The value of an option in this call; None where it is not set."""
+        config = self.options.get("generation_config")
         own = getattr(base_model(self._pipe.model).generation_config, name, None)
-        found = (self.asked.get(name), getattr(config, name, None), own)
-        return next((value for value in found if value is not None), None)
+        values = (self.options.get(name), getattr(config, name, None), own)
+        return next((value for value in values if value is not None), None)
 
-    def _settle_options(self, prepared: Prepared) -> None:
-        """Refuses what would be lost in silence, or come out otherwise."""
+    def _check_options(self, prepared: PreparedInputs) -> None:
+        """Refuse options whose outputs would be lost, or whose results would differ from the pipeline's own."""
         for name in ("logprobs", "prompt_logprobs"):
-            if self.asked.get(name) is not None:
-                why = "has no place in what a pipeline gives: call BatchGenerator(model, tokenizer).generate(prompts)"
+            if self.options.get(name) is not None:
+                why = "has no place in a pipeline's results: call BatchGenerator(model, tokenizer).generate(prompts)"
                 raise UnsupportedOptionError(name, why)
-        for name in _IN_RECORDS if self._set("return_dict_in_generate") else ():
-            if self._set(name):
+        for name in _EXTRA_OUTPUTS if self._option("return_dict_in_generate") else ():
+            if self._option(name):
                 why = "is not supported for a list: call the model's own `generate`, or gen.generate(input_ids=...)"
                 raise UnsupportedOptionError(name, why)
-        if self._set("return_dict_in_generate"):  # else it holds nothing that a pipeline gives
-            self.asked["return_dict_in_generate"] = False
+        if self._option("return_dict_in_generate"):  # without extra outputs the pipeline's result is the same
+            self.options["return_dict_in_generate"] = False
         lengths = (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens"))
         for name, better in lengths if prepared.padded else ():
-            if self._set(name) and self._set(better) is None:
-                why = f"counts the padding that the tokenizer was told to put into the prompts: set `{better}`"
+            if self._option(name) and self._option(better) is None:
+                why = f"counts the padding that the tokenizer was told to add: set `{better}`"
                 raise UnsupportedOptionError(name, why)
-        looks = _what_looks_at_padding(self.asked) if prepared.padded else None
-        if looks is not None:
-            why = "sees the padding that the tokenizer was told to put into the prompts: leave the padding out"
-            raise UnsupportedOptionError(looks, why)
+        sees = _option_that_sees_padding(self.options) if prepared.padded else None
+        if sees is not None:
+            why = "sees the padding that the tokenizer was told to add: leave the padding out"
+            raise UnsupportedOptionError(sees, why)
 
-    # -- after -------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------
 
-    def _finished(self, prepared: Prepared, index: int, rows: Sequence[Generation]) -> Any:
+    def _finished(self, prepared: PreparedInputs, index: int, rows: Sequence[Generation]) -> Any:
         encoded = prepared.encoded[index]
         if encoded is None or rows[0].error is not None:
             wanted = self._postprocess.get("return_type") == ReturnType.TENSORS
@@ -240,140 +239,36 @@ class PipelineCall:
         longest = max(len(row.token_ids) for row in rows)
         if all(len(row.token_ids) == longest for row in rows):
             return self._records(encoded, [row.token_ids for row in rows])
-        pad = self._set("pad_token_id")
+        pad = self._option("pad_token_id")
         if pad is None:
-            pad = next(iter(_as_list(self._set("eos_token_id"))), None)
-        if pad is None:  # they were ended by something else than EOS, and nothing is there to fill them up
+            pad = next(iter(_as_list(self._option("eos_token_id"))), None)
+        if pad is None:  # there is no EOS either to fill the rows up with: each row is a tensor of its own
             return [record for row in rows for record in self._records(encoded, [row.token_ids])]
         return self._records(encoded, [row.token_ids + [pad] * (longest - len(row.token_ids)) for row in rows])
 
-    def _records(self, encoded: Encoded, new_tokens: list[list[int]]) -> list[Any]:
+    def _records(self, encoded: EncodedInput, new_tokens: list[list[int]]) -> list[Any]:
         new = torch.tensor(new_tokens, dtype=torch.long)  # [samples, tokens]
         sequences = torch.cat([encoded.before.expand(len(new), -1), new], dim=1)
         outputs = {"generated_sequence": sequences[None], "input_ids": encoded.ids, "prompt_text": encoded.text}
-        return self._pipe.postprocess(outputs, **self._postprocess)
+        records: list[Any] = self._pipe.postprocess(outputs, **self._postprocess)
+        return records
 
 
-class Results(Iterator[Any]):
-    """What a pipeline gives for inputs that are no list. Work begins when the first result is asked for.
-
-    ``make``: begins it. As in transformers, inputs that have a length are begun anew by each ``for``; ``close()``
-    ends the work early.
-    """
-
-    def __init__(self, make: Callable[[], Iterator[Any]], inputs: Any) -> None:
-        self._make = make
-        self._length = len(inputs) if isinstance(inputs, Sized) else None
-        self._running: Iterator[Any] | None = None
-        self._over: Exception | None = None  # what is raised in the place of further results
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("these results have no length: their inputs have none")
-        return self._length
-
-    def __iter__(self) -> Results:
-        if self._length is not None:
-            self.close()
-            self._over = None
-        return self
-
-    def __next__(self) -> Any:
-        if self._over is not None:
-            raise self._over
-        if self._running is None:
-            self._running = self._make()
-        try:
-            return next(self._running)
-        except BaseException:  # there is nothing after an error, either
-            self.close()
-            raise
-
-    def close(self) -> None:
-        running, self._running, self._over = self._running, None, StopIteration()
-        if running is not None:
-            running.close()  # type: ignore[attr-defined]
-
-    def break_off(self, error: Exception) -> None:
-        """End what has begun; whoever goes on reading gets the error."""
-        if self._running is not None:
-            self.close()
-            self._over = error
-
-
-def read(inputs: Any) -> list[Any]:
-    """All of them, as transformers' DataLoader would ask for them."""
-    if isinstance(inputs, list):
-        return inputs
-    if isinstance(inputs, Sized) and not isinstance(inputs, IterableDataset):
-        return [inputs[place] for place in range(len(inputs))]  # type: ignore[index]
-    return read_all(inputs)
-
-
-class _Asked(BaseException):
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-
-
-class _Asking:
-    """A model that tells what its ``generate`` is asked, and does nothing."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def generate(self, *, input_ids: Any, attention_mask: Any, **options: Any) -> None:
-        raise _Asked(options)
-
-
-def asked_of_generate(pipe: TextGenerationPipeline, forward: Parameters) -> dict[str, Any]:
-    """What the pipeline's ``_forward`` passes to ``generate`` beside the prompt: it depends on no prompt."""
-    asking = copy.copy(pipe)
-    asking.model = _Asking(pipe.model)
-    try:
-        asking._forward({"input_ids": torch.ones(1, 1, dtype=torch.long), "prompt_text": ""}, **forward)
-    except _Asked as asked:
-        return _without_defaults(asked.options, pipe, forward)
-    raise TypeError(f"{type(pipe).__name__}._forward does not call the model's `generate`")
-
-
-def _without_defaults(asked: Parameters, pipe: TextGenerationPipeline, forward: Parameters) -> Parameters:
-    """Without what nobody asked for: some versions of transformers pass a config in which every option is set.
-
-    It comes to the same, and what has no effect is not warned of.
-    """
-    config = asked.get("generation_config")
-    if config is None or config is not getattr(pipe, "generation_config", None):
-        return asked
-    own, config = base_model(pipe.model).generation_config, copy.copy(config)
-    defaults, sampled = config._get_default_generation_params(), pipe._default_generation_config
-    sampling = asked.get("do_sample", config.do_sample)
-    if config.max_new_tokens is not None and "max_length" not in forward:
-        asked.pop("max_length", None)
-    for name, value in vars(config).items():
-        default = defaults.get(name)
-        idle = not sampling and name in TABLE and TABLE[name].sampling and value == getattr(sampled, name)
-        if value is not None and getattr(own, name, None) is None and (value == default or idle):
-            setattr(config, name, None)
-    return {**asked, "generation_config": config}
-
-
-def _what_looks_at_padding(asked: Parameters) -> str | None:
-    """The option whose processors or criteria ``generate`` would call with it, and to whom it makes a difference."""
-    if asked.get("prefix_allowed_tokens_fn") is not None:
+def _option_that_sees_padding(options: Parameters) -> str | None:
+    """The option whose processors or criteria look at padding, with which ``generate`` would call them."""
+    if options.get("prefix_allowed_tokens_fn") is not None:
         return "prefix_allowed_tokens_fn"
     blind = {
         "logits_processor": processor_chains.looks_at_no_padding,
         "stopping_criteria": stopping.looks_at_no_padding,
     }
     for name, is_blind in blind.items():
-        given = asked.get(name)
-        if isinstance(given, list | tuple) and not all(map(is_blind, given)):  # else a factory, which is ours
+        given = options.get(name)
+        if isinstance(given, list | tuple) and not all(map(is_blind, given)):  # a factory's never see padding
             return name
     return None
 
 
 def _as_list(tokens: Any) -> list[int]:
-    return [] if tokens is None else torch.as_tensor(tokens).flatten().tolist()
+    listed: list[int] = [] if tokens is None else torch.as_tensor(tokens).flatten().tolist()
+    return listed

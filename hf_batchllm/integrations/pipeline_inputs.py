@@ -1,19 +1,19 @@
-"""What people pass to a text-generation pipeline -> what transformers' own code takes, and why it cannot be run."""
+"""The inputs of a text-generation pipeline, in the forms that transformers' own code takes; or why one is bad."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers.pipelines.pt_utils import KeyDataset
 from transformers.utils.chat_template_utils import Chat, is_valid_message
 
 from ..errors import PromptsTypeError
 from ..inputs.chats import chat_problem, is_bare_chat, is_chat
-from ..inputs.prompts import as_mapping, no_list, read_all, refused_by_tokenizer
+from ..inputs.prompts import describe_mapping, read_all, refused_by_tokenizer, why_not_a_list
 from ..wording import a_kind, first_line, is_array, is_number
 
 _A_PROMPT_IS = "a prompt is a string or a chat here"
@@ -21,26 +21,26 @@ _TOKEN_IDS = f"{_A_PROMPT_IS} (BatchGenerator(model).generate takes token ids, t
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Stands where an input was that cannot be run."""
+class BadInput:
+    """Takes the place of an input that cannot be run."""
 
     why: str
 
 
 def as_inputs(given: Any) -> Any:
-    """As transformers' pipelines take it: a string, a Chat, a list of them, a generator or a Dataset.
+    """The inputs as transformers' pipelines take them: a string, a Chat, a list of both, a generator or a Dataset.
 
-    Iterators become generators, all else that can be walked through becomes a list.
+    Iterators become generators, other iterables become lists.
     """
     if isinstance(given, str | Chat):
         return given
-    if isinstance(given, KeyDataset) and (not len(given) or is_chat(given[0])):  # which transformers makes a list of
-        return [as_input(each) for each in given]
+    if isinstance(given, KeyDataset) and (not len(given) or is_chat(given[0])):  # transformers makes a list of these
+        return [as_input(given[place]) for place in range(len(given))]
     if isinstance(given, Dataset):
         return given
     if is_array(given) and getattr(given.dtype, "kind", "") not in tuple("UTO"):
         raise PromptsTypeError(f"the inputs are {a_kind(given)} of {given.dtype}; {_TOKEN_IDS}")
-    why = no_list(given, _A_PROMPT_IS)
+    why = why_not_a_list(given, _A_PROMPT_IS)
     if why is not None:
         raise PromptsTypeError(f"prompts is {why}")
     if isinstance(given, Iterator):
@@ -59,25 +59,35 @@ def as_inputs(given: Any) -> Any:
     return [as_input(each) for each in listed]
 
 
-def as_input(given: Any) -> str | Chat | Refused:
-    if isinstance(given, str | Chat | Refused):
+def as_input(given: Any) -> str | Chat | BadInput:
+    if isinstance(given, str | Chat | BadInput):
         return given
     if is_chat(given):
         why = chat_problem(given)
         if why is not None:
-            return Refused(why)
+            return BadInput(why)
         try:
-            return Chat(list(given))
+            return Chat(cast(Any, list(given)))
         except ValueError as error:
-            return Refused(f"is a chat that transformers' pipelines do not take: {first_line(error)}")
+            return BadInput(f"is a chat that transformers' pipelines do not take: {first_line(error)}")
     if isinstance(given, Mapping):
-        return Refused(f"is {as_mapping(given, _A_PROMPT_IS)}")
+        return BadInput(f"is {describe_mapping(given, _A_PROMPT_IS)}")
     if isinstance(given, float) and given != given:
-        return Refused(f"is NaN, as missing values are; {_A_PROMPT_IS}")
+        return BadInput(f"is NaN, as missing values are; {_A_PROMPT_IS}")
     if is_array(given) or (isinstance(given, list | tuple) and given and all(map(is_number, given))):
-        return Refused(f"is {a_kind(given)}; {_TOKEN_IDS}")
-    return Refused(f"is {a_kind(given)}; {_A_PROMPT_IS}")
+        return BadInput(f"is {a_kind(given)}; {_TOKEN_IDS}")
+    return BadInput(f"is {a_kind(given)}; {_A_PROMPT_IS}")
 
 
 def why_not_encoded(given: str | Chat, tokenizer: Any, error: Exception) -> str:
     return refused_by_tokenizer(given if isinstance(given, str) else given.messages, tokenizer, error)
+
+
+def read_inputs(inputs: Any) -> list[Any]:
+    """All inputs as a list, read as transformers' DataLoader would read them."""
+    if isinstance(inputs, list):
+        return inputs
+    is_sized = isinstance(inputs, Sized) and not isinstance(inputs, IterableDataset)
+    if is_sized:
+        return [inputs[place] for place in range(len(inputs))]
+    return read_all(inputs)

@@ -1,6 +1,6 @@
-"""The task "batch-text-generation" for ``transformers.pipeline``, known as soon as transformers' pipelines are loaded.
+"""Adds the task "batch-text-generation" to ``transformers.pipeline``, once transformers' pipelines are loaded.
 
-This package does not import transformers by itself, so it waits for that: nothing else here may import it either.
+Importing the package must not import transformers, so this module waits for the user's own import of it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 TASK = "batch-text-generation"
-LIKE = "text-generation"  # the task whose models, defaults and names are ours, too
+LIKE = "text-generation"  # the task with the same models, defaults and names
 _PIPELINES = "transformers.pipelines"
 _MODULE = f"{__name__.rpartition('.')[0]}.pipeline"
 
 
 def register_task(its_class: type | None = None) -> None:
-    """Now if transformers' pipelines are loaded, else once they are. A second call does no harm.
+    """Add the task now if transformers' pipelines are loaded, else once they are. A second call does no harm.
 
-    ``its_class``: the pipeline itself, which calls this when it is complete: it can be the first to load transformers'
-    pipelines, and these may want a class.
+    ``its_class``: the pipeline's class. Its own module passes it, as that module may be the first to load transformers'
+    pipelines, some versions of which take a class and not its name.
     """
     for finder in [each for each in sys.meta_path if type(each).__qualname__ == _AfterPipelines.__qualname__]:
-        sys.meta_path.remove(finder)  # of a package that is being reloaded
+        sys.meta_path.remove(finder)  # left by an earlier import of this package
     pipelines = sys.modules.get(_PIPELINES)
     if pipelines is None:
         sys.meta_path.insert(0, _AfterPipelines())
@@ -33,10 +33,10 @@ def register_task(its_class: type | None = None) -> None:
 
 
 def _add_to(pipelines: Any, its_class: type | None = None) -> None:
-    # Not by register_pipeline(): it marks the class as somebody's own code, which save_pretrained() would then copy
-    # next to the model and enter in its config.
+    # Not by register_pipeline(): it marks the class as custom code, which save_pretrained() would then copy next to the
+    # model and enter in its config.
     tasks = pipelines.PIPELINE_REGISTRY.supported_tasks
-    if isinstance(tasks[LIKE]["impl"], str):  # resolved when it is used
+    if isinstance(tasks[LIKE]["impl"], str):  # this version takes names, and imports a class when it is used
         tasks[TASK] = {**tasks[LIKE], "impl": f"{_MODULE}.BatchTextGenerationPipeline"}
     elif its_class is not None:
         tasks[TASK] = {**tasks[LIKE], "impl": its_class}
@@ -47,13 +47,13 @@ def _add_to(pipelines: Any, its_class: type | None = None) -> None:
 
 
 class _AfterPipelines(MetaPathFinder):
-    """Finds transformers' pipelines as the other finders do, and has the task added after they were run."""
+    """Finds transformers' pipelines by asking the other finders, and adds the task after their module has run."""
 
     def __init__(self) -> None:
         self._asking = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _PIPELINES or self._asking:  # by another finder that asks all others, as this one does
+        if name != _PIPELINES or self._asking:  # a finder that asks all others, as this one does, may ask this one
             return None
         self._asking = True
         try:
@@ -62,7 +62,7 @@ class _AfterPipelines(MetaPathFinder):
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _AndThen(spec.loader, self)
+            spec.loader = _LoaderThatAddsTask(spec.loader, self)
         return spec
 
     def _others(self) -> list[Any]:
@@ -70,7 +70,7 @@ class _AfterPipelines(MetaPathFinder):
         return [each.find_spec for each in others if hasattr(each, "find_spec")]
 
 
-class _AndThen(Loader):
+class _LoaderThatAddsTask(Loader):
     def __init__(self, loader: Any, finder: _AfterPipelines) -> None:
         self._loader = loader
         self._finder = finder
@@ -79,7 +79,7 @@ class _AndThen(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader  # as if we had not been there
+        module.__spec__.loader = module.__loader__ = self._loader  # as if this loader had never been there
         self._loader.exec_module(module)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)

@@ -1,6 +1,6 @@
 """The evaluation harness on this engine: ``lm_eval --model hf-batchllm``. Importing this makes the model known there.
 
-Light: the class itself, and torch with it, is loaded when the harness asks for it.
+The import is light: the class itself, and torch with it, is loaded when the harness asks for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["NAME", "BatchLM", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The harness's own command line, where the model is known, and is the one that runs if none is named."""
+    """The harness's own command line, with this model registered, and chosen where no other is named."""
     from .command import run
 
     return run(arguments)

@@ -1,4 +1,4 @@
-"""What ``generate_until`` is asked for, as the harness's ``hf`` model understands it; and all of it run at once."""
+"""The requests of ``generate_until``, as the harness's ``hf`` model understands them, all run at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.models.utils_hf import stop_sequences_criteria
-from transformers import GenerationConfig
-from transformers.generation import StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
-from ..inputs.option_checks import unknown_option
+from ..inputs.unknown_options import unknown_option
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -27,13 +26,13 @@ _FIELDS = frozenset(vars(GenerationConfig()))
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Of many requests, as a rule."""
+    """What the harness wants of an answer; many requests share one, as a rule."""
 
-    config: GenerationConfig  # without strings to stop at
-    until: list[str]
-    strings: list[str]  # of these, what the engine has to look for
-    ends: frozenset[int]  # tokens that end an answer, whatever comes of the strings
-    room: int  # for a context
+    config: GenerationConfig  # without the strings that end an answer
+    until: list[str]  # these strings
+    strings: list[str]  # those of them that the engine has to look for
+    ends: frozenset[int]  # tokens that end an answer, besides the strings
+    room: int  # tokens left for a context
 
     @classmethod
     def of(cls, lm: HFLM, gen_kwargs: dict[str, Any]) -> AnswerSettings:
@@ -54,11 +53,11 @@ class AnswerSettings:
             if name not in _FIELDS:
                 raise unknown_option(name, inner)
         if (kwargs.get("num_return_sequences") or 1) > 1:
-            raise UnsupportedOptionError("num_return_sequences", "is not 1: use the `repeats` of a task")
+            raise UnsupportedOptionError("num_return_sequences", "is more than 1: use the `repeats` of a task")
         if kwargs.get("max_length") is None:
-            # With a model that has a length of its own, that one goes before what `hf` asks for.
+            # With `hf`, a length in the model's own generation_config wins over the task's.
             kwargs["max_new_tokens"] = getattr(inner.generation_config, "max_new_tokens", None) or new_tokens
-        if "" in until:  # which is found in whatever comes first
+        if "" in until:  # the empty string is found in the first token
             kwargs["max_new_tokens"] = 1
         config = GenerationConfig(**{"pad_token_id": lm.tokenizer.pad_token_id, **kwargs})
         eos_ids = config.eos_token_id if config.eos_token_id is not None else inner.generation_config.eos_token_id
@@ -68,70 +67,77 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request."""
+class AnswerRequest:
+    """One request of ``generate_until``."""
 
     lm: HFLM
     ids: list[int]
     settings: AnswerSettings
 
     @classmethod
-    def of(cls, lm: HFLM, context: str, settings: AnswerSettings) -> Asked:
+    def of(cls, lm: HFLM, context: str, settings: AnswerSettings) -> AnswerRequest:
         ids, _ = lm.tok_batch_encode([context], left_truncate_len=settings.room, truncation=lm.truncation)
         return cls(lm, ids[0].tolist(), settings)
 
     def criteria(self, prompt_tokens: int) -> StoppingCriteriaList:
-        """Those of ``hf``, for this request alone."""
-        return stop_sequences_criteria(self.lm.tokenizer, self.settings.until, prompt_tokens, 1)
+        """The criteria that ``hf`` makes, for this request alone."""
+        criteria: StoppingCriteriaList = stop_sequences_criteria(
+            self.lm.tokenizer, self.settings.until, prompt_tokens, 1
+        )
+        return criteria
 
     def ended_by_its_context(self, token_ids: list[int]) -> bool:
-        """Whether a string was found that begins in the context, where ``hf`` does not look.
+        """Whether the string that ended an answer begins in the context, where ``hf`` does not look.
 
         ``token_ids``: an answer that was ended by a token or a string.
         """
         if token_ids[-1] in self.settings.ends:
             return False
-        return not bool(self.criteria(0)(torch.tensor([token_ids]), None).all())  # type: ignore[arg-type]
+        no_scores = torch.empty(1, 0)  # the harness's criteria look at tokens alone
+        return not bool(self.criteria(0)(torch.tensor([token_ids]), no_scores).all())
 
     def text(self, token_ids: list[int]) -> str:
         end = self.lm.think_end_token
-        of_a_token = isinstance(end, int)
-        if of_a_token and end in token_ids:
+        is_token = isinstance(end, int)
+        if is_token and end in token_ids:
             token_ids = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
         text = self.lm.tok_decode(token_ids)
-        if of_a_token:
+        if is_token:
             text = text.lstrip()
-        return postprocess_generated_text(text, self.settings.until, None if of_a_token else end)
+        answer: str = postprocess_generated_text(text, self.settings.until, None if is_token else end)
+        return answer
 
 
-def all_asked(lm: HFLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Asked]:
-    """For each context with what is wanted of it."""
+def answer_requests(lm: HFLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[AnswerRequest]:
+    """A request for each pair of a context and the harness's ``gen_kwargs``."""
     known: dict[str, AnswerSettings] = {}
-    asked: list[Asked] = []
+    made: list[AnswerRequest] = []
     for context, gen_kwargs in requests:
         key = repr(gen_kwargs)
         if key not in known:
             known[key] = AnswerSettings.of(lm, gen_kwargs)
-        asked.append(Asked.of(lm, context, known[key]))
-    return asked
+        made.append(AnswerRequest.of(lm, context, known[key]))
+    return made
 
 
-def answers(generator: BatchGenerator, asked: Sequence[Asked], progress: bool) -> Iterator[tuple[int, list[int]]]:
+def run_requests(
+    generator: BatchGenerator, requests: Sequence[AnswerRequest], progress: bool
+) -> Iterator[tuple[int, list[int]]]:
     """The place of each request and the tokens of its answer, as they finish.
 
-    The engine's strings are quick, and may begin in the prompt. Where that ended an answer it is computed once more,
-    with the harness's own criteria, which are asked for each token.
+    The engine finds strings fast, and finds those that begin in the prompt, too. An answer that such a string ended is
+    computed once more, with the harness's own criteria, which are called for each token.
     """
     again: list[int] = []
-    configs = [_stopping_at(each.settings) for each in asked]
-    for each in generator.stream([each.ids for each in asked], configs, progress=progress):
-        if each.finish_reason == "stop" and asked[each.index].ended_by_its_context(each.token_ids):
+    configs = [_config_with_strings(each.settings) for each in requests]
+    for each in generator.stream([each.ids for each in requests], configs, progress=progress):
+        if each.finish_reason == "stop" and requests[each.index].ended_by_its_context(each.token_ids):
             again.append(each.index)
         else:
             yield each.index, each.token_ids
     if not again:
         return
-    some = [asked[place] for place in again]
+    some = [requests[place] for place in again]
 
     def criteria(index: int, prompt_token_ids: list[int]) -> list[Any]:
         return list(some[index].criteria(len(prompt_token_ids)))
@@ -141,7 +147,7 @@ def answers(generator: BatchGenerator, asked: Sequence[Asked], progress: bool) -
         yield again[each.index], each.token_ids
 
 
-def _stopping_at(settings: AnswerSettings) -> GenerationConfig:
+def _config_with_strings(settings: AnswerSettings) -> GenerationConfig:
     if not settings.strings:
         return settings.config
     config = copy.copy(settings.config)

@@ -1,4 +1,4 @@
-"""The harness's own command line, for this model."""
+"""The harness's own command line, with this model as its default."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _ASK_FOR_HELP = ("--help", "-h")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """``arguments``: those of ``lm_eval``; by default those of this process. The exit status."""
+    """Run ``lm_eval`` with these arguments (by default: those of this process), and return its exit status."""
     from lm_eval.__main__ import cli_evaluate
 
     before = sys.argv
-    sys.argv = ["lm-eval", *with_our_model(before[1:] if arguments is None else arguments)]  # where the harness looks
+    sys.argv = [
+        "lm-eval",
+        *with_our_model(before[1:] if arguments is None else arguments),
+    ]  # read by the harness
     try:
         cli_evaluate()
     except BatchLLMError as error:
@@ -30,7 +33,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_our_model(arguments: Sequence[str]) -> list[str]:
-    """The same, with our model if an evaluation is asked for and none is named."""
+    """The same arguments, with this model added if they start an evaluation and name no model."""
     given = list(arguments)
     if not given or given[0] in _OTHER_COMMANDS or given == ["run"]:
         return given

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 NAME = "hf-batchllm"
-_HOME = f"{__name__.rpartition('.')[0]}.model:BatchLM"
+_MODEL_CLASS = f"{__name__.rpartition('.')[0]}.model:BatchLM"
 
 
 def register() -> None:
     try:
-        import lm_eval.models  # noqa: F401 -- if it is not loaded first, its own models are never registered
+        import lm_eval.models  # noqa: F401 -- loaded first, as the harness would otherwise never register its own models
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
         if error.name not in ("lm_eval", "lm_eval.models"):
@@ -16,4 +16,4 @@ def register() -> None:
         why = "the evaluation harness is not installed, or too old: pip install 'hf-batchllm[lm-eval]'"
         raise ModuleNotFoundError(why, name="lm_eval") from None
     if NAME not in model_registry:
-        model_registry.register(NAME, target=_HOME)
+        model_registry.register(NAME, target=_MODEL_CLASS)

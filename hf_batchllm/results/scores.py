@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
-from ..errors import OptionValueError, either
-from ..wording import shown
+from ..errors import OptionValueError
+from ..wording import either, shown
 from .dataframes import table_of
 from .run_report import RunReport
 

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as processors
 
 from ..inputs.base_model import base_model
 from ..inputs.options import Options, make_processors
-from ..inputs.seeds import signed
+from ..inputs.seeds import as_int64
 from ..kernels.recipes import Recipe, RecipeTable, RowRecipes
 from .sampling_kernels import SamplingKernels
 
@@ -114,7 +114,7 @@ def why_not(options: Options, model: nn.Module) -> str | None:
     It asks for the processors that transformers makes of the options, and knows them by what they hold.
     """
     for name in _GIVEN:
-        if getattr(options.given, name):
+        if getattr(options.arguments, name):
             return f"`{name}` is worked out {_COST}"
     expected = _processors_of(recipe_of(options))
     made = make_processors(base_model(model), options, 1, 1)
@@ -200,7 +200,7 @@ class DeviceSampler:
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
         with torch.inference_mode(False):  # steps may run outside
             self._eos = torch.tensor(padded if self.needs_kind else padded[0], dtype=torch.int64, device=device)
-            self._seed = torch.tensor([signed(seed or 0)], dtype=torch.int64, device=device)
+            self._seed = torch.tensor([as_int64(seed or 0)], dtype=torch.int64, device=device)
 
     def _held_back(self, options: Options) -> tuple[int, ...]:
         """The tokens that may not come before a minimum length."""

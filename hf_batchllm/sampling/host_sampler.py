@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as processors
 
 from ..inputs.options import Options
-from ..inputs.seeds import Seeds, noise_of
+from ..inputs.seeds import Seeds, noise_key
 from ..notices import Notices
 from ..planning.units import Request
 from .processor_chains import Chain, Chains, Layout, look_back, run, to_device
@@ -231,7 +231,7 @@ def _pass(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
 
 def uniforms(seeds: Seeds, requests: Sequence[Request]) -> np.ndarray:  # [requests] float64
     """A number in (0, 1), neither end included, that belongs to each request and its position."""
-    noise = [noise_of(seeds, request.index) for request in requests]
+    noise = [noise_key(seeds, request.index) for request in requests]
     counter = [
         (len(request.generated), request.sample, number, 0)
         for request, (_, number) in zip(requests, noise, strict=True)

@@ -21,9 +21,9 @@ from transformers.generation import logits_process as processors
 
 from ..errors import OptionValueError
 from ..inputs.base_model import base_model
-from ..inputs.given import Given
+from ..inputs.call_arguments import CallArguments
 from ..inputs.options import Options, make_processors
-from ..inputs.user_callables import PROCESSORS, factory_of, listed, made_by
+from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_of, shared_list
 from ..notices import Notices
 from ..planning.units import Request
 from .user_processors import UserProcessor
@@ -130,7 +130,7 @@ class _Maker:
         first_rows: Sequence[int],
         watermarks: dict[tuple[type, str], _Made],
     ) -> None:
-        config, given = options.config, options.given
+        config, given = options.config, options.arguments
         self._model = model
         self._first_rows = first_rows
         self._from_prompt = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
@@ -148,7 +148,7 @@ class _Maker:
             config.watermarking_config = watermarks.setdefault(key, _Made(watermark))
             options = replace(options, config=config)
         self._options = options
-        self._wrapped = {id(each): UserProcessor(each, warn) for each in listed(given.logits_processor)}
+        self._wrapped = {id(each): UserProcessor(each, warn) for each in shared_list(given.logits_processor)}
         self._of_all_lengths: dict[type[LogitsProcessor], LogitsProcessor] = {}
         self._layouts: dict[tuple[ProcessorKind, ...], Layout] = {}
         self._shared: dict[tuple[int, int], Chain] = {}
@@ -157,7 +157,7 @@ class _Maker:
         """The same for all requests with so many tokens in the prompt, and so many to come."""
         key = (len(request.prompt_ids), self._longest(request))
         if key not in self._shared:
-            self._shared[key] = self._chain(*key, self._options.given)
+            self._shared[key] = self._chain(*key, self._options.arguments)
         return self._shared[key]
 
     def make(self, request: Request) -> Chain:
@@ -170,9 +170,11 @@ class _Maker:
         return self._options.max_new_tokens(len(request.prompt_ids), positions)
 
     def _chain(
-        self, prompt_tokens: int, max_new_tokens: int, given: Given, prompt: torch.Tensor | None = None
+        self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None
     ) -> Chain:
-        made = make_processors(self._model, self._options, prompt_tokens, max_new_tokens, given=given, prompt=prompt)
+        made = make_processors(
+            self._model, self._options, prompt_tokens, max_new_tokens, arguments=given, prompt=prompt
+        )
         users = {id(each) for each in given.logits_processor or ()}
         every, kinds = [], []
         for processor in made:
@@ -194,13 +196,13 @@ class _Maker:
             self._layouts[kinds] = Layout(self._options, kinds, blind)
         return self._layouts[kinds]
 
-    def _given_to(self, request: Request) -> Given:
+    def _given_to(self, request: Request) -> CallArguments:
         """What belongs to one sequence of that which was given for all."""
-        given, index = self._options.given, request.index
+        given, index = self._options.arguments, request.index
         factory = factory_of(given.logits_processor)
         own = given.logits_processor
         if factory is not None:
-            own = made_by(PROCESSORS, factory, index, request.prompt_ids.tolist())
+            own = call_factory(PROCESSORS, factory, index, request.prompt_ids.tolist())
         row = self._first_rows[index] + request.sample
         allowed = given.prefix_allowed_tokens_fn
         return replace(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..inputs.options import Options
-from ..inputs.seeds import Seeds, noise_of, signed
+from ..inputs.seeds import Seeds, as_int64, noise_key
 from ..planning.units import Request
 from .device_sampler import DeviceSampler, RowsState, minimum_of, penalised_by
 from .sampling_kernels import SamplingKernels
@@ -58,7 +58,7 @@ class SeatedSampler:
             if each in penalised:
                 bits.append(sampler.seen(request.prompt_ids))
         nobody = (0, 0, 0, 0, -1)
-        noise = [noise_of(self._seeds or 0, request.index) for request in requests]
+        noise = [noise_key(self._seeds or 0, request.index) for request in requests]
         numbers = [
             (number, request.sample, sampler.kinds[each], minimum_of(each, len(request.prompt_ids)), line)
             for request, (_, number), each, line in zip(requests, noise, options, own, strict=True)
@@ -66,7 +66,7 @@ class SeatedSampler:
         with torch.inference_mode(False):  # a later step may run outside
             self._numbers = torch.from_numpy(np.array([*numbers, nobody], dtype=np.int32).T.copy()).to(self._device)
             if each_its_own:
-                self._own_seed = torch.tensor([*(signed(seed) for seed, _ in noise), 0], device=self._device)
+                self._own_seed = torch.tensor([*(as_int64(seed) for seed, _ in noise), 0], device=self._device)
             if bits:
                 self._seen = torch.from_numpy(np.stack(bits)).to(self._device)
         return sampler

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from ..errors import OptionValueError, TokenizerError
 from ..inputs.base_model import base_model
 from ..inputs.options import Options, config_for_prompt
-from ..inputs.user_callables import CRITERIA, Factory, factory_of, listed, made_by
+from ..inputs.processors_and_criteria import CRITERIA, Factory, call_factory, factory_of, shared_list
 from ..model.runner import current_device
 from ..notices import Notices
 from ..planning.units import FinishReason, Request
@@ -104,11 +104,11 @@ def rules_of(
     model: nn.Module, options: Options, tokenizer: Callable[[], Any], known_strings: KnownStrings
 ) -> StopRules:
     """As ``generate`` has them: of the user's criteria, one of a kind that the options ask for takes its place."""
-    mine = listed(options.given.stopping_criteria)
+    mine = shared_list(options.arguments.stopping_criteria)
     config = config_for_prompt(options, 1, 1)
     config.is_assistant = False  # it drafts for nobody here
     strings = config.stop_strings
-    found = options.given.tokenizer
+    found = options.arguments.tokenizer
     if strings is not None and found is None:
         found = _tokenizer_for_strings(tokenizer)
     of_strings = _strings_of(options)
@@ -140,7 +140,7 @@ def rules_of(
         deadlines=tuple((each.initial_timestamp if id(each) in own else None, each.max_time) for each in times),
         strings=tuple(of_a_kind),
         others=tuple(kinds.get(object, ())),
-        factory=factory_of(options.given.stopping_criteria),
+        factory=factory_of(options.arguments.stopping_criteria),
     )
 
 
@@ -292,6 +292,6 @@ class Endings:
             rules = self._rules[request.index]
             own = list(rules.others)
             if rules.factory is not None:
-                own += made_by(CRITERIA, rules.factory, request.index, request.prompt_ids.tolist())
+                own += call_factory(CRITERIA, rules.factory, request.index, request.prompt_ids.tolist())
             self._own[request] = StoppingCriteriaList(own)
         return self._own[request]

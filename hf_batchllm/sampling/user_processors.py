@@ -12,10 +12,10 @@ from torch import nn
 from transformers import LogitsProcessor
 
 from ..errors import OptionValueError
-from ..inputs.user_callables import PROCESSORS, name_of
+from ..inputs.processors_and_criteria import PROCESSORS, callable_name
 from ..wording import a_kind
 
-_OPTION = PROCESSORS.option
+_OPTION = PROCESSORS.name
 _WATCHED_CALLS = 32  # of each processor: what keeps state shows it soon
 _SMALL = 16  # containers up to this size are compared by what they hold
 
@@ -42,7 +42,7 @@ class UserProcessor(LogitsProcessor):
         if not isinstance(result, torch.Tensor) or list(result.shape) != shape:
             got = f"scores of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else a_kind(result)
             raise OptionValueError(
-                _OPTION, f"{name_of(self.processor)} gave {got}: it must return scores of shape {shape}"
+                _OPTION, f"{callable_name(self.processor)} gave {got}: it must return scores of shape {shape}"
             )
         return result.to(scores)
 
@@ -50,7 +50,7 @@ class UserProcessor(LogitsProcessor):
         changed = [name for name in after if name not in before or before[name] != after[name]]
         if not changed or self._warn is None:
             return
-        name = name_of(self.processor)
+        name = callable_name(self.processor)
         self._warn(
             f"`{_OPTION}`: {name} seems to keep state from call to call (`{changed[0]}` changes), and it is called for "
             "the rows of all sequences in turn. Pass a factory instead, so that each sequence has one of its own: "

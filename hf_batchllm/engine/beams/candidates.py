@@ -11,7 +11,7 @@ from torch import nn
 
 from ...inputs.base_model import base_model
 from ...inputs.options import Options
-from ...inputs.seeds import Seeds, noise_of, signed
+from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.small_torch import exponential
 from ...notices import Notices
 from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
@@ -107,7 +107,7 @@ class BeamScores:
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
         if layout.options.do_sample:
             assert self._seed is not None
-            noise = [noise_of(self._seed, group.root.index) for group in groups]
+            noise = [noise_key(self._seed, group.root.index) for group in groups]
             index = draw_candidates(sums, rules.candidates, width, noise, made)
             best = sums.gather(1, index)
         else:
@@ -132,7 +132,7 @@ def draw_candidates(
         raise RuntimeError(NO_DISTRIBUTION)
     token = torch.arange(sums.shape[-1] // width, device=sums.device)
     beam = torch.arange(width, device=sums.device)[:, None]
-    keys = [signed(seed) for seed, _ in noise], [number for _, number in noise], made
+    keys = [as_int64(seed) for seed, _ in noise], [number for _, number in noise], made
     key, prompt, position = (torch.tensor(values, device=sums.device)[:, None, None] for values in keys)
     drawn = exponential(token, key, prompt, beam, position)  # [groups, width, tokens]
     return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import OptionValueError, PromptError
 from ...inputs.chats import is_chat
-from ...inputs.prompts import Prompt, as_list, check_prompts, no_list, read_all
+from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
 from ...model.architecture import Architecture
 from ...notices import Notices
 from ...wording import a_kind, is_array, is_number
@@ -116,7 +116,7 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         return None, [_several(entry) or [entry] for entry in as_list(continuations, "continuations")]
     given = as_list(contexts, "contexts")
     if choices is not None:
-        if not (isinstance(choices, (str, list, tuple)) or is_array(choices) or no_list(choices)):
+        if not (isinstance(choices, (str, list, tuple)) or is_array(choices) or why_not_a_list(choices)):
             choices = read_all(choices)
         shared = list(as_list(choices, "choices"))
         if len(shared) == 1 and shared[0] is choices and not isinstance(choices, str) and not is_chat(choices):

@@ -17,7 +17,8 @@ from ...errors import BatchLLMError
 from ...inputs.adapters import adapter_of_each
 from ...inputs.base_model import base_model
 from ...inputs.option_conflicts import check_beams
-from ...inputs.options import Options, resolve_options
+from ...inputs.options import Options
+from ...inputs.resolve_options import resolve_options
 from ...notices import Notices
 from ...sampling.stop_strings import KnownStrings
 from ...sampling.stopping import rules_of
@@ -92,7 +93,7 @@ class LineConfigs:
             config.num_return_sequences = settings.options.get("num_return_sequences")
             asked: dict[str, Any] = {} if settings.logprobs is None else {"logprobs": settings.logprobs}
             options = resolve_options(self._model, config, asked, None, self._notices)
-            check_beams([options], self._notices)
+            check_beams([options])
             if settings.adapter is not None:
                 adapter_of_each(self._model, settings.adapter, 1, self._notices)
             self._check_tokens(settings, options)

@@ -82,7 +82,7 @@ class GenerationSettings:
         """These settings, and those of ``base`` where these say nothing."""
         options = {**base.options, **self.options}
         if "do_sample" in self.options and not self.options["do_sample"]:
-            for name in [name for name, row in TABLE.items() if row.sampling and name not in self.options]:
+            for name in [name for name, row in TABLE.items() if row.sampling_only and name not in self.options]:
                 options.pop(name, None)  # the base's sampling options: these settings turn sampling off
         for short, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
             if short in self.options and other not in self.options:

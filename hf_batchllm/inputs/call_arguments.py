@@ -1,4 +1,4 @@
-"""What a call takes beside the fields of a GenerationConfig."""
+"""The arguments of a call that are not fields of a GenerationConfig."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """What a call takes beside the fields of a GenerationConfig; the same for all of its prompts."""
+class CallArguments:
+    """The arguments of a call that are not fields of a GenerationConfig; the same for all prompts of the call."""
 
-    logits_processor: Any = None  # a list, or a factory of lists: see ``processing``
+    logits_processor: Any = None  # a list, or a factory of lists: see processors_and_criteria.py
     stopping_criteria: Any = None  # a list, or a factory of lists
     prefix_allowed_tokens_fn: Any = None
     negative_prompt_ids: Any = None
@@ -21,4 +21,4 @@ class Given:
     prompt_logprobs: int | None = None
 
 
-ARGUMENTS = tuple(each.name for each in fields(Given))
+CALL_ARGUMENTS = tuple(each.name for each in fields(CallArguments))

@@ -1,0 +1,64 @@
+"""Options that were set in a call and have no effect there: each is named in a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..notices import Notices
+from .option_row import Fate, Subject
+from .option_table import TABLE, names
+
+_FOR_SAMPLING = [row.name for row in TABLE.values() if row.sampling_only]
+_SPECULATION = sorted(names(fate=Fate.NO_EFFECT, subject=Subject.SPECULATION))
+_PROBABILITIES = ("top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # transformers ignores values above 1
+_FOR_BEAMS = ("early_stopping", "length_penalty")
+_EXTRA_OUTPUTS = ("output_scores", "output_logits")
+
+
+def warn_of_options(
+    config: GenerationConfig, asked: Mapping[str, Any], was_asked: Callable[[str], bool], notices: Notices
+) -> None:
+    """Warn of options that were set in this call and have no effect.
+
+    ``asked``: the keyword arguments; ``was_asked`` says whether an option was set by one, or in the call's config.
+    """
+    if not config.do_sample:
+        idle = [name for name in _FOR_SAMPLING if was_asked(name) and TABLE[name].asks(getattr(config, name))]
+        if idle:
+            notices("greedy", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
+    for name in _PROBABILITIES:
+        value = getattr(config, name)
+        if config.do_sample and value is not None and was_asked(name) and not 0 <= value <= 1:
+            notices(name, f"`{name}` is {value}, and has no effect: it is a probability, from 0 to 1")
+    idle = [
+        name
+        for name in _SPECULATION
+        if was_asked(name) and TABLE[name].asks(asked.get(name, getattr(config, name, None)))
+    ]
+    if idle:
+        notices(
+            "speculation", f"{_have(idle)} no effect: speculation changes the speed of `generate`, never its results"
+        )
+    idle = [name for name in _EXTRA_OUTPUTS if was_asked(name) and getattr(config, name)]
+    if idle and not config.return_dict_in_generate:
+        notices("outputs", f"{_have(idle)} no effect without `return_dict_in_generate=True`, as in `generate`")
+    idle = [] if (config.num_beams or 1) > 1 else [name for name in _FOR_BEAMS if was_asked(name)]
+    if idle := [name for name in idle if TABLE[name].asks(getattr(config, name))]:
+        notices("beams", f"{_have(idle)} no effect without beams: set `num_beams` to more than 1")
+    if config.max_new_tokens is not None:
+        if asked.get("max_length") is not None:
+            notices("max_length", "`max_length` has no effect beside `max_new_tokens`: leave one of them out")
+        if config.min_new_tokens is not None and config.min_new_tokens > config.max_new_tokens:
+            notices(
+                "min_new_tokens",
+                f"`min_new_tokens` ({config.min_new_tokens:,}) is more than `max_new_tokens` "
+                f"({config.max_new_tokens:,}): every sequence stops at the latter",
+            )
+
+
+def _have(names: list[str]) -> str:
+    *most, last = (f"`{name}`" for name in names)
+    return f"{', '.join(most)} and {last} have" if most else f"{last} has"

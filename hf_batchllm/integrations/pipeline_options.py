@@ -1,0 +1,67 @@
+"""The options that a text-generation pipeline passes to ``generate``, found out by calling its ``_forward``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, TextGenerationPipeline
+
+from ..inputs.base_model import base_model
+from ..inputs.option_table import TABLE
+
+Parameters = dict[str, Any]
+
+
+class _Called(BaseException):
+    """``generate`` was called with these options."""
+
+    def __init__(self, options: Parameters) -> None:
+        self.options = options
+
+
+class _ModelThatReports:
+    """Takes the model's place: its ``generate`` raises the options that it is called with, and computes nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, *, input_ids: Any, attention_mask: Any, **options: Any) -> None:
+        raise _Called(options)
+
+
+def options_for_generate(pipe: TextGenerationPipeline, forward: Parameters) -> Parameters:
+    """All that the pipeline's ``_forward`` passes to ``generate`` besides the prompt; the same for every prompt."""
+    reporting: Any = copy.copy(pipe)
+    reporting.model = _ModelThatReports(pipe.model)
+    try:
+        reporting._forward({"input_ids": torch.ones(1, 1, dtype=torch.long), "prompt_text": ""}, **forward)
+    except _Called as called:
+        return _without_defaults(called.options, pipe, forward)
+    raise TypeError(f"{type(pipe).__name__}._forward does not call the model's `generate`")
+
+
+def _without_defaults(options: Parameters, pipe: TextGenerationPipeline, forward: Parameters) -> Parameters:
+    """Without the options that nobody set: some versions of transformers pass a config in which every option is set.
+
+    The results are the same. Without this, options that have no effect would be warned of.
+    """
+    config: GenerationConfig | None = options.get("generation_config")
+    if config is None or config is not getattr(pipe, "generation_config", None):
+        return options
+    own = base_model(pipe.model).generation_config
+    trimmed: Any = copy.copy(config)
+    defaults, sampled = trimmed._get_default_generation_params(), pipe._default_generation_config
+    sampling = options.get("do_sample", trimmed.do_sample)
+    if trimmed.max_new_tokens is not None and "max_length" not in forward:
+        options.pop("max_length", None)
+    for name, value in vars(config).items():
+        default = defaults.get(name)
+        idle = not sampling and name in TABLE and TABLE[name].sampling_only and value == getattr(sampled, name)
+        if value is not None and getattr(own, name, None) is None and (value == default or idle):
+            setattr(trimmed, name, None)
+    return {**options, "generation_config": trimmed}
