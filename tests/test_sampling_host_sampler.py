@@ -247,8 +247,8 @@ class Discouraging(LogitsProcessor):
 
 def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **options: Any) -> torch.Tensor:
     resolved = resolve_options(model, None, {"max_new_tokens": 50, **options})
-    chains = processor_chains.Chains(model, [resolved] * len(some))
-    return processor_chains.look_back(logits, some, [chains.of(request) for request in some])
+    chains = processor_chains.ProcessorChains(model, [resolved] * len(some))
+    return processor_chains.apply_looking_back(logits, some, [chains.of(request) for request in some])
 
 
 HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))

@@ -34,7 +34,8 @@ from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, Schedu
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.units import Step
 from hf_batchllm.results.timeline import Timeline
-from hf_batchllm.sampling.stopping import Endings, StopRules
+from hf_batchllm.sampling.stop_rules import StopRules
+from hf_batchllm.sampling.stopping import Endings
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0
 _BUDGET = 8192  # tokens in a step, as pace.py has it

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from ..inputs.options import Options
 from ..inputs.prompts import Prompt
 from ..planning.units import Chunk, Request
-from ..sampling.logprobs import _AT_ONCE, LogProbs, NewTokenLogProbs, PromptLogProbs, Sample, StepTensors
+from ..sampling.logprobs import LOGITS_AT_ONCE, LogProbs, NewTokenLogProbs, PickTokens, PromptLogProbs
+from ..sampling.step_tensors import StepTensors
 
 if TYPE_CHECKING:
     from ..model.runner import ModelRunner
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .timekeeper import Timekeeper
 
 
-_MOST_LOGITS = 1 << 28  # numbers that a step gives where each of its tokens is asked for
+MOST_LOGITS_PER_STEP = 1 << 28  # numbers, where the logits of prompts are asked for
 
 
 class Watched(Protocol):
@@ -99,7 +100,7 @@ class ExtraOutputs:
 
         ``plan``: in whose order prompts run, if they do, and from their beginning.
         """
-        return budget if self.prompts is None else max(1, min(budget, _MOST_LOGITS // vocabulary))
+        return budget if self.prompts is None else max(1, min(budget, MOST_LOGITS_PER_STEP // vocabulary))
 
     def results_bytes(self, steps: int, vocabulary: int) -> int:
         """What is kept on the device to be handed out, at most. ``steps``: the new tokens of the longest row."""
@@ -108,9 +109,9 @@ class ExtraOutputs:
     def step_bytes(self, tokens: int, vocabulary: int) -> int:
         """What looking at a step of so many tokens takes on the device."""
         logits = 0 if self.prompts is None else tokens * vocabulary
-        return 4 * (logits + 3 * min(logits, _AT_ONCE))
+        return 4 * (logits + 3 * min(logits, LOGITS_AT_ONCE))
 
-    def around(self, sample: Sample) -> Sample:
+    def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, with the log-probabilities of what it picks taken down."""
         return sample if self.new_tokens is None else self.new_tokens.around(sample)
 

@@ -26,6 +26,7 @@ from ..model.triton_attention import TritonBackend
 from ..patches.attention_interface import autocast_dtype
 from ..planning.units import Chunk, Request, Step
 from ..results.sharing_plan import SharingPlan
+from ..sampling.host_sampler import SCORES_AT_ONCE
 from .device_loop.graph_sizes import size_of, sizes_up_to
 
 _LONGEST = 1024  # tokens of a sequence in the rehearsal, which needs as many slots of a cache
@@ -33,8 +34,7 @@ _MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit t
 _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
 _ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
 _PARTS = 8  # partial results of attention that each decode row has, at most
-_PICKED_AT_ONCE = 1 << 25  # scores, where transformers' own code picks
-_COPIES = 48  # bytes that it takes for each of them
+_COPIES = 48  # bytes that transformers' own code takes for each score while it picks tokens
 
 
 @dataclass(frozen=True)
@@ -171,4 +171,4 @@ def picking_bytes(samples: int, vocabulary: int, sequences: int, *, copied: bool
     scores = samples * vocabulary
     kept = 4 * scores if copied or by_host else scores // 2  # in float32; else the best of each few
     seen = sequences * vocabulary // 8  # a bit for each token
-    return kept + seen + (_COPIES * min(scores, _PICKED_AT_ONCE) if by_host else 0)
+    return kept + seen + (_COPIES * min(scores, SCORES_AT_ONCE) if by_host else 0)

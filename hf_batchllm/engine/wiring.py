@@ -16,7 +16,7 @@ from ..planning.lineup import Lineup
 from ..planning.paged_cache import PagedCache
 from ..planning.scheduler import Scheduler, make_scheduler
 from ..planning.units import Branch, Request
-from ..sampling.device_sampler import picked_by_host
+from ..sampling.device_sampler import why_picked_by_host
 from ..sampling.host_sampler import HostSampler
 from ..sampling.sampling_kernels import sampling_kernels
 from ..sampling.seated_sampler import SeatedSampler
@@ -125,7 +125,7 @@ def why_by_host(
     if job.widths is not None:
         return "beams are chosen by the host, which waits for each step"
     depth = _DEPTH.get(architecture.device.type, 1) if depth is None else depth
-    return picked_by_host(job.kinds, model, architecture.device, depth, job.penalised, architecture.vocab_size)
+    return why_picked_by_host(job.kinds, model, architecture.device, depth, job.penalised, architecture.vocab_size)
 
 
 # A CPU's decode steps get cheaper by the row up to about a hundred rows.

@@ -26,7 +26,7 @@ from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
 from ..notices import warn_user
 from ..results.run_report import RunReport
-from ..sampling import processor_chains, stopping
+from ..sampling import processor_chains, stop_rules
 from ..wording import a_kind
 
 _OURS = sorted(names(kind=OptionKind.OURS))  # which model.generate does not know
@@ -107,7 +107,7 @@ def not_of_generate(given: dict[str, Any]) -> Exception | None:
 
 
 _ROW_BY_ROW: dict[str, Callable[[Any], bool]] = {
-    "stopping_criteria": stopping.looks_at_each_row_alone,
+    "stopping_criteria": stop_rules.looks_at_each_row_alone,
     "logits_processor": processor_chains.looks_at_each_row_alone,
 }
 

@@ -28,7 +28,7 @@ from ..inputs.option_table import TABLE
 from ..inputs.prompts import read_all
 from ..planning.units import Request
 from ..results.generations import BatchResult, Generation
-from ..sampling import processor_chains, stopping
+from ..sampling import processor_chains, stop_rules
 from .pipeline_inputs import Refused, as_input, why_not_encoded
 
 Parameters = dict[str, Any]
@@ -366,7 +366,7 @@ def _what_looks_at_padding(asked: Parameters) -> str | None:
         return "prefix_allowed_tokens_fn"
     blind = {
         "logits_processor": processor_chains.looks_at_no_padding,
-        "stopping_criteria": stopping.looks_at_no_padding,
+        "stopping_criteria": stop_rules.looks_at_no_padding,
     }
     for name, is_blind in blind.items():
         given = asked.get(name)

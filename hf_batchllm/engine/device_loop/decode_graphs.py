@@ -17,7 +17,7 @@ from ...model.batch import ModelBatch
 from ...model.kv_storage import KVStorage
 from ...model.owners_state import not_in_graphs, owners_state
 from ...model.runner import ModelRunner
-from ...model.triton_attention import Met, TritonBackend
+from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
 from .decode_rows import Advance, DecodeRows, Pick, Seats
 from .graph_sizes import WORTH, size_of, sizes_to_come
@@ -51,7 +51,7 @@ class DecodeGraphs:
         self.most_times = most_times
         self._notices = notices
         self._graphs: dict[int, DecodeRows] = {}  # captured or not
-        self._met: dict[tuple[Any, ...], Met] = {}
+        self._met: dict[tuple[Any, ...], WorkSeen] = {}
         self._pool: Any = None
         # What could not be captured once cannot be the next time.
         self._given_up = not capture or notices.was_given(_CAPTURE)
@@ -124,7 +124,7 @@ class DecodeGraphs:
 
         ``left``: how many tokens each of the sequences that run at a time may still get; some ``may_stop`` before.
         """
-        known = self._met or self._backend.met  # the kinds of work that there are
+        known = self._met or self._backend.work_seen  # the kinds of work that there are
         if not self.prepares or not known or not self._backend.does_all:
             return
         if self._runner.model.training:  # dropout would draw noise in a run that is made when there is time for it

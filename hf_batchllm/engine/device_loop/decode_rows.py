@@ -21,7 +21,7 @@ from ...kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
 from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
-from ...model.triton_attention import KernelAttention, Met, StepWork, TritonBackend
+from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
 
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as ahead.Pick
 Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]  # as sample_triton.advance
@@ -66,7 +66,7 @@ class Seats:
             self.ended[seats] = (picked[:, None] == eos).any(dim=1)
 
 
-class RowsWork:
+class RowsWork(WorkSource):
     """The work of whatever the rows are; as ``StepWork``, at addresses that stay. The kernels can do all layers.
 
     ``met``: what work has come up so far in the call, by a layer's key. A kernel without work still takes 2 to 4 us,
@@ -74,20 +74,27 @@ class RowsWork:
     rows are made anew: with room, and with the kernel.
     """
 
-    has_chunks = False
-
     def __init__(
-        self, state: Rows, entries: int, multiprocessors: int, device: torch.device, met: dict[tuple[Any, ...], Met]
+        self,
+        state: Rows,
+        entries: int,
+        multiprocessors: int,
+        device: torch.device,
+        met: dict[tuple[Any, ...], WorkSeen],
     ) -> None:
         self._met = met
         self.rows = len(state.token)
         self.slots = state.slot
-        self.lengths = state.length
+        self._lengths = state.length
         self._entries = entries
         self._multiprocessors = multiprocessors
         self._device = device
         self._rooms: dict[tuple[Any, ...], WorkLists] = {}
         self._step: StepWork | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:  # [rows] int32
+        return self._lengths
 
     @property
     def rooms(self) -> list[WorkLists]:
@@ -106,8 +113,8 @@ class RowsWork:
             room.packed.copy_(sent(work.packed, self._device))
         self._step = step
 
-    def _note(self, key: tuple[Any, ...], work: WorkLists) -> Met:
-        return self._met.setdefault(key, Met()).note(work.items, self._merges(work))
+    def _note(self, key: tuple[Any, ...], work: WorkLists) -> WorkSeen:
+        return self._met.setdefault(key, WorkSeen()).note(work.items, self._merges(work))
 
     def _merges(self, work: WorkLists) -> bool:
         return work.merges or work.rows < self.rows  # what idle rows give is written by the merge: zeros
@@ -120,12 +127,12 @@ class RowsWork:
             room.packed.copy_(sent(room.fitted(work).packed, self._device))
         return self._rooms[key]
 
-    def make_rooms(self, known: Mapping[tuple[Any, ...], Met], idle: bool) -> None:
+    def make_rooms(self, known: Mapping[tuple[Any, ...], WorkSeen], idle: bool) -> None:
         """Room for the ``known`` kinds of work, none of which has come yet. ``idle``: some rows will be."""
         for key, met in known.items():
-            self._rooms[key] = self._room(key, Met(set(met.tiles), met.merges or idle))
+            self._rooms[key] = self._room(key, WorkSeen(set(met.tiles), met.merges or idle))
 
-    def _room(self, key: tuple[Any, ...], met: Met, work: WorkLists | None = None) -> WorkLists:
+    def _room(self, key: tuple[Any, ...], met: WorkSeen, work: WorkLists | None = None) -> WorkLists:
         _, heads, kv_heads, sinks = key
         at_once = self._multiprocessors // kv_heads + 1
         blocks = self.rows * (heads // kv_heads) // 64 + 1
@@ -149,7 +156,7 @@ class DecodeRows:
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick,
-        advance: Advance, met: dict[tuple[Any, ...], Met],
+        advance: Advance, met: dict[tuple[Any, ...], WorkSeen],
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -235,7 +242,7 @@ class DecodeRows:
             seats.ended[self._seat] = state.status == STOPPED
         return state.produced
 
-    def run_idle(self, known: Mapping[tuple[Any, ...], Met]) -> None:
+    def run_idle(self, known: Mapping[tuple[Any, ...], WorkSeen]) -> None:
         """Once, for the sake of what is made on first use."""
         self.work.make_rooms(known, idle=True)
         self._seat.fill_(len(self._seats.last) - 1)

@@ -10,16 +10,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from ...inputs.prompts import Prompt
 from ...planning.units import Chunk, Request, Unit
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
 from .score_inputs import ScoreItem
-
-AT_ONCE = 1 << 25  # numbers that are looked at at a time
-_ON_A_CPU = 1 << 20  # for each thread: they stay in its cache
 
 U = TypeVar("U", bound=Hashable)
 
@@ -165,34 +161,3 @@ class Lookups:
         first, last = self._of.get(unit, (0, 0))
         low, high = np.searchsorted(self._positions[first:last], (begin, end)).tolist()
         return slice(first + low, first + max(low, high))
-
-
-@torch.no_grad()
-def looked_up(
-    logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:  # [pairs] float32, [pairs] bool
-    """For each pair of a row of ``logits`` [n, vocabulary] (in order) and a token: its log-probability, and whether it
-    is the likeliest, the first one among equals.
-    """
-    device, vocabulary = logits.device, logits.shape[-1]
-    few = _ON_A_CPU * torch.get_num_threads() if device.type == "cpu" else AT_ONCE
-    few = max(1, few // vocabulary)
-    begins = list(range(0, len(logits), few))
-    edges = np.searchsorted(rows, [*begins, len(logits)]).tolist()
-    here, chosen = (_sent(values, device) for values in (rows, tokens))
-    logprobs: list[torch.Tensor] = []
-    greedy: list[torch.Tensor] = []
-    for begin, first, last in zip(begins, edges, edges[1:], strict=False):
-        if first == last:
-            continue
-        some = logits[begin : begin + few].float()
-        at, own = here[first:last] - begin, chosen[first:last]
-        whole, best = some.logsumexp(dim=-1), some.argmax(dim=-1)  # [few]
-        logprobs.append(some[at, own] - whole[at])
-        greedy.append(best[at] == own)
-    return torch.cat(logprobs), torch.cat(greedy)
-
-
-def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -19,8 +19,8 @@ from ...inputs.base_model import base_model
 from ...inputs.option_conflicts import check_beams
 from ...inputs.options import Options, resolve_options
 from ...notices import Notices
-from ...sampling.stop_strings import KnownStrings
-from ...sampling.stopping import rules_of
+from ...sampling.stop_rules import rules_of
+from ...sampling.stop_strings import PreparedStopStrings
 from .settings import NAMES, LineSettings
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class LineConfigs:
             self._check_tokens(settings, options)
             if config.stop_strings is not None and not self._finds_strings:
                 # Whether they can be found is the tokenizer's matter, and to find out takes seconds: once.
-                rules_of(self._model, options, self._tokenizer, KnownStrings())
+                rules_of(self._model, options, self._tokenizer, PreparedStopStrings())
                 self._finds_strings = True
         except (torch.OutOfMemoryError, *_BROKEN):
             raise
