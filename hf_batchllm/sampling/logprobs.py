@@ -40,7 +40,7 @@ class NewTokenLogProbs:
         return recorded
 
     def take(self, request: Request) -> list[LogProbs]:
-        """Those of a request that has ended; they are not kept."""
+        """Hand out, and forget, those of a request that has ended."""
         return self._entries.pop(request, [])[: len(request.generated)]
 
 
@@ -73,7 +73,7 @@ class PromptLogProbs:
         return [0] * len(prompts)
 
     def start(self, requests: Sequence[Request]) -> None:
-        """The call's requests, attached to their prefixes."""
+        """Take note of the call's requests, which are attached to their prefixes."""
         for request in requests:
             prompt = len(request.prompt_ids)
             chain: list[tuple[_UnitLogProbs, int]] = []
@@ -101,7 +101,7 @@ class PromptLogProbs:
         return [Chunk(chunk.unit, begin, end)] if begin < end else []
 
     def record(self, parts: Sequence[Chunk], logits: torch.Tensor) -> None:
-        """``logits`` [tokens, vocabulary] of the tokens of all parts."""
+        """Read the log-probabilities from ``logits`` [tokens, vocabulary], a row for each token of the parts."""
         row = 0
         for part in parts:
             count = part.end - part.begin
@@ -130,7 +130,7 @@ class PromptLogProbs:
         known.seen = part.end
 
     def take(self, request: Request) -> list[LogProbs | None]:
-        """Those of a request that has ended; they are not kept."""
+        """Hand out, and forget, those of a request that has ended."""
         entries: list[LogProbs | None] = []
         for known, cut in self._chains.pop(request):
             entries += known.entries[: cut - known.start]

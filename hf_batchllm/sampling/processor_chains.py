@@ -246,9 +246,8 @@ def _allowed_in(row: int, allowed: Callable[[int, torch.Tensor], Any]) -> Callab
 def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
     kind = type(processor)
     if is_the_users:
-        return (
-            ProcessorKind.ALIKE if kind in (*BLIND_TO_HISTORY, *MINIMUM_LENGTHS, *_STATELESS) else ProcessorKind.ALONE
-        )
+        is_known = kind in (*BLIND_TO_HISTORY, *MINIMUM_LENGTHS, *_STATELESS)
+        return ProcessorKind.ALIKE if is_known else ProcessorKind.ALONE
     if kind is processors.RepetitionPenaltyLogitsProcessor and _penalises_prompts(processor):
         return ProcessorKind.PENALTY
     if kind in MINIMUM_LENGTHS:
