@@ -27,7 +27,7 @@ from hf_batchllm.sampling.device_sampler import (
     why_not_on_device,
     why_picked_by_host,
 )
-from hf_batchllm.sampling.sampling_kernels import SamplingKernels
+from hf_batchllm.sampling.sampling_kernels import SamplingKernels, torch_sampling, triton_sampling
 
 FAMILY, VOCABULARY = "llama", 101
 EVERY: dict[str, Any] = {"top_k": 0, "eos_token_id": None}
@@ -47,12 +47,12 @@ def mixed_with(kernels: SamplingKernels, device: str, vocabulary: int, *each: di
 
 
 def torch_sampler(**options: Any) -> DeviceSampler:
-    return made_with(device_sampler.torch_sampling(), "cpu", **options)
+    return made_with(torch_sampling(), "cpu", **options)
 
 
 def greedy_sampler(**options: Any) -> DeviceSampler:
     kinds = [resolved(**(options | {"do_sample": False}))]
-    return DeviceSampler(kinds, None, VOCABULARY, "cpu", device_sampler.torch_sampling())
+    return DeviceSampler(kinds, None, VOCABULARY, "cpu", torch_sampling())
 
 
 def state_of(requests: list[Request], sampler: DeviceSampler, device: str = "cpu") -> RowsState:
@@ -150,13 +150,13 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     for name in ("prompt", "sample", "made"):
         moved = dataclasses.replace(state, **{name: getattr(state, name) + 1}, seen=state.seen.clone())
         assert mine(scores, moved).tolist() != every, name
-    other = DeviceSampler([resolved(**options)], 8, VOCABULARY, "cpu", device_sampler.torch_sampling())
+    other = DeviceSampler([resolved(**options)], 8, VOCABULARY, "cpu", torch_sampling())
     assert other(scores, state_of(requests, other)).tolist() != every
     own = dataclasses.replace(state_of(requests, other), seed=torch.tensor([7, 8] * 12))
     mixed = other(scores, own).tolist()
     assert mixed[::2] == every[::2]
     assert mixed[1::2] == other(scores, state_of(requests, other)).tolist()[1::2] != every[1::2]
-    wide = DeviceSampler([resolved(**options)], 2**64 - 1, VOCABULARY, "cpu", device_sampler.torch_sampling())
+    wide = DeviceSampler([resolved(**options)], 2**64 - 1, VOCABULARY, "cpu", torch_sampling())
     assert wide(scores, state_of(requests, wide)).min() >= 0
 
 
@@ -174,7 +174,7 @@ MIXED: list[dict[str, Any]] = [
 @plain
 @pytest.mark.parametrize("mixed", [MIXED, MIXED[:2], MIXED[1:3], [MIXED[0], MIXED[3]], MIXED[4:]], ids=len)
 def test_rows_of_many_kinds_have_the_tokens_of_their_kind(mixed: list[dict[str, Any]]) -> None:
-    kinds, kernels = [resolved(**options) for options in mixed], device_sampler.torch_sampling()
+    kinds, kernels = [resolved(**options) for options in mixed], torch_sampling()
     together = DeviceSampler(kinds, 7, VOCABULARY, "cpu", kernels)
     requests, scores = requests_of(len(kinds) * 12, HISTORIES), scores_of(len(kinds) * 12)
     scores[:, 5:9] += 5  # EOS is among the best
@@ -193,17 +193,17 @@ def test_rows_of_many_kinds_have_the_tokens_of_their_kind(mixed: list[dict[str, 
 def test_settings_of_the_same_meaning_are_one_kind() -> None:
     same = [{"top_p": 0.9}, {"top_p": 0.9, "eos_token_id": 4}, {"top_p": 0.9, "min_length": 5, "eos_token_id": 500}]
     kinds = [resolved(**options) for options in same]
-    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", device_sampler.torch_sampling())
+    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", torch_sampling())
     assert set(mine.kinds.values()) == {0} and not mine.needs_kind and not mine.needs_minimum
     kinds += [resolved(top_p=0.9, min_new_tokens=5, eos_token_id=4), resolved(do_sample=False)]
-    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", device_sampler.torch_sampling())
+    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", torch_sampling())
     assert list(mine.kinds.values()) == [0, 0, 0, 1, 2] and mine.needs_kind and mine.needs_minimum
 
 
 @plain
 def test_only_rows_with_a_penalty_need_bits() -> None:
     kinds = [resolved(top_k=0), resolved(do_sample=False, repetition_penalty=3.0)]
-    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", device_sampler.torch_sampling())
+    mine = DeviceSampler(kinds, 7, VOCABULARY, "cpu", torch_sampling())
     requests, scores = requests_of(4, ((30, 0),)), scores_of(4)
     every = state_of(requests, mine)
     line, seen = torch.tensor([-1, 1, -1, 0], dtype=torch.int32), every.seen[[3, 1]].clone()
@@ -371,7 +371,7 @@ def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -
     scores = scores.bfloat16() if GPU else scores
     requests = requests_of(rows, HISTORIES, vocabulary)
     tokens = []
-    for kernels, device in ((device_sampler.torch_sampling(), "cpu"), (device_sampler.triton_sampling(), DEVICE)):
+    for kernels, device in ((torch_sampling(), "cpu"), (triton_sampling(), DEVICE)):
         mine = mixed_with(kernels, device, vocabulary, *options)
         state = state_of(requests, mine, device)
         tokens.append([mine(scores.to(device), state).tolist() for _ in range(2)])
@@ -385,7 +385,7 @@ def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_wait_for_the_host_and_a_graph_replays_native(options: list[dict[str, Any]], dtype: torch.dtype) -> None:
     rows, vocabulary = 37, 50_257
-    mine = mixed_with(device_sampler.triton_sampling(), "cuda", vocabulary, *options)
+    mine = mixed_with(triton_sampling(), "cuda", vocabulary, *options)
     state = state_of(requests_of(rows, HISTORIES, vocabulary), mine, "cuda")
     logits, out = torch.zeros(rows, vocabulary, dtype=dtype, device="cuda"), torch.zeros(rows, dtype=torch.int64).cuda()
     mine(logits, state, out)  # compiles
@@ -430,7 +430,7 @@ def test_kernels_are_compiled_once_however_many_rows_there_are(monkeypatch: pyte
     monkeypatch.setattr(jit.JITFunction, "run", noted)
     greedy = {"do_sample": False, "min_new_tokens": 4, "eos_token_id": 3, "repetition_penalty": 1.2}
     cutting = {"top_k": 5, "top_p": 0.9, "min_p": 0.1}
-    sampler = mixed_with(device_sampler.triton_sampling(), "cpu", 2048, greedy, cutting, {"top_k": 0, "top_p": 0.9})
+    sampler = mixed_with(triton_sampling(), "cpu", 2048, greedy, cutting, {"top_k": 0, "top_p": 0.9})
     for rows in (5, 6, 7, 8):
         prompt, sample, kind, minimum, line = torch.zeros(5, rows, dtype=torch.int32)
         made, seen = torch.zeros(rows, dtype=torch.int32), torch.zeros(9, 2048 // 32, dtype=torch.int32)
