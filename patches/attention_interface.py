@@ -1,4 +1,7 @@
-"""The attention function that transformers calls, and the context that carries a step to it."""
+"""The attention function that transformers calls, registered once by name, and the context that carries a step to it.
+
+The context is a context variable, not a keyword argument of the model: some architectures drop those on the way.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from ..errors import UnsupportedModelError
 
@@ -139,3 +143,6 @@ def attention_forward(
         )
     )
     return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -17,7 +17,7 @@ from test_model_triton_attention import TWINS
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import rehearsal
 from hf_batchllm.engine.rehearsal import LargestStep
-from hf_batchllm.model.device_memory import Used
+from hf_batchllm.model.device_memory import MemoryUse
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 from hf_batchllm.planning.lineup import pages_at_once
@@ -65,8 +65,8 @@ class Device:
     def trim(self) -> None:
         self.trims += 1
 
-    def used(self) -> Used:
-        return Used(self.taken, self.taken)
+    def used(self) -> MemoryUse:
+        return MemoryUse(self.taken, self.taken)
 
     def start(self) -> None:
         self._highest = self.taken
@@ -74,8 +74,8 @@ class Device:
     def mark(self) -> None:
         pass
 
-    def peak(self) -> Used:
-        return Used(self.taken + self.step, self.taken + self.step // 2)
+    def peak(self) -> MemoryUse:
+        return MemoryUse(self.taken + self.step, self.taken + self.step // 2)
 
     def highest(self) -> int:
         return self._highest

@@ -21,9 +21,9 @@ from test_engine_decode_graphs import graphs as graphs  # a fixture
 from test_generator_parity import mixed_prompts
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
+from hf_batchllm.engine.device_loop import run_ahead
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.paged_cache import PagedCache
@@ -132,7 +132,7 @@ def test_a_row_that_has_ended_reads_and_writes_nothing_more(
 def test_sampled_tokens_are_the_same_in_bursts_of_any_length(
     options: dict[str, Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
     prompts = mixed_prompts(2)
     options |= {"max_new_tokens": 25, "do_sample": True, "seed": 3, "eos_token_id": [3, 4, 5], "progress": False}
     drawn = [
@@ -221,10 +221,10 @@ def test_steps_per_sync_beyond_all_reason(graphs: list[DecodeGraphs], launched: 
 
 def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs beyond the end of an answer is not taken for tokens of prompts."""
-    waits, copy_back = [], RunAhead._copy_back
+    waits, start = [], run_ahead.start_copy_to_host
 
-    def interrupted(self: RunAhead, tokens: torch.Tensor) -> Any:
-        wait = copy_back(self, tokens)
+    def interrupted(tokens: torch.Tensor) -> Any:
+        wait = start(tokens)
 
         def waits_once() -> Any:
             waits.append(1)
@@ -234,7 +234,7 @@ def test_an_interrupt_while_tokens_are_waited_for(graphs: list[DecodeGraphs], mo
 
         return waits_once
 
-    monkeypatch.setattr(RunAhead, "_copy_back", interrupted)
+    monkeypatch.setattr(run_ahead, "start_copy_to_host", interrupted)
     prompts = mixed_prompts(3)
     generator = BatchGenerator(build("llama"), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:

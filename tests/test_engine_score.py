@@ -19,8 +19,8 @@ from test_generator_parity import tries
 
 from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.engine.scoring import score_call as scoring_module
-from hf_batchllm.engine.scoring import token_lookups as lookups_module
 from hf_batchllm.results.scores import Score, ScoreResult
+from hf_batchllm.sampling import logprobs as logprobs_module
 
 FAMILY = "llama"
 KINDS_OF_ATTENTION = ["llama", "gemma3", "gpt_oss", "opt"]  # windows, sinks, learned positions
@@ -213,7 +213,7 @@ def test_a_context_kept_from_an_earlier_call() -> None:
 
 def test_steps_have_as_many_logits_as_there_may_be_and_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring_module, "MOST_LOGITS", 9 * 101 + 100)
-    monkeypatch.setattr(lookups_module, "_AT_ONCE_PER_CPU_THREAD", 2 * 101)
+    monkeypatch.setattr(logprobs_module, "_LOGITS_PER_CPU_THREAD", 2 * 101)
     dice = random.Random(6)
     contexts = [[dice.randrange(97) for _ in range(20)] for _ in range(14)]
     several = [[[5], [6, 7]]] * len(contexts)

@@ -17,7 +17,7 @@ from support_untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.patches import merged_weights
-from hf_batchllm.sampling.logprobs import StepTensors
+from hf_batchllm.sampling.step_tensors import StepTensors
 
 GIVEN = prompts(count=7)
 OPTIONS = {"max_new_tokens": NEW_TOKENS}
@@ -171,7 +171,8 @@ def test_an_error_that_is_kept_does_not_hold_the_weights_a_second_time(
 
 
 @pytest.mark.parametrize(
-    "place", ["model.runner.ModelRunner.step", "sampling.logprobs.StepTensors._of", "sampling.host_sampler.run"]
+    "place",
+    ["model.runner.ModelRunner.step", "sampling.step_tensors.StepTensors._of", "sampling.host_sampler.apply_blind"],
 )
 def test_an_error_that_is_kept_does_not_hold_scores(
     place: str, storages: Storages, monkeypatch: pytest.MonkeyPatch

@@ -23,8 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, RunReport, accelerated
 from hf_batchllm.engine import call
+from hf_batchllm.engine.device_loop import run_ahead
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
-from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
 from hf_batchllm.engine.timekeeper import Timekeeper
@@ -222,19 +222,19 @@ def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> 
 def test_on_a_gpu_waiting_is_told_from_launching(
     device_loop: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, copy_back, capture = [], RunAhead._copy_back, DecodeGraphs._capture
+    waits, start, capture = [], run_ahead.start_copy_to_host, DecodeGraphs._capture
 
-    def slow(self: RunAhead, tokens: torch.Tensor) -> Any:
+    def slow(tokens: torch.Tensor) -> Any:
         clock.now += 1
         waits.append(1)
-        return clock.taking(10, copy_back(self, tokens))
+        return clock.taking(10, start(tokens))
 
     def capturing(self: DecodeGraphs, graph: Any) -> None:
         clock.now += 100
         self.seconds += 100
         capture(self, graph)
 
-    monkeypatch.setattr(RunAhead, "_copy_back", slow)
+    monkeypatch.setattr(run_ahead, "start_copy_to_host", slow)
     monkeypatch.setattr(DecodeGraphs, "_capture", capturing)
     monkeypatch.setattr(call, "Timekeeper", lambda **_: Timekeeper(clock, ahead=True))
     result = BatchGenerator(build(FAMILY), steps_per_sync=8).generate(PROMPTS, max_new_tokens=40, **GIVEN)
@@ -253,10 +253,10 @@ def test_on_a_gpu_waiting_is_told_from_launching(
 def test_what_is_on_its_way_at_an_interrupt_counts(
     at: int, device_loop: None, facts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, copy_back = [], RunAhead._copy_back
+    waits, start = [], run_ahead.start_copy_to_host
 
-    def interrupted(self: RunAhead, tokens: torch.Tensor) -> Any:
-        wait = copy_back(self, tokens)
+    def interrupted(tokens: torch.Tensor) -> Any:
+        wait = start(tokens)
 
         def waits_once() -> Any:
             waits.append(1)
@@ -266,7 +266,7 @@ def test_what_is_on_its_way_at_an_interrupt_counts(
 
         return waits_once
 
-    monkeypatch.setattr(RunAhead, "_copy_back", interrupted)
+    monkeypatch.setattr(run_ahead, "start_copy_to_host", interrupted)
     generator = BatchGenerator(build(FAMILY), steps_per_sync=8)
     with pytest.raises(GenerationInterrupted) as caught:
         generator.generate(PROMPTS, max_new_tokens=60, eos_token_id=list(range(0, 97, 3)), **GIVEN)

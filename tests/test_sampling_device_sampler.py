@@ -21,7 +21,13 @@ from hf_batchllm.inputs.options import Options
 from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import device_sampler
-from hf_batchllm.sampling.device_sampler import DeviceSampler, RowsState, minimum_of, picked_by_host, why_not
+from hf_batchllm.sampling.device_sampler import (
+    DeviceSampler,
+    RowsState,
+    minimum_of,
+    why_not_on_device,
+    why_picked_by_host,
+)
 from hf_batchllm.sampling.sampling_kernels import SamplingKernels, torch_sampling, triton_sampling
 
 FAMILY, VOCABULARY = "llama", 101
@@ -262,7 +268,7 @@ def test_the_bits_of_a_prompt() -> None:
     "sampling", [{"do_sample": False}, {"top_p": 0.9, "min_p": 0.1, "temperature": 0.3}], ids=brief
 )
 def test_what_stays_on_the_device(options: dict[str, Any], sampling: dict[str, Any]) -> None:
-    assert why_not(resolved(**options, **sampling), build(FAMILY)) is None
+    assert why_not_on_device(resolved(**options, **sampling), build(FAMILY)) is None
 
 
 @plain
@@ -289,20 +295,20 @@ def test_what_does_not_is_named(name: str, value: Any) -> None:
     options = resolved(eos_token_id=3)
     config = copy.copy(options.config)
     setattr(config, name, value)
-    reason = why_not(dataclasses.replace(options, config=config), build(FAMILY))
+    reason = why_not_on_device(dataclasses.replace(options, config=config), build(FAMILY))
     assert reason is not None and f"`{name}`" in reason and "waits" in reason
 
 
 @plain
 def test_arguments_that_pick_tokens_are_named() -> None:
-    for given, name in (
+    for arguments, name in (
         (CallArguments(logits_processor=LogitsProcessorList([Discouraging()])), "logits_processor"),
         (CallArguments(prefix_allowed_tokens_fn=lambda sequence, ids: [3]), "prefix_allowed_tokens_fn"),
     ):
-        reason = why_not(dataclasses.replace(resolved(), arguments=given), build(FAMILY))
+        reason = why_not_on_device(dataclasses.replace(resolved(), arguments=arguments), build(FAMILY))
         assert reason is not None and f"`{name}`" in reason and "waits" in reason
     nothing = CallArguments(logits_processor=LogitsProcessorList())
-    assert why_not(dataclasses.replace(resolved(), arguments=nothing), build(FAMILY)) is None
+    assert why_not_on_device(dataclasses.replace(resolved(), arguments=nothing), build(FAMILY)) is None
 
 
 @plain
@@ -310,16 +316,16 @@ def test_one_prompt_that_needs_the_host_takes_all_there() -> None:
     model, device = build(FAMILY), torch.device("cuda")
     plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
     odd = resolved(typical_p=0.5)
-    assert picked_by_host(plain_ones, model, device, 2, 0, VOCABULARY) is None
-    reason = picked_by_host([*plain_ones, odd], model, device, 2, 0, VOCABULARY)
+    assert why_picked_by_host(plain_ones, model, device, 2, 0, VOCABULARY) is None
+    reason = why_picked_by_host([*plain_ones, odd], model, device, 2, 0, VOCABULARY)
     assert reason is not None and "`typical_p`" in reason and "all prompts" in reason
-    assert "all prompts" not in str(picked_by_host([odd], model, device, 2, 0, VOCABULARY))
-    reason = picked_by_host(plain_ones, model, device, 2, 10**9, VOCABULARY)
+    assert "all prompts" not in str(why_picked_by_host([odd], model, device, 2, 0, VOCABULARY))
+    reason = why_picked_by_host(plain_ones, model, device, 2, 10**9, VOCABULARY)
     assert reason is not None and "`repetition_penalty` over 1,000,000,000 sequences" in reason
     # Where noise is the host's, it stays so, whatever other prompts are.
     greedy = resolved(do_sample=False)
     for kinds, depth, host in (([greedy], 4, False), ([greedy], 1, True), ([greedy, odd], 4, True)):
-        assert (picked_by_host(kinds, model, torch.device("cpu"), depth, 0, VOCABULARY) is not None) == host
+        assert (why_picked_by_host(kinds, model, torch.device("cpu"), depth, 0, VOCABULARY) is not None) == host
 
 
 @plain
@@ -333,7 +339,7 @@ def test_processors_are_known_by_what_they_hold(monkeypatch: pytest.MonkeyPatch)
             return LogitsProcessorList(change(every) or every)
 
         monkeypatch.setattr(device_sampler, "make_processors", altered)
-        reason = why_not(options, build(FAMILY))
+        reason = why_not_on_device(options, build(FAMILY))
         assert reason is not None
         return reason
 
@@ -417,9 +423,9 @@ def test_kernels_are_compiled_once_however_many_rows_there_are(monkeypatch: pyte
 
     backend, asked = CUDABackend(GPUTarget("cuda", 90, 32)), defaultdict(set)
 
-    def noted(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def noted(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         find = jit.create_function_from_signature(self.signature, self.params, backend)
-        bound, kinds, _ = find(*given, **options)
+        bound, kinds, _ = find(*arguments, **options)
         asked[self.fn.__name__].add(tuple(zip(bound, map(str, kinds), strict=True)))
 
     monkeypatch.setattr(jit.JITFunction, "run", noted)

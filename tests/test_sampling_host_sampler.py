@@ -247,8 +247,8 @@ class Discouraging(LogitsProcessor):
 
 def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **options: Any) -> torch.Tensor:
     resolved = resolve_options(model, None, {"max_new_tokens": 50, **options})
-    chains = processor_chains.Chains(model, [resolved] * len(some))
-    return processor_chains.look_back(logits, some, [chains.of(request) for request in some])
+    chains = processor_chains.ProcessorChains(model, [resolved] * len(some))
+    return processor_chains.apply_looking_back(logits, some, [chains.of(request) for request in some])
 
 
 HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
@@ -322,7 +322,7 @@ def test_one_processor_for_all_rows_gives_what_it_gives_to_one() -> None:
     assert {type(processor) for processor in blind} == set(processor_chains.BLIND_TO_HISTORY)
     scores = torch.randn(7, 200, generator=torch.Generator().manual_seed(4)) * 3
     for processor in blind:
-        together = processor_chains.run([processor], scores)
+        together = processor_chains.apply_blind([processor], scores)
         for row in range(7):
             alone = processor(torch.randint(200, (1, 30)), scores[row : row + 1])
             torch.testing.assert_close(together[row], alone[0])

@@ -204,7 +204,7 @@ def test_each_token_is_run_once_and_the_head_only_where_it_is_asked(config: dict
 
 def test_steps_are_small_where_the_vocabulary_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra_outputs, "MOST_LOGITS", 9 * 101 + 100)
-    monkeypatch.setattr(logprobs_module, "_AT_ONCE", 2 * 101)
+    monkeypatch.setattr(logprobs_module, "LOGITS_AT_ONCE", 2 * 101)
     with counted_tokens(build(FAMILY)) as sizes:
         result = generate(FAMILY, mixed_prompts())
     assert max(sizes) == 9
@@ -225,7 +225,7 @@ def test_nothing_is_held_of_prompts_that_were_handed_out() -> None:
         assert outputs._prompts is not None and outputs._new_tokens is not None
         assert len(outputs._prompts._chains) == len(prompts) - count
         assert len(outputs._prompts._known) <= len(prompts) - count
-        assert len(outputs._new_tokens._of) <= len(prompts) - count
+        assert len(outputs._new_tokens._entries) <= len(prompts) - count
 
 
 # -- kept prefixes ---------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.planning.units import Request
-from hf_batchllm.sampling.device_sampler import why_not
+from hf_batchllm.sampling.device_sampler import why_not_on_device
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 MANY_EOS = list(range(0, 101, 9))
@@ -256,9 +256,9 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
 )
 def test_the_device_leaves_to_the_host_what_it_cannot_do(given: dict[str, Any]) -> None:
     model: Any = build(FAMILY)
-    reason = why_not(resolve_options(model, None, {"max_new_tokens": 3, **given}), model)
+    reason = why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, **given}), model)
     assert reason is not None and f"`{next(iter(given))}`" in reason
-    assert why_not(resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []}), model) is None
+    assert why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []}), model) is None
 
 
 def test_configs_with_the_same_watermark_share_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

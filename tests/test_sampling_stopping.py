@@ -27,8 +27,8 @@ from transformers.generation import EosTokenCriteria
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.errors import OptionValueError, TokenizerError
 from hf_batchllm.planning.units import Request
-from hf_batchllm.sampling import stopping
-from hf_batchllm.sampling.stop_strings import _Strings
+from hf_batchllm.sampling import stop_rules
+from hf_batchllm.sampling.stop_strings import StopStringSearch
 
 pytestmark = [plain, pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")]
 FAMILY = "llama"
@@ -149,7 +149,7 @@ def test_many_rows_at_once_are_found_as_transformers_finds_each(data: Any) -> No
         requests.append(Request(index, np.array(before[-1][:split], np.int32), 100))
         requests[-1].generated = before[-1][split:]
     real = {row: data.draw(st.integers(0, times)) for row in range(rows)}
-    found = _Strings(one, lambda request: request.prompt_ids).first(requests, list(range(rows)), real, tokens)
+    found = StopStringSearch(one, lambda request: request.prompt_ids).first(requests, list(range(rows)), real, tokens)
     for row in range(rows):
         ids = torch.tensor([[*before[row], *tokens[row]]])
         ends = [has for has in range(1, real[row] + 1) if one(ids[:, : len(before[row]) + has], None)]  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: 
 
 
 def test_many_different_strings_take_long_to_prepare_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "_LONG_PREPARATION", 2 * 101)
+    monkeypatch.setattr(stop_rules, "_LONG_PREPARATION", 2 * 101)
     generator = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

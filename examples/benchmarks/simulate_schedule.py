@@ -35,7 +35,8 @@ from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.step import Step
 from hf_batchllm.results.timeline import Timeline
-from hf_batchllm.sampling.stopping import Endings, StopRules
+from hf_batchllm.sampling.stop_rules import StopRules
+from hf_batchllm.sampling.stopping import Endings
 
 _PAGE, _VOCABULARY, _STOP = 64, 32_000, 0
 _BUDGET = 8192  # tokens in a step, as engine/step_size.py has it for a model of this size

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ..model.runner import ModelRunner
     from ..results.run_report import RunReport
     from ..results.sharing_plan import SharingPlan
-    from ..sampling.logprobs import Sample, StepTensors
+    from ..sampling.logprobs import PickTokens
+    from ..sampling.step_tensors import StepTensors
     from .loop import Launcher
     from .timekeeper import Timekeeper
 
@@ -94,7 +95,7 @@ class CallOutputs(ABC):
         """What runs the steps; None where tokens are picked, as usual."""
         return None
 
-    def around(self, sample: Sample) -> Sample:
+    def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, which picks the tokens of a step, with whatever is to be taken down of them."""
         return sample
 

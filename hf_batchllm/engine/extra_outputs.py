@@ -13,7 +13,8 @@ from ..inputs.options import Options
 from ..planning.step import Chunk
 from ..planning.units import Request
 from ..results.sharing_plan import SharingPlan
-from ..sampling.logprobs import _AT_ONCE, LogProbs, NewTokenLogProbs, PromptLogProbs, Sample, StepTensors
+from ..sampling.logprobs import LOGITS_AT_ONCE, LogProbs, NewTokenLogProbs, PickTokens, PromptLogProbs
+from ..sampling.step_tensors import StepTensors
 from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
 
 
@@ -51,7 +52,7 @@ class ExtraOutputs(CallOutputs):
 
     def step_bytes(self, tokens: int, vocabulary: int) -> int:
         logits = 0 if self._prompts is None else tokens * vocabulary
-        return 4 * (logits + 3 * min(logits, _AT_ONCE))
+        return 4 * (logits + 3 * min(logits, LOGITS_AT_ONCE))
 
     def results_bytes(self, steps: int, vocabulary: int) -> int:
         return 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
@@ -65,7 +66,7 @@ class ExtraOutputs(CallOutputs):
         quoted = " and ".join(f"`{name}`" for name in names)
         return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
 
-    def around(self, sample: Sample) -> Sample:
+    def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, with the log-probabilities of the tokens that it picks taken down."""
         return sample if self._new_tokens is None else self._new_tokens.around(sample)
 

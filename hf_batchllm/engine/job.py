@@ -25,8 +25,8 @@ from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.architecture import Architecture
 from ..notices import Notices
-from ..sampling.stop_strings import KnownStrings
-from ..sampling.stopping import StopRules, rules_of_each
+from ..sampling.stop_rules import StopRules, rules_of_each
+from ..sampling.stop_strings import PreparedStopStrings
 from .scoring.score_inputs import Reading, ScoreInputs, check_scores
 from .streamer import Feed, feed_for
 
@@ -75,7 +75,7 @@ class JobChecks:
         self._model = model
         self._tokenizer = tokenizer
         self._notices = notices
-        self._known_strings = KnownStrings()
+        self._known_strings = PreparedStopStrings()
 
     def job(
         self,

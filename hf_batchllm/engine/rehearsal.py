@@ -27,15 +27,15 @@ from ..patches.attention_interface import autocast_dtype
 from ..planning.step import Chunk, Step
 from ..planning.units import Request
 from ..results.sharing_plan import SharingPlan
+from ..sampling.host_sampler import SCORES_AT_ONCE
 from .device_loop.graph_sizes import size_of, sizes_up_to
 
-_LONGEST = 1024  # tokens of a sequence in the rehearsal; it needs as many slots of a cache
-_MARGIN = 1.1  # steps differ in size, and memory that one step frees does not always fit the next
-_UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs, unseen by PyTorch
-_ROUNDING = 2 << 20  # bytes: the allocator rounds large tensors up to a multiple
-_PARTS = 8  # the most partial results of attention that a decode row has
-_PICKED_AT_ONCE = 1 << 25  # scores that transformers' own code looks at in one go
-_COPIES = 48  # bytes that it takes for each of these scores
+_LONGEST = 1024  # tokens of a sequence in the rehearsal, which needs as many slots of a cache
+_MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit the next
+_UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
+_ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
+_PARTS = 8  # partial results of attention that each decode row has, at most
+_COPIES = 48  # bytes that transformers' own code takes for each score while it picks tokens
 
 
 @dataclass(frozen=True)
@@ -172,4 +172,4 @@ def picking_bytes(samples: int, vocabulary: int, sequences: int, *, copied: bool
     scores = samples * vocabulary
     kept = 4 * scores if copied or by_host else scores // 2  # in float32; else the best of each few
     seen = sequences * vocabulary // 8  # a bit for each token
-    return kept + seen + (_COPIES * min(scores, _PICKED_AT_ONCE) if by_host else 0)
+    return kept + seen + (_COPIES * min(scores, SCORES_AT_ONCE) if by_host else 0)

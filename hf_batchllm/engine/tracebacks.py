@@ -21,7 +21,7 @@ _ATTENTION = tuple(
         "patches.attention_interface",
     )
 )
-_WITH_LOGITS = ("engine.device_loop", "engine.scoring", "model.runner")
+_WITH_LOGITS = ("engine.device_loop", "engine.scoring", "model.runner", "sampling.logprobs")
 _AROUND_IT = tuple(f"{_PACKAGE}.{name}" for name in (*_WITH_LOGITS, "patches"))
 
 

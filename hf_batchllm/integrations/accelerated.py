@@ -84,7 +84,7 @@ class _ChecksAsGenerate(JobChecks):
         if (len(job.options) if searching else sum(options.num_return_sequences for options in job.options)) > 1:
             refuse_what_sees_all_rows(job.options[0].arguments, _CALLED_WITH_ALL_ROWS)
             rules = job.rules[0]
-            if rules.looks and not rules.stop_tokens and not searching:
+            if rules.looks_back and not rules.stop_tokens and not searching:
                 ending = "stop_strings" if rules.strings else "stopping_criteria"
                 why = "ends rows one by one, and without an EOS token `generate` goes on with all rows until all end"
                 raise UnsupportedOptionError(ending, why)

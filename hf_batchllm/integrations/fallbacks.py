@@ -26,7 +26,7 @@ from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
 from ..notices import warn_user
 from ..results.run_report import RunReport
-from ..sampling import processor_chains, stopping
+from ..sampling import processor_chains, stop_rules
 from ..wording import a_kind
 
 _ADDED = sorted(names(kind=OptionKind.ADDED))  # options that model.generate does not have
@@ -108,7 +108,7 @@ def reason_to_fall_back(given: dict[str, Any]) -> Exception | None:
 
 
 _ROW_BY_ROW: dict[str, Callable[[Any], bool]] = {
-    "stopping_criteria": stopping.looks_at_each_row_alone,
+    "stopping_criteria": stop_rules.looks_at_each_row_alone,
     "logits_processor": processor_chains.looks_at_each_row_alone,
 }
 

@@ -24,7 +24,7 @@ from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
 from ..planning.units import Request
 from ..results.generations import BatchResult, Generation
-from ..sampling import processor_chains, stopping
+from ..sampling import processor_chains, stop_rules
 from .pipeline_inputs import BadInput, as_input, why_not_encoded
 from .pipeline_options import Parameters, options_for_generate
 
@@ -260,7 +260,7 @@ def _option_that_sees_padding(options: Parameters) -> str | None:
         return "prefix_allowed_tokens_fn"
     blind = {
         "logits_processor": processor_chains.looks_at_no_padding,
-        "stopping_criteria": stopping.looks_at_no_padding,
+        "stopping_criteria": stop_rules.looks_at_no_padding,
     }
     for name, is_blind in blind.items():
         given = options.get(name)

@@ -1,8 +1,8 @@
 """What a model's architecture asks of the engine, and whether the engine can give it.
 
-The architecture is asked, not believed: a copy of it without weights (on PyTorch's meta device) is run over two tokens
-with an attention function that takes notes. What bypasses that function, or hands it things that it cannot honour, is
-refused by name before anything runs.
+Its config alone is not believed: a copy of the model without weights (on PyTorch's meta device) is run over two tokens
+with an attention function that takes notes. A model that bypasses that function, or hands it things that it cannot
+honour, is refused by name before anything runs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
-_SEEN: dict[tuple[type, str], list[AttentionCall]] = {}  # of models without data, which hold no memory
-_MOST_SEEN = 16
+# The calls of architectures looked at before; they hold no memory, as they come from copies without data.
+_SEEN: dict[tuple[type, str], list[AttentionCall]] = {}
+_MOST_ARCHITECTURES_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class Architecture:
     """What the engine needs to know of a model."""
 
     name: str
-    layers: int  # that attend
+    layers: int  # with attention
     kv_values_per_token: int  # over all layers
     kv_bytes_per_token: int
     vocab_size: int
-    max_positions: int | None  # beyond which the model has no positions at all
-    rope_limit: int | None  # beyond which a length-dependent RoPE would change what is computed
+    max_positions: int | None  # the model has no positions beyond these
+    rope_limit: int | None  # in longer sequences, a length-dependent RoPE would change what is computed
     device: torch.device
     attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
 
 
 def inspect_model(model: nn.Module) -> Architecture:
-    """Look at ``model`` without running it. UnsupportedModelError names what is in the way, if anything is."""
+    """Look at ``model`` without running it. If it is not supported, UnsupportedModelError says why."""
     inner = base_model(model)
     name = type(inner).__name__
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -74,12 +75,17 @@ def inspect_model(model: nn.Module) -> Architecture:
         max_positions=_learned_positions(inner, config),
         rope_limit=_rope_limit(config),
         device=device,
-        attention=tuple(AttentionShape(call.q.shape[1], *call.k.shape[1:], call.v.shape[2]) for call in calls),
+        attention=tuple(map(_shape_of, calls)),
     )
 
 
+def _shape_of(call: AttentionCall) -> AttentionShape:
+    _, kv_heads, qk_dim = call.k.shape
+    return AttentionShape(call.q.shape[1], kv_heads, qk_dim, call.v.shape[2])
+
+
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
-    """What an owner may change between two calls: where the weights are, their type, the size of the vocabulary."""
+    """With what an owner may change between two calls: the weights' device and type, the size of the vocabulary."""
     inner = base_model(model)
     device = _single_device(inner, architecture.name)
     _refuse_repeated_layers(inner, architecture.name)
@@ -92,8 +98,9 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    return rows or model.config.get_text_config(decoder=True).vocab_size
+    rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    stated: int = model.config.get_text_config(decoder=True).vocab_size
+    return rows or stated
 
 
 def _single_device(model: PreTrainedModel, name: str) -> torch.device:
@@ -129,7 +136,7 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
 
 
 def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
-    """A copy of the architecture does not show what an owner has done to the list of layers."""
+    """Looks at the model itself: a copy of its architecture does not show changes to its list of layers."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             layers = [each for each in module if isinstance(each, GradientCheckpointingLayer)]
@@ -158,13 +165,11 @@ class _NoteTaker:
 
     def __init__(self, takes_masks: bool) -> None:
         self.takes_masks = takes_masks
+        self.calls = 0
         self.noted: list[AttentionCall] = []
 
-    @property
-    def calls(self) -> int:
-        return len(self.noted)
-
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls += 1
         self.noted.append(call)
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
@@ -172,27 +177,28 @@ class _NoteTaker:
 def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
     try:
-        # All that such a copy is made of. A look takes half a second where there are many layers.
+        # Such a copy depends on these two alone. Making and running it takes half a second where there are many layers.
         key = type(model), model.config.to_json_string(use_diff=False)
         if key in _SEEN:
             return _SEEN[key]
-    except Exception:  # a config that holds something odd
+    except Exception:  # a config that holds something that is no JSON
         key = None
     try:
-        # The copy's weights are never filled in, yet making them may draw random numbers: the caller's stay unmoved.
-        # bfloat16, because that is what the grouped products of experts are defined for without data.
+        # The copy's weights are never filled in, yet making them may draw random numbers: the caller's must not move.
+        # In bfloat16: on the meta device the grouped products of experts are defined for that type alone.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            skeleton = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16).eval()
+            skeleton: nn.Module = type(model)(copy.deepcopy(model.config))
+            skeleton = nn.Module.to(skeleton, torch.bfloat16).eval()  # the class's own `to` is for quantized ones
         calls = _noted_passes(skeleton, torch.device("meta"), name)
         if key is not None:
-            if len(_SEEN) >= _MOST_SEEN:
+            if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
                 _SEEN.pop(next(iter(_SEEN)), None)
             _SEEN[key] = calls
         return calls
     except UnsupportedModelError:
         raise
     except Exception:
-        # Some architectures read a value on the way (which expert, how long); those run for real, over two tokens.
+        # Some architectures read values of tensors (which expert, how long): the model itself runs over two tokens.
         try:
             return _noted_passes(model, next(model.parameters()).device, name)
         except UnsupportedModelError:
@@ -203,8 +209,8 @@ def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
             raise UnsupportedModelError((_BYPASSES if bypasses else why).format(name)) from error
 
 
-def _noted_passes(model: PreTrainedModel, device: torch.device, name: str) -> list[AttentionCall]:
-    """The calls of a pass as the engine makes it, held against the masks that the model would ask for."""
+def _noted_passes(model: nn.Module, device: torch.device, name: str) -> list[AttentionCall]:
+    """The calls of a pass as the engine makes it, checked against the masks that the model would ask for."""
     calls = _noted_pass(model, device, ATTENTION_NAME)
     with attention_masks_noted() as masks:
         for call in _noted_pass(model, device, MASK_PROBE_NAME):
@@ -212,17 +218,17 @@ def _noted_passes(model: PreTrainedModel, device: torch.device, name: str) -> li
     return calls
 
 
-def _noted_pass(model: PreTrainedModel, device: torch.device, attention: str) -> list[AttentionCall]:
+def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[AttentionCall]:
     notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
     try:
         with torch.no_grad(), swap.applied(attention), attention_context(notes):
-            # Without a cache transformers looks into the positions for packed sequences before it describes a mask;
-            # where there is no data, there is nothing to look at.
+            # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
+            # meta device there are none to read.
             model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
-    finally:  # once more: an interrupt may have come while the block above put things back
+    finally:  # once more: an interrupt may have come while the block above restored things
         swap.restore()
         torch.set_grad_enabled(grad_mode)
         use_context(context)
@@ -230,12 +236,12 @@ def _noted_pass(model: PreTrainedModel, device: torch.device, attention: str) ->
 
 
 def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> None:
-    """What the mask of a layer says must be what causality and the layer's ``sliding_window`` say without it."""
+    """A layer's mask must say no more than causality and the layer's ``sliding_window`` say: it is left out."""
     if call.mask is None:
-        return  # the model asks for no mask: its attention is told everything by other means
+        return  # the model asks for no mask
     if mask is None:
         raise UnsupportedModelError(f"{name} changes its attention masks on the way; that is not supported")
-    at = 1_000_000  # a query, far enough from the start for any window or chunk to show
+    at = 1_000_000  # a query's position, far enough from the start for any window or chunk to show
     window = call.window or at + 1
     for key in (0, at // 2, at - window, at - window + 1, at - 1, at, at + 1):
         if key >= 0 and mask.sees(at, key) != (at - window < key <= at):
@@ -246,7 +252,7 @@ def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> N
 
 
 def _learned_positions(model: PreTrainedModel, config: PreTrainedConfig) -> int | None:
-    """Rows of a table of learned positions, if the model has one: beyond it there is nothing to look up."""
+    """The rows of the model's table of learned positions, if it has one."""
     for name, module in model.named_modules():
         leaf = name.rsplit(".", 1)[-1]
         if leaf in ("wpe", "embed_positions") and isinstance(module, nn.Embedding):

@@ -1,29 +1,25 @@
-"""The attention that transformers calls: registered once by name, told what to do by the step that runs.
-
-Layers reach it through transformers' ``AttentionInterface``. What the step is about comes through a context variable
-rather than through the model's keyword arguments, because some architectures drop those on the way.
-"""
+"""What an attention backend has to do: the base class of the plain PyTorch one and of the one over Triton kernels."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
-from transformers import AttentionInterface
-
-from ..patches.attention_interface import ATTENTION_NAME, AttentionContext, attention_forward
+from ..patches.attention_interface import AttentionContext
 from .batch import AttentionBatch
 
 
-class AttentionBackend(Protocol):
-    """How attention is computed: plain torch on whatever device, or kernels."""
+class AttentionBackend(ABC):
+    short_chunk: int = 0  # tokens: a step's prompt chunks of no more than these stand before longer ones
 
-    short_chunk: int  # prompt chunks of no more tokens are to stand before longer ones
-
+    @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
-        """Whatever can be worked out for a step once, before its layers run."""
+        """Work out once for a step whatever all its layers need."""
 
+    @abstractmethod
     def release(self) -> None:
-        """Let go of the memory that is kept from one step to the next."""
+        """Free the memory that is kept from one step to the next."""
 
-
-AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    @property
+    def does_all(self) -> bool:
+        """Whether this backend could run every layer so far without falling back to a slower way."""
+        return True

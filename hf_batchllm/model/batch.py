@@ -1,7 +1,7 @@
 """BatchBuilder: a Step in, one ModelBatch out. Tokens for the model and metadata for attention stay apart.
 
-Everything is packed: the tokens of all units stand in one row, decode rows first. Work is done for each unit, never
-for each token.
+Everything is packed: the tokens of all units stand in one row, decode rows first. Python loops run over units, never
+over tokens.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class TokenBatch:
 
     input_ids: torch.Tensor  # [tokens]
     position_ids: torch.Tensor  # [tokens]
-    logits_rows: torch.Tensor  # [samples + asked]  the tokens whose output is sampled, then those asked for beside
-    row_seats: torch.Tensor  # [rows]  where the device keeps the last tokens of the decode rows
-    sample_seats: torch.Tensor  # [samples]  and where it puts those that are sampled
-    made: torch.Tensor  # [samples]  new tokens that their requests have had so far
+    logits_rows: torch.Tensor  # [samples + asked]  tokens whose logits are sampled, then tokens of ``ModelBatch.asked``
+    row_seats: torch.Tensor  # [rows]  where the device keeps the last token of each decode row
+    sample_seats: torch.Tensor  # [samples]  where the device puts each sampled token
+    made: torch.Tensor  # [samples]  new tokens that each sampled request has had so far
 
     def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(*(_move(getattr(self, field.name), device) for field in fields(self)))
+        return TokenBatch(*(_sent(getattr(self, field.name), device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class UnitTable:
-    """The units that a step reads or writes; a base stands before what stands on it."""
+    """The units that a step reads or writes; each stands behind the unit it is built on."""
 
     base: list[int]  # [units]  index of the unit below, -1 for none
-    start: list[int]  # [units]  position of a unit's first token, which is also how far it reads of its base
+    start: list[int]  # [units]  position of a unit's first token; of its base it reads the positions before
     pages: list[np.ndarray]  # [units] of [pages]  page i holds the positions from start + i * page_size
 
     def slots(self, unit: int, begin: int, end: int, page_size: int) -> np.ndarray:
-        """Where the tokens at positions ``[begin, end)`` of a unit lie in the cache, seen as one row of slots."""
+        """The slots of a unit's tokens at positions ``[begin, end)``; page ``p`` begins with slot ``p * page_size``."""
         offsets = np.arange(begin - self.start[unit], end - self.start[unit])
         return self.pages[unit][offsets // page_size] * page_size + offsets % page_size
 
@@ -52,12 +52,12 @@ class Span:
     unit: int
     begin: int  # its tokens in the batch are [begin, end)
     end: int
-    position: int  # of its first token
+    position: int  # in the unit's sequence, of its first token
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """What attention needs to know of a step. Lists are small (one entry for each unit) and stay on the host."""
+    """What attention needs to know of a step. Lists have one entry for each unit, and stay on the host."""
 
     slots: torch.Tensor  # [tokens]  where each token's K and V are written
     positions: np.ndarray  # [tokens]
@@ -65,37 +65,39 @@ class AttentionBatch:
     spans: list[Span]  # the decode rows, then the chunks; neighbours in the plan are neighbours here
     rows: int  # how many of the spans, and of the tokens, are decode rows
     page_size: int
-    growth: np.ndarray | None = None  # [rows]  by how much a row grows while this holds; None: it runs once
+    growth: np.ndarray | None = None  # [rows]  tokens that a row gains while the batch is run again; None: it runs once
 
     def to(self, device: torch.device) -> AttentionBatch:
-        return replace(self, slots=_move(self.slots, device))
+        return replace(self, slots=_sent(self.slots, device))
 
 
 @dataclass(frozen=True)
 class Burst:
-    """What decode rows that run several times have to know beforehand."""
+    """What has to be known beforehand where decode rows run several times without the host."""
 
     times: int
-    left: np.ndarray  # [rows]  new tokens that each may still have
-    start: np.ndarray  # [rows]  the position at which the first of these pages begins
-    pages: np.ndarray  # [rows, few]  those that it writes to; -1 for none
+    left: np.ndarray  # [rows]  new tokens that each row may still have
+    start: np.ndarray  # [rows]  position of the first token in the first of ``pages``
+    pages: np.ndarray  # [rows, pages]  to which the row writes; -1 for none
 
 
 @dataclass(frozen=True)
 class ModelBatch:
     tokens: TokenBatch
     attention: AttentionBatch
-    burst: Burst | None = None  # where all are decode rows, if the builder was asked for it
-    asked: list[Chunk] = field(default_factory=list)  # parts of chunks, the logits of whose every token are wanted
+    burst: Burst | None = None  # only if the builder makes bursts, and all tokens are decode rows
+    asked: list[Chunk] = field(default_factory=list)  # parts of chunks; the logits of all their tokens are wanted
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
 
 
 class BatchBuilder:
-    """``most_times``: how often decode rows may run in a row; 0 where there is nothing to do so.
+    """Builds the batch of each step.
 
-    ``wanted`` gives the parts of a chunk whose logits are asked for, sampled or not.
+    ``pin_memory``: on the host, for a copy to a GPU that the host does not wait for.
+    ``most_times``: how many times decode rows may run without the host in between; 0: no bursts are made.
+    ``wanted``: gives the parts of a chunk whose logits are asked for, sampled or not.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class BatchBuilder:
     ) -> None:
         self.page_size = page_size
         self.most_times = most_times
-        self.short_chunk = short_chunk  # chunks of no more tokens stand before longer ones
+        self.short_chunk = short_chunk  # tokens: chunks of no more than these stand before longer ones
         self.pin_memory = pin_memory
         self.wanted = wanted
 
@@ -124,8 +126,8 @@ class BatchBuilder:
         )
         rows = len(step.rows)
         spans, ids, positions, slots = self._rows(step.rows, place)
-        last = {}  # the place of each chunk's last token
-        asked: dict[Chunk, int] = {}  # and the place of its first token
+        last: dict[Chunk, int] = {}  # the place of each chunk's last token
+        asked: dict[Chunk, int] = {}  # the place of each part's first token
         token = rows
         for chunk in chunks:
             begin, token = token, token + chunk.end - chunk.begin
@@ -141,8 +143,8 @@ class BatchBuilder:
             logits_rows += range(first, first + part.end - part.begin)
         every_position = np.concatenate(positions)
         burst = None if chunks or not self.most_times else self._burst(step)
-        # What rows run by lies in the device's own memory already, so these stay here.
-        tensor = self._tensor if burst is None else _plain
+        # Of a burst the device has its own copy, and is sent what it lacks by ``DecodeRows``: these stay on the host.
+        tensor = _pinned if self.pin_memory and burst is None else _unpinned
         return ModelBatch(
             TokenBatch(
                 tensor(np.concatenate(ids)),
@@ -166,12 +168,12 @@ class BatchBuilder:
         )
 
     def _burst(self, step: Step) -> Burst:
-        few = (self.most_times - 1) // self.page_size + 2
-        pages = np.full((len(step.rows), few), -1, dtype=np.int64)
+        most_pages = (self.most_times - 1) // self.page_size + 2  # of one row; it may start at a page's last token
+        pages = np.full((len(step.rows), most_pages), -1, dtype=np.int64)
         start, left = [], []
         for row, request in enumerate(step.rows):
             first = (request.length - 1 - request.start) // self.page_size
-            own = request.pages[first : first + few]
+            own = request.pages[first : first + most_pages]
             pages[row, : len(own)] = own
             start.append(request.start + first * self.page_size)
             left.append(request.max_new_tokens - request.made)
@@ -180,25 +182,28 @@ class BatchBuilder:
     def _rows(
         self, rows: list[Request], place: dict[Unit, int]
     ) -> tuple[list[Span], list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-        """Spans, ids, positions and slots of the decode rows. There are many, of one token each: plain numbers do."""
+        """Spans, ids, positions and slots of the decode rows.
+
+        There are many of them, of one token each. Plain numbers are faster here than a small array for each.
+        """
         spans, ids, positions, slots = [], [], [], []
         for row, request in enumerate(rows):
             position = request.length - 1
-            page, at = divmod(position - request.start, self.page_size)
+            page, offset = divmod(position - request.start, self.page_size)
             spans.append(Span(place[request], row, row + 1, position))
-            ids.append(0 if request.pending else request.generated[-1])  # if pending, the device has it
+            ids.append(0 if request.pending else request.generated[-1])  # a pending one is known to the device alone
             positions.append(position)
-            slots.append(request.pages[page] * self.page_size + at)
-        return spans, *([np.array(values, dtype=np.int64)] for values in (ids, positions, slots))
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = _plain(array)
-        return tensor.pin_memory() if self.pin_memory else tensor
+            slots.append(request.pages[page] * self.page_size + offset)
+        return spans, [np.array(ids, np.int64)], [np.array(positions, np.int64)], [np.array(slots, np.int64)]
 
 
-def _plain(array: np.ndarray) -> torch.Tensor:
+def _unpinned(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _pinned(array: np.ndarray) -> torch.Tensor:
+    return _unpinned(array).pin_memory()
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)

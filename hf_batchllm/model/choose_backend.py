@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 
@@ -19,12 +20,12 @@ from .torch_attention import TorchBackend
 from .triton_attention import TritonBackend, triton_kernels
 
 _LEAST_CAPABILITY = (9, 0)
-_LEAST_SHARED_MEMORY = 227 << 10  # bytes that a block may have; what the widest heads take
-_YES = ("1", "true", "on", "yes", "y")  # as Triton reads its switches
+_LEAST_SHARED_MEMORY = 227 << 10  # bytes for each block: the widest heads need them
+_SWITCHED_ON = ("1", "true", "on", "yes", "y")  # as Triton reads its environment variables
 
 
 def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -> None:
-    """Refuse what was asked for and cannot be, and say so where a slow way is taken instead."""
+    """Refuse a backend that was asked for and cannot run here; warn where the slow one is taken instead."""
     if config.backend == "torch":
         reason = 'that is what `backend="torch"` asks for'
     else:
@@ -45,7 +46,7 @@ def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, 
 
 
 def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
-    """What fused layers run on; None where there are to be none."""
+    """The kernels that fused layers run on; None where layers are not to be fused."""
     if not config.fuse or config.backend == "torch" or _refused(config, device) is not None:
         return None
     return triton_fused_kernels()
@@ -64,8 +65,9 @@ def _refused(config: BatchConfig, device: torch.device) -> str | None:
         if interpreted:
             return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it and start anew"
         if torch.version.hip is not None:
-            return "the Triton kernels have been made for NVIDIA's GPUs alone"
-        capability, properties = torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device)
+            return "the Triton kernels run on NVIDIA's GPUs alone"
+        capability = torch.cuda.get_device_capability(device)
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack some of its fields
         if capability < _LEAST_CAPABILITY or properties.shared_memory_per_block_optin < _LEAST_SHARED_MEMORY:
             return (
                 "the Triton kernels need a data-centre GPU of Hopper's generation (compute capability 9.0) or later, "
@@ -78,4 +80,4 @@ def _refused(config: BatchConfig, device: torch.device) -> str | None:
 
 
 def is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "").lower() in _YES
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _SWITCHED_ON

@@ -1,4 +1,4 @@
-"""What is asked of a device's memory: how much there is, what has been taken, and to have what is unused given back."""
+"""The memory of a device: how much is free, how much this process has taken, and giving back what is unused."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import NamedTuple, Protocol
 import psutil
 import torch
 
-_CPU_SHARE = 0.5  # the rest of the machine lives there, too
+_CPU_SHARE = 0.5  # other programs need memory, too
 _OTHER_SHARE = 0.9
 
 
-class Used(NamedTuple):
+class MemoryUse(NamedTuple):
     allocated: int  # bytes of tensors
-    reserved: int  # what the allocator holds for them: with its rounding, its gaps, and what it keeps for later
+    reserved: int  # bytes that the allocator holds for them, with rounding, gaps, and what it keeps for later
 
 
 class DeviceMemory(Protocol):
     """The memory of one device."""
 
-    share: float  # of what is free, for the KV cache, where nothing better is known
+    share: float  # of the free memory, for the KV cache, where nothing better is known
     taken_at_once: bool  # the KV cache takes its memory when it is opened, not layer by layer in the first step
 
     def free(self) -> int:
-        """Bytes that are to be had."""
+        """Bytes that this process may still take."""
 
     def trim(self) -> None:
-        """Give back to the device what the allocator holds and nobody uses."""
+        """Give memory back to the device that the allocator holds and no tensor uses."""
 
-    def used(self) -> Used:
-        """By this process, now."""
+    def used(self) -> MemoryUse:
+        """What this process uses now."""
 
     def start(self) -> None:
         """A call begins."""
 
     def mark(self) -> None:
-        """``peak`` is asked for from here on."""
+        """``peak`` counts from here on."""
 
-    def peak(self) -> Used:
-        """The most of each since ``mark``."""
+    def peak(self) -> MemoryUse:
+        """The most of each number since ``mark``."""
 
     def highest(self) -> int:
-        """Bytes of tensors, at most, since ``start``."""
+        """The most bytes of tensors since ``start``."""
 
 
 class HostMemory:
-    """Memory that nobody reserves beforehand and nobody keeps books of."""
+    """Memory that is neither reserved beforehand nor counted."""
 
     taken_at_once = False
 
@@ -53,13 +53,14 @@ class HostMemory:
         self.share = share
 
     def free(self) -> int:
-        return psutil.virtual_memory().available
+        available: int = psutil.virtual_memory().available
+        return available
 
     def trim(self) -> None:
         pass
 
-    def used(self) -> Used:
-        return Used(0, 0)
+    def used(self) -> MemoryUse:
+        return MemoryUse(0, 0)
 
     def start(self) -> None:
         pass
@@ -67,22 +68,22 @@ class HostMemory:
     def mark(self) -> None:
         pass
 
-    def peak(self) -> Used:
-        return Used(0, 0)
+    def peak(self) -> MemoryUse:
+        return MemoryUse(0, 0)
 
     def highest(self) -> int:
         return 0
 
 
 class CudaMemory:
-    """As PyTorch's allocator tells it. Its peaks can only be set back for everybody, so ``start`` does just that."""
+    """A GPU's, counted by PyTorch's allocator. ``start`` resets its peaks for the whole process: it has no others."""
 
     share = _OTHER_SHARE
     taken_at_once = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._earlier = 0  # the highest since ``start``, up to the last ``mark``
+        self._highest_before_mark = 0  # since ``start``
 
     def free(self) -> int:
         used = self.used()
@@ -90,29 +91,30 @@ class CudaMemory:
         return max(0, min(free + used.reserved, int(self._allowed() * total)) - used.allocated)
 
     def _allowed(self) -> float:
-        """The share of the device that its user lets PyTorch have."""
-        ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-        return ask(self._device) if ask is not None and torch.cuda.get_allocator_backend() == "native" else 1.0
+        """The share of the device that PyTorch may take: users can set one."""
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every PyTorch
+        native = torch.cuda.get_allocator_backend() == "native"
+        return fraction(self._device) if fraction is not None and native else 1.0
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
-    def used(self) -> Used:
-        return Used(torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
+    def used(self) -> MemoryUse:
+        return MemoryUse(torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
 
     def start(self) -> None:
-        self._earlier = 0
+        self._highest_before_mark = 0
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def mark(self) -> None:
-        self._earlier = self.highest()
+        self._highest_before_mark = self.highest()
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def peak(self) -> Used:
-        return Used(torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device))
+    def peak(self) -> MemoryUse:
+        return MemoryUse(torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device))
 
     def highest(self) -> int:
-        return max(self._earlier, torch.cuda.max_memory_allocated(self._device))
+        return max(self._highest_before_mark, torch.cuda.max_memory_allocated(self._device))
 
 
 class UncountedMemory(HostMemory):
@@ -134,5 +136,5 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    # A CPU's allocator has no class of its own for that.
+    # A CPU's allocator raises a plain RuntimeError.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -12,12 +12,12 @@ from ..errors import CacheMemoryError
 from ..patches.attention_interface import autocast_dtype
 from .device_memory import is_out_of_memory
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # K and V, each [slots, kv_heads, dim]
-Kind = tuple[tuple[int, ...], torch.dtype, torch.device]  # of a tensor
+KVPair = tuple[torch.Tensor, torch.Tensor]  # K and V, each [slots, kv_heads, dim]
+TensorSpec = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class AttentionShape(NamedTuple):
-    """Of one attention layer."""
+    """The sizes of one attention layer."""
 
     heads: int
     kv_heads: int
@@ -31,12 +31,12 @@ class KVStorage:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._layers: dict[nn.Module, Pair] = {}
-        self._reserved: list[Pair] = []  # for layers that have not run yet
-        self._paged: dict[nn.Module, tuple[Any, Any]] = {}
+        self._layers: dict[nn.Module, KVPair] = {}
+        self._reserved: list[KVPair] = []  # for layers that have not run yet
+        self._paged: dict[nn.Module, tuple[Any, Any]] = {}  # K and V as a kernel reads them
 
     def reserve(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
-        """Take the memory of all layers now. They are given it as they come, each what is of its shape."""
+        """Take the memory of all layers now. Each layer gets a pair of its shape when it first runs."""
         for shape in shapes:
             k, v = ((self.slots, shape.kv_heads, dim) for dim in (shape.qk_dim, shape.v_dim))
             self._reserved.append((_new(k, dtype, device), _new(v, dtype, device)))
@@ -45,42 +45,42 @@ class KVStorage:
     def slots(self) -> int:
         return self.num_pages * self.page_size
 
-    def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> KVPair:
         """The K and V of one layer, [slots, kv_heads, dim].
 
-        Where none were reserved they are made when the layer first runs, as its k and v are. So are those of a layer
-        that computes in another type than the model has, which shows only then.
+        Where none of their shape and type are reserved, they are made when the layer first runs: a layer may compute
+        in another type than the model has, which shows only then.
         """
         if layer not in self._layers:
             wanted = [((self.slots, *x.shape[1:]), x.dtype, x.device) for x in (k, v)]
-            fitting = (at for at, pair in enumerate(self._reserved) if _kinds(pair) == wanted)
+            fitting = (at for at, pair in enumerate(self._reserved) if _specs(pair) == wanted)
             if (place := next(fitting, None)) is not None:
                 self._layers[layer] = self._reserved.pop(place)
             else:
-                del self._reserved[:1]  # what was meant for it makes room
-                self._layers[layer] = self._made(wanted)
+                del self._reserved[:1]  # the pair that was reserved for it makes room
+                self._layers[layer] = self._allocated(wanted)
         return self._layers[layer]
 
-    def _made(self, kinds: list[Kind]) -> Pair:
+    def _allocated(self, specs: list[TensorSpec]) -> KVPair:
         try:
-            return _new(*kinds[0]), _new(*kinds[1])
+            return _new(*specs[0]), _new(*specs[1])
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise CacheMemoryError(
                 f"the memory for the KV cache of {self.slots:,} tokens is not there, after "
-                f"{len(self._layers):,} layers: set a smaller `kv_memory`, or free what else is on {kinds[0][2]}"
+                f"{len(self._layers):,} layers: set a smaller `kv_memory`, or free what else is on {specs[0][2]}"
             ) from error
 
     def paged(self, layer: nn.Module, made_by: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
-        """What ``made_by`` makes of K and V seen as [pages, page_size, kv_heads, dim]; made once, gone with them."""
+        """What ``made_by`` makes of K and V as [pages, page_size, kv_heads, dim]. Kept until their memory moves."""
         if layer not in self._paged:
             k, v = (pair.view(self.num_pages, self.page_size, *pair.shape[1:]) for pair in self._layers[layer])
             self._paged[layer] = made_by(k), made_by(v)
         return self._paged[layer]
 
     def grow(self, num_pages: int) -> None:
-        """Room for more pages; what the present ones hold stays."""
+        """Make room for more pages; the present ones keep what they hold."""
         self._paged.clear()
         self._reserved.clear()  # of another size
         for layer, pair in self._layers.items():
@@ -93,7 +93,7 @@ class KVStorage:
         self.num_pages = num_pages
 
     def keep_only(self, pages: list[int]) -> None:
-        """Let all other pages go; these come first, in this order."""
+        """Free all other pages. These become the first ones, in this order."""
         self._paged.clear()
         self._reserved.clear()
         for layer, pair in self._layers.items():
@@ -104,7 +104,7 @@ class KVStorage:
         self.num_pages = len(pages)
 
     def release(self) -> None:
-        """Let the memory go now: the traceback of an error that is kept somewhere would hold on to this object."""
+        """Free the memory now: the traceback of an error that is kept somewhere would keep this object alive."""
         self._paged.clear()
         self._reserved.clear()
         self._layers.clear()
@@ -115,17 +115,17 @@ class KVStorage:
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # It outlives a step, and the next one may run outside an inference mode that this one runs in.
+    # Made in inference mode, it could not be written to by a later step outside it.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _kinds(pair: Pair) -> list[Kind]:
+def _specs(pair: KVPair) -> list[TensorSpec]:
     return [(tuple(x.shape), x.dtype, x.device) for x in pair]
 
 
 def kv_dtype(model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values are computed in, as a rule."""
+    """The type in which most layers compute keys and values."""
     if model_dtype == torch.float64:  # which autocast leaves alone
         return model_dtype
     return autocast_dtype(device) or model_dtype

@@ -1,4 +1,4 @@
-"""What the model's owner has set on it that a captured graph would miss: hooks, and values that were read."""
+"""What a model's owner may set on it that a captured graph would miss: hooks, modes, other weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..patches.plain import IDLE_HOOKS
 
 
 def not_in_graphs(model: nn.Module) -> str | None:
-    """What of ``model`` runs in Python for its effects, which a replay would skip."""
+    """Why ``model`` cannot be captured: a replay would skip Python code of its owner's. None if it can be."""
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "the hooks on all modules would not be called"
@@ -24,15 +24,15 @@ def not_in_graphs(model: nn.Module) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anybody watches it. transformers leaves idle hooks behind, which do nothing."""
+    """Whether it has hooks that do something. transformers leaves idle ones behind."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(getattr(hook, "__module__", "") != IDLE_HOOKS for hook in hooks)
 
 
 def owners_state(model: nn.Module, device: torch.device) -> object:
-    """Changes with whatever an owner may do to a model that graphs have been captured of: see ``not_in_graphs``.
+    """A value that changes when the owner changes anything that captured graphs depend on: see ``not_in_graphs``.
 
-    It is asked for often, so it looks where modules keep things, past their ``__getattr__``.
+    It is asked for often, so it reads the modules' ``__dict__``, past their ``__getattr__``.
     """
     everywhere = nn.modules.module
     state: list[object] = [autocast_dtype(device)]
@@ -47,7 +47,7 @@ def owners_state(model: nn.Module, device: torch.device) -> object:
         state.append(len(held["_forward_pre_hooks"]))
         for tensors in (held["_parameters"], held["_buffers"]):
             state += [tensor.data_ptr() for tensor in tensors.values() if tensor is not None]
-        # PEFT's layers; transformers' models have a method of that name.
+        # A property in PEFT's layers; transformers' models have a method of that name.
         if isinstance(getattr(type(module), "disable_adapters", None), property) or "disable_adapters" in held:
             names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
             state += [str(getattr(module, name, None)) for name in names]

@@ -1,4 +1,4 @@
-"""ModelRunner: one step of the user's own model, in the mode that it is in."""
+"""ModelRunner: runs one step of the user's own model, in the mode (train or eval) that it is in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .batch import ModelBatch
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever the tensors are."""
+    """Makes ``device`` the current one: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -48,13 +48,13 @@ class ModelRunner:
         self._fused = fused
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
-        self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was before it
-        self.adapters: AdapterSwap | None = None  # where prompts say which they are for
-        self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # gets the logits asked for beside
+        self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was set before it
+        self.adapters: AdapterSwap | None = None  # where prompts name their adapters
+        self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
-        """Run the step's tokens; the logits of those rows that are sampled, as the model gives them."""
+        """Run the step's tokens. Gives the logits that are sampled; ``record`` is given those asked for beside."""
         logits = self.every_row(batch)
         if not batch.asked:
             return logits
@@ -64,14 +64,14 @@ class ModelRunner:
         return logits[:samples]
 
     def every_row(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
-        """Run the step's tokens; the logits of those that are sampled, then of those asked for beside."""
+        """Run the step's tokens. Gives the logits that are sampled, then those asked for beside."""
         with self._as_inference():
             return self._step(batch)
 
     def rows(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:  # [rows, vocabulary]
-        """Run decode rows, all of which are sampled. Nothing here waits for the device, or sends it anything."""
+        """Run decode rows, all of which are sampled. Nothing here waits for the device or copies anything to it."""
         with self._as_inference():
             return self.forward(input_ids, position_ids, context)
 
@@ -113,26 +113,26 @@ class ModelRunner:
                 "were run by the attention that was put under them: has a module of it been replaced by one with an "
                 "attention of its own? That is not supported"
             )
-        logits = output.logits[0]
+        logits: torch.Tensor = output.logits[0]
         return logits if self._selects_rows or logits_rows is None else logits[logits_rows]
 
     def adapted(self) -> AbstractContextManager[None]:
-        """For what else may run the model between steps: processors."""
+        """While the block runs, the model has its adapter: logits processors may run it between steps."""
         return nullcontext() if self.adapters is None else self.adapters.applied_alone()
 
     @torch.no_grad()
     def in_float32(self, logits: torch.Tensor) -> torch.Tensor:
-        """As ``generate`` hands them to its processors. Good until the next step."""
+        """The logits as ``generate`` hands them to its processors. Valid until the next step."""
         if logits.dtype == torch.float32 or logits.device.type != "cpu":
             return logits.float()
-        # On a CPU, new memory for so many numbers costs more than the numbers.
+        # On a CPU, allocating so much memory takes longer than the conversion.
         if self._logits is None or self._logits.shape[0] < len(logits):
             with torch.inference_mode(False):  # a later step may run outside
                 self._logits = torch.empty(logits.shape, dtype=torch.float32)
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
-        """Once more, should an interrupt have come while a step put things back. The memory of steps goes, too."""
+        """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
         self._head.restore()
         if self._fused is not None:
             self._fused.restore()

@@ -15,19 +15,21 @@ import torch
 from ..kernels.attention_torch import apply_sinks, attend, attend_each, merge_part, write_kv
 from ..kernels.small_torch import rope_and_write
 from ..patches.attention_interface import AttentionCall
+from .attention_backend import AttentionBackend
 from .batch import AttentionBatch, Span
 from .kv_storage import KVStorage
+from .transfers import to_device
 
-_PADDED = 0.6  # a row joins a batch of decode rows if it fills at least this share of it
-# Bytes of K and V, about, that a batch of decode rows copies together before it attends to them. On a CPU they are to
-# be in its caches still when they are read; elsewhere each batch costs launches, and memory is the only bound.
+_LEAST_FILLED = 0.6  # a row joins a batch of decode rows if it fills at least this share of the longest one
+# Bytes of K and V, about, that a batch of decode rows gathers before it attends to them. On a CPU they should still be
+# in its caches when they are read; elsewhere each batch costs launches, and memory is the only bound.
 _GATHERED_BYTES = {"cpu": 4 << 20}
 _GATHERED_BYTES_ELSEWHERE = 64 << 20
 
 
 @dataclass(frozen=True)
 class SharedPart:
-    """Rows ``[begin, end)`` against the same earlier keys, none of them hidden by causality."""
+    """Rows ``[begin, end)`` that read the same earlier keys, all of them."""
 
     begin: int
     end: int
@@ -37,16 +39,16 @@ class SharedPart:
 
 @dataclass(frozen=True)
 class RowsPart:
-    """Decode rows, each against keys of its own."""
+    """Decode rows, each of which reads keys of its own."""
 
     rows: torch.Tensor  # [rows]
-    keys: torch.Tensor  # [rows, keys] slots; anything valid beyond a row's own
+    keys: torch.Tensor  # [rows, keys] slots; beyond a row's own, any that are valid
     mask: torch.Tensor | None  # [rows, keys]
 
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A chunk of a prompt against itself."""
+    """A chunk of a prompt, which reads its own keys, causally."""
 
     begin: int
     end: int
@@ -55,19 +57,19 @@ class ChunkPart:
 
 
 class Scratch:
-    """Where keys and values are copied to, one after the other: new memory for each costs more than the copy."""
+    """Memory for gathered keys and values, used again and again: allocating it costs more than the copy."""
 
     def __init__(self) -> None:
         self._flat: dict[str, torch.Tensor] = {}
 
     def gather(self, name: str, cache: torch.Tensor, keys: torch.Tensor | slice) -> torch.Tensor:
-        """``cache[keys]``; a copy only lives until the next one of that name."""
+        """``cache[keys]``; a copy is valid until the next one of the same name."""
         if isinstance(keys, slice):
             return cache[keys]
         size = keys.numel() * cache[0].numel()
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != cache.dtype:
-            with torch.inference_mode(False):  # it may be used outside, too
+            with torch.inference_mode(False):  # later steps may run outside it
                 flat = self._flat[name] = torch.empty(size, dtype=cache.dtype, device=cache.device)
         copied = flat[:size].view(keys.numel(), *cache.shape[1:])
         torch.index_select(cache, 0, keys.flatten(), out=copied)
@@ -104,7 +106,7 @@ class CascadePlan:
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=exact, device=q.device)
         lse = torch.empty(*q.shape[:2], dtype=exact, device=q.device)
-        # These two kinds cover every row exactly once, and a row always sees itself: from here on each LSE is finite.
+        # The first two kinds cover every row exactly once, and a row always reads its own key: each LSE is finite then.
         for rows in rows_parts:
             k, v = gather("k", k_cache, rows.keys), gather("v", v_cache, rows.keys)
             part, part_lse = attend_each(q[rows.rows], k, v, scale, mask=rows.mask, softcap=softcap)
@@ -124,7 +126,7 @@ class CascadePlan:
     # -- the plan ----------------------------------------------------------------------------------------------
 
     def _divide(self) -> tuple[dict[tuple[int, int], list[tuple[int, int, int]]], list[list[tuple[int, int, int]]]]:
-        """Who reads what together.
+        """Which rows read which keys together.
 
         Returns, for each range of tokens ``(begin, end)``, the pieces ``(unit, first position, end position)`` that
         all of its rows read; and for each decode row the pieces that it reads alone, in order of position.
@@ -132,27 +134,27 @@ class CascadePlan:
         batch = self.batch
         shared: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         alone: list[list[tuple[int, int, int]]] = [[] for _ in range(batch.rows)]
-        open_since: dict[tuple[int, int], int] = {}  # (unit, read up to) -> the span since which all spans read it
+        open_since: dict[tuple[int, int], int] = {}  # (unit, read up to) -> first span of those that read it in a row
 
         def close(piece: tuple[int, int], first: int, last: int) -> None:
             unit, upto = piece
             if upto == batch.units.start[unit]:
-                return  # holds nothing: all of it is in the prefixes below
+                return  # nothing of this unit is read: what is read lies in the prefixes below
             read = (unit, batch.units.start[unit], upto)
             if first + 1 == last and first < batch.rows:
                 alone[first].append(read)  # a single row: no need for a part of its own
                 return
-            # Decode rows and chunks are different work: a range never spans both.
+            # Decode rows and chunks go into different parts: a range never holds both.
             for one, other in ((first, min(last, batch.rows)), (max(first, batch.rows), last)):
                 if one < other:
                     begin, end = batch.spans[one].begin, batch.spans[other - 1].end
                     shared.setdefault((begin, end), []).append(read)
 
         for index, span in enumerate(batch.spans):
-            reads = self._reads(span)
-            for piece in [piece for piece in open_since if piece not in reads]:
+            prefixes = self._prefixes_of(span)
+            for piece in [piece for piece in open_since if piece not in prefixes]:
                 close(piece, open_since.pop(piece), index)
-            for piece in reads:
+            for piece in prefixes:
                 open_since.setdefault(piece, index)
         for piece, first in open_since.items():
             close(piece, first, len(batch.spans))
@@ -168,15 +170,15 @@ class CascadePlan:
             pieces.sort(key=lambda piece: piece[1])
         return shared, alone
 
-    def _reads(self, span: Span) -> dict[tuple[int, int], None]:
+    def _prefixes_of(self, span: Span) -> dict[tuple[int, int], None]:
         """The units below a span's own, each with the position up to which it is read; outermost last."""
         units = self.batch.units
-        reads: dict[tuple[int, int], None] = {}
+        prefixes: dict[tuple[int, int], None] = {}
         unit = span.unit
         while (base := units.base[unit]) >= 0:
-            reads[base, units.start[unit]] = None
+            prefixes[base, units.start[unit]] = None
             unit = base
-        return reads
+        return prefixes
 
     def _parts_for(
         self, window: int | None, token_bytes: int
@@ -211,7 +213,7 @@ class CascadePlan:
             if first >= last:
                 return None
             if int(sees_from.max()) > first:
-                mask = torch.from_numpy(np.arange(first, last)[None] >= sees_from[:, None]).to(self.device)
+                mask = to_device(np.arange(first, last)[None] >= sees_from[:, None], self.device)
         slots = [
             batch.units.slots(unit, max(start, first), upto, batch.page_size)
             for unit, start, upto in pieces
@@ -238,32 +240,28 @@ class CascadePlan:
         parts, begin = [], 0
         while begin < len(order):
             longest = lengths[order[begin]]
-            alike = int(np.count_nonzero(lengths[order[begin:]] >= _PADDED * longest))
+            alike = int(np.count_nonzero(lengths[order[begin:]] >= _LEAST_FILLED * longest))
             end = begin + min(alike, max(1, most_keys // int(longest)))
             rows = order[begin:end]
             inside = np.arange(longest)[None] < lengths[rows][:, None]  # [rows, keys]
             padded = np.zeros(inside.shape, dtype=np.int64)
             padded[inside] = np.concatenate([keys[row] for row in rows])
-            # Beyond its own keys a row repeats its first one: always written, so never a NaN from a stale page.
+            # Beyond its own keys a row repeats its first one, which has been written: a stale page may hold NaN.
             padded = np.where(inside, padded, padded[:, :1])
-            mask = None if inside.all() else torch.from_numpy(inside).to(self.device)
-            parts.append(
-                RowsPart(torch.from_numpy(rows).to(self.device), torch.from_numpy(padded).to(self.device), mask)
-            )
+            mask = None if inside.all() else to_device(inside, self.device)
+            parts.append(RowsPart(to_device(rows, self.device), to_device(padded, self.device), mask))
             begin = end
         return parts
 
     def _keys(self, slots: np.ndarray) -> torch.Tensor | slice:
-        """A slice where the slots are neighbours (then reading them copies nothing), an index otherwise."""
+        """A slice where the slots are neighbours, as then nothing is copied; an index otherwise."""
         first, last = int(slots[0]), int(slots[-1])
         if last - first + 1 == len(slots) and bool((np.diff(slots) == 1).all()):
             return slice(first, last + 1)
-        return torch.from_numpy(slots).to(self.device)
+        return to_device(slots, self.device)
 
 
-class TorchBackend:
-    short_chunk = 0
-
+class TorchBackend(AttentionBackend):
     def __init__(self, storage: KVStorage, device: torch.device) -> None:
         self.storage = storage
         self.device = device
@@ -279,7 +277,7 @@ class TorchBackend:
 def write_in_torch(
     call: AttentionCall, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Put the call's K and V into the cache. Gives q as attention wants it."""
+    """Put the call's K and V into the cache. Gives q, rotated if that was still to be done."""
     if call.rotation is None:
         write_kv(call.k, call.v, k_cache, v_cache, slots)
         return call.q

@@ -1,30 +1,33 @@
 """The backend over the attention kernels: a step's work lists, made once for all layers that attend alike.
 
-Decode rows, and prompt chunks of a few tokens, go through the cascade: a prefix that several of them read is read once.
-Longer chunks have rows enough of their own, and go through the prefill kernel. A layer of a shape that the kernels
-cannot do is run in plain PyTorch, and that is said.
+Decode rows and prompt chunks of a few tokens go through the cascade: a prefix that several of them read is read once.
+Longer chunks have enough rows of their own, and go through the prefill kernel. A layer of a shape that the kernels
+cannot do runs in plain PyTorch, with a warning.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
-from ..kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work, sent
+from ..kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work
 from ..notices import Notices
 from ..patches.attention_interface import AttentionCall, Rotation
+from .attention_backend import AttentionBackend
 from .batch import AttentionBatch
 from .kv_storage import KVStorage
 from .torch_attention import CascadePlan, Scratch, write_in_torch
+from .transfers import to_device
 
-SHORT_CHUNK = 16  # tokens; a chunk of no more is run beside the decode rows
-_MULTIPROCESSORS = 8  # where the device has none: on a CPU
+SHORT_CHUNK = 16  # tokens; chunks of no more than these run together with the decode rows
+_MULTIPROCESSORS_OF_A_CPU = 8  # it has none: work lists are cut as if it had these
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class AttentionKernels:
     attend_items: Callable[..., None]
     merge_parts: Callable[..., None]
     attend_chunks: Callable[..., None]
-    by_page: Callable[[torch.Tensor], Any]  # K or V as the kernels read it
+    by_page: Callable[[torch.Tensor], Any]  # gives K or V in the form that the kernels read
     launch_options: Callable[[int, int, int, int], dict[str, int]]  # of ``attend_chunks``
-    unsupported: Callable[..., str | None]
+    unsupported: Callable[..., str | None]  # gives the reason why a layer's shape cannot be done
 
 
 def triton_kernels(interpreted: bool = False) -> AttentionKernels:
@@ -60,19 +63,19 @@ def triton_kernels(interpreted: bool = False) -> AttentionKernels:
 
 
 @dataclass
-class Met:
-    """What kinds of work have come up in layers that attend in the same way."""
+class WorkSeen:
+    """Which kernels layers of one kind have needed so far."""
 
-    tiles: set[int] = field(default_factory=set)
-    merges: bool = False
+    tiles: set[int] = field(default_factory=set)  # of ``attend_items``
+    merges: bool = False  # whether partial results were merged
 
-    def note(self, tiles: Iterable[int], merges: bool) -> Met:
+    def note(self, tiles: Iterable[int], merges: bool) -> WorkSeen:
         self.tiles.update(tiles)
         self.merges |= merges
         return self
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     short_chunk = SHORT_CHUNK
 
     def __init__(
@@ -88,12 +91,12 @@ class TritonBackend:
         self.storage = storage
         self.device = device
         self.notices = notices
-        self.multiprocessors = _MULTIPROCESSORS
+        self.multiprocessors = _MULTIPROCESSORS_OF_A_CPU
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.scratch = Scratch()
-        self.met: dict[tuple[Any, ...], Met] = {}  # in decode rows of steps, by what a layer's lists hang on
-        self._parts: torch.Tensor | None = None  # the largest that was asked for
+        self.work_seen: dict[tuple[Any, ...], WorkSeen] = {}  # in decode rows, by the key of ``lists``
+        self._parts: torch.Tensor | None = None  # memory for the most parts that were asked for
         self._part_shapes: set[tuple[int, int, torch.device]] = set()
         self._refusals: dict[tuple[Any, ...], str | None] = {}
 
@@ -105,27 +108,27 @@ class TritonBackend:
         self._parts = None
 
     def work_of(self, batch: AttentionBatch) -> StepWork:
-        return StepWork(batch, self.device, self.multiprocessors, self.gates, self.met)
+        return StepWork(batch, self.device, self.multiprocessors, self.gates, self.work_seen)
 
     @property
     def does_all(self) -> bool:
-        """Whether the kernels could do every layer that they have seen."""
+        """Whether the kernels could do every layer so far."""
         return not any(self._refusals.values())
 
     def parts(
         self, parts: int, heads: int, dim: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [parts, heads, dim], [parts, heads]
-        """Where partial results lie until they are merged: steps, their layers and all graphs take turns with it."""
+        """Memory for partial results until they are merged. All layers, steps and graphs use it in turn."""
         self._part_shapes.add((heads, dim, device))
         numbers = parts * heads * (dim + 1)
         if self._parts is None or len(self._parts) < numbers:
-            with torch.inference_mode(False):  # used again, maybe outside
+            with torch.inference_mode(False):  # later steps may run outside it
                 self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         out = self._parts[: parts * heads * dim].view(parts, heads, dim)
         return out, self._parts[parts * heads * dim : numbers].view(parts, heads)
 
     def reserve(self, parts: int) -> None:
-        """So many of each shape that has come up will be asked for."""
+        """Make room for so many parts of each shape that has come up."""
         for heads, dim, device in self._part_shapes:
             self.parts(parts, heads, dim, device)
 
@@ -138,25 +141,33 @@ class TritonBackend:
         return self._refusals[shape]
 
 
-class AttentionWork(Protocol):
-    """What there is to do in a step."""
+class WorkSource(ABC):
+    """Gives each kind of layer its work lists: a step's own (``StepWork``), or those that a graph reads."""
 
-    rows: int  # decode rows, and tokens of short chunks; they come first
-    has_chunks: bool  # whether longer chunks follow
+    rows: int  # decode rows and tokens of short chunks; they come first
+    slots: torch.Tensor  # [tokens]
+    has_chunks = False  # whether longer chunks follow
 
     @property
-    def slots(self) -> torch.Tensor: ...  # [tokens]
-    @property
-    def lengths(self) -> torch.Tensor: ...  # [rows] int32
-    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists: ...
-    def chunk_lists(
-        self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int
-    ) -> PrefillWork: ...
-    def torch_plan(self, scratch: Scratch) -> CascadePlan: ...
+    @abstractmethod
+    def lengths(self) -> torch.Tensor:  # [rows] int32
+        """How many tokens each row reads."""
+
+    @abstractmethod
+    def lists(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
+        """The lists of decode rows and short chunks."""
+
+    def chunk_lists(self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int) -> PrefillWork:
+        """The lists of longer chunks. ``wide``: a larger tile, used where it pays; None if the kernels have none."""
+        raise NotImplementedError("there are no longer chunks here")
+
+    def torch_plan(self, scratch: Scratch) -> CascadePlan:
+        """The plan for layers that the kernels cannot do."""
+        raise NotImplementedError("the kernels can do all layers here")
 
 
-class StepWork:
-    """The lists of a step, for whatever windows and heads its layers have."""
+class StepWork(WorkSource):
+    """The work lists of one step, made when a layer with other heads, or another window, first needs them."""
 
     def __init__(
         self,
@@ -164,10 +175,11 @@ class StepWork:
         device: torch.device,
         multiprocessors: int,
         gates: tuple[float, float],
-        met: dict[tuple[Any, ...], Met],
+        work_seen: dict[tuple[Any, ...], WorkSeen],
     ) -> None:
-        self._met = met
+        self._work_seen = work_seen
         self.batch = batch
+        self.slots = batch.slots
         self.gates = gates
         self.device = device
         self.multiprocessors = multiprocessors
@@ -175,7 +187,7 @@ class StepWork:
         self._unit, self._begin, self._end, self._position = spans.T
         long = self._end - self._begin > SHORT_CHUNK
         self._short = int(long.argmax()) if long.any() else len(spans)  # spans before the first long chunk
-        self.rows = int(self._end[self._short - 1]) if self._short else 0  # of short spans, which come first
+        self.rows = int(self._end[self._short - 1]) if self._short else 0  # tokens of these spans
         self.has_chunks = self._short < len(spans)
         self._on_host: dict[tuple[Any, ...], WorkLists] = {}
         self._lists: dict[tuple[Any, ...], WorkLists] = {}
@@ -183,15 +195,14 @@ class StepWork:
         self._torch_plan: CascadePlan | None = None
 
     def lists(self, *key: Any) -> WorkLists:
-        """As ``on_host``, on the device."""
         if key not in self._lists:
             work = self.on_host(*key)
-            self._met.setdefault(key, Met()).note(work.items, work.merges)
+            self._work_seen.setdefault(key, WorkSeen()).note(work.items, work.merges)
             self._lists[key] = work.to(self.device, non_blocking=True)
         return self._lists[key]
 
     def on_host(self, window: int | None, heads: int, kv_heads: int, sinks: bool) -> WorkLists:
-        """Of the decode rows and short chunks."""
+        """``lists``, before they are sent to the device."""
         key = window, heads, kv_heads, sinks
         if key not in self._on_host:
             page_size = self.batch.page_size
@@ -212,18 +223,12 @@ class StepWork:
             )
         return self._on_host[key]
 
-    @property
-    def slots(self) -> torch.Tensor:  # [tokens]
-        return self.batch.slots
-
     def torch_plan(self, scratch: Scratch) -> CascadePlan:
-        """For layers that the kernels cannot do."""
         if self._torch_plan is None:
             self._torch_plan = CascadePlan(self.batch, self.device, scratch)
         return self._torch_plan
 
     def chunk_lists(self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int) -> PrefillWork:
-        """``wide``: a larger tile, where the kernels can do one, to be used if that pays."""
         key = window, group, tile, wide, kv_heads
         if key not in self._chunk_lists:
             page_size = self.batch.page_size
@@ -236,7 +241,7 @@ class StepWork:
 
     @cached_property
     def lengths(self) -> torch.Tensor:  # [rows] int32
-        return sent(torch.from_numpy(self._lengths.astype(np.int32)), self.device)
+        return to_device(self._lengths.astype(np.int32), self.device)
 
     @cached_property
     def _lengths(self) -> np.ndarray:  # [rows]
@@ -258,11 +263,11 @@ class StepWork:
 
 
 class KernelAttention:
-    """Runs a step's work over the paged cache, layer by layer."""
+    """Runs the kernels over the paged cache, layer by layer."""
 
     takes_masks = False
 
-    def __init__(self, work: AttentionWork, backend: TritonBackend) -> None:
+    def __init__(self, work: WorkSource, backend: TritonBackend) -> None:
         self.work = work
         self.backend = backend
         self.calls = 0
@@ -304,9 +309,10 @@ class KernelAttention:
     ) -> None:
         kernels = self.backend.kernels
         work = self.work.lists(call.window, q.shape[1], k_pages.shape[2], call.sinks is not None)
-        shape = work.parts, *out.shape[1:]
+        _, heads, dim = out.shape
+        shape = work.parts, heads, dim
         if shape not in self._parts:
-            self._parts[shape] = self.backend.parts(*shape, q.device)
+            self._parts[shape] = self.backend.parts(work.parts, heads, dim, q.device)
         parts = self._parts[shape]
         for tile in reversed(TILES):  # the long items first
             if tile in work.items:

@@ -1,7 +1,7 @@
 """From logits to tokens without the host: nothing is read back, and a CUDA graph can hold it.
 
-Tokens are what transformers' processors and the softmax of their scores ask for; ``why_not`` says which options need
-transformers' own code instead. The noise is the kernels': from (seed, prompt, sample, tokens made so far, token) alone.
+Tokens are drawn from the same distribution as with transformers' processors; ``why_not_on_device`` says which options
+need transformers' own code instead. Noise depends on (seed, prompt, sample, tokens made so far, token) alone.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from ..inputs.base_model import base_model
 from ..inputs.options import Options, make_processors
 from ..inputs.seeds import as_int64
 from ..kernels.recipes import Recipe, RecipeTable, RowRecipes
+from .processor_chains import MINIMUM_LENGTHS
 from .sampling_kernels import SamplingKernels
 
-_SEEN_BYTES = 512 << 20  # at most, for the tokens that requests have had
+_SEEN_BYTES = 512 << 20  # at most, for a bit for each token that a request may have had
 _WORD = 32  # tokens in each word of a row's bits
 _COST = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
-_GIVEN = ("logits_processor", "prefix_allowed_tokens_fn")  # arguments that pick tokens
+_ARGUMENTS_THAT_PICK = ("logits_processor", "prefix_allowed_tokens_fn")
 
-_MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
-
-# The options that other processors are made for; a processor that is not here is called by its own name.
-_OPTIONS = {
+# The option for which transformers makes each processor, for messages; they name others by their class.
+_OPTION_OF = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
     "EpsilonLogitsWarper": "epsilon_cutoff",
@@ -63,19 +62,19 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class RowsState:
-    """What sampling has to know of the rows of ``logits``, on their device, each of shape [rows] but for ``seen``.
+    """What a DeviceSampler has to know of the rows of ``logits``, on their device. Each is [rows], but for ``seen``.
 
-    ``kind``, ``minimum``, ``line`` and ``seen`` are those of a DeviceSampler, and only needed where it says so.
+    ``kind``, ``minimum`` and ``seen`` are only needed where ``DeviceSampler.needs_...`` says so.
     """
 
-    prompt: torch.Tensor  # int32 or int64  the prompt's number among all of its seed
-    sample: torch.Tensor  # int32 or int64  which of its samples
+    prompt: torch.Tensor  # int32 or int64  the prompt's number among those with the same seed
+    sample: torch.Tensor  # int32 or int64  the number of the prompt's sample
     made: torch.Tensor  # int32 or int64  tokens generated so far
-    kind: torch.Tensor | None = None  # int32  where rows differ: how this one is picked
+    kind: torch.Tensor | None = None  # int32  the number of the row's options in ``DeviceSampler.kinds``
     minimum: torch.Tensor | None = None  # int32  tokens that a row must have before EOS
-    line: torch.Tensor | None = None  # int32  its own in ``seen``, -1 if it needs none; None: as rows stand
-    seen: torch.Tensor | None = None  # [lines, words] int32  a bit for each token
-    seed: torch.Tensor | None = None  # int64  where not all have that of the DeviceSampler
+    line: torch.Tensor | None = None  # int32  the row's line in ``seen``, -1 if it needs none; None: line i for row i
+    seen: torch.Tensor | None = None  # [lines, words] int32  a bit for each token of the vocabulary
+    seed: torch.Tensor | None = None  # int64  where rows have seeds of their own
 
 
 def recipe_of(options: Options) -> Recipe:
@@ -93,13 +92,16 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def _processors_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
-    """Those that transformers makes of it, in its order, with what they hold; those of minimum lengths always."""
+    """The processors that transformers makes for a recipe, in its order, with their attributes.
+
+    Processors of minimum lengths are always among them.
+    """
     plain = {"filter_value": -float("inf"), "min_tokens_to_keep": 1}
     penalty = {"penalty": recipe.penalty, "prompt_ignore_length": None}
     warm = recipe.temperature not in (0, 1)
     every: list[tuple[bool, type[LogitsProcessor], dict[str, Any]]] = [
         (recipe.penalty != 1, processors.RepetitionPenaltyLogitsProcessor, penalty),
-        *((True, minimum, {}) for minimum in _MINIMA),
+        *((True, minimum, {}) for minimum in MINIMUM_LENGTHS),
         (warm, processors.TemperatureLogitsWarper, {"temperature": recipe.temperature}),
         (recipe.top_k is not None, processors.TopKLogitsWarper, {"top_k": recipe.top_k, **plain}),
         (recipe.top_p is not None, processors.TopPLogitsWarper, {"top_p": recipe.top_p, **plain}),
@@ -108,12 +110,12 @@ def _processors_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]
     return {kind: values for asked, kind, values in every if asked}
 
 
-def why_not(options: Options, model: nn.Module) -> str | None:
-    """Which option needs transformers' own code, and what that costs; None where all can stay on the device.
+def why_not_on_device(options: Options, model: nn.Module) -> str | None:
+    """Which option needs transformers' own code, and what that costs; None if tokens can be picked on the device.
 
-    It asks for the processors that transformers makes of the options, and knows them by what they hold.
+    The processors that transformers makes of the options are compared, attribute by attribute, with those expected.
     """
-    for name in _GIVEN:
+    for name in _ARGUMENTS_THAT_PICK:
         if getattr(options.arguments, name):
             return f"`{name}` is worked out {_COST}"
     expected = _processors_of(recipe_of(options))
@@ -122,23 +124,23 @@ def why_not(options: Options, model: nn.Module) -> str | None:
         values = expected.get(type(processor))
         if values is None or any(getattr(processor, name, None) != value for name, value in values.items()):
             name = type(processor).__name__
-            return f"{f'`{_OPTIONS[name]}`' if name in _OPTIONS else name} is worked out {_COST}"
+            return f"{f'`{_OPTION_OF[name]}`' if name in _OPTION_OF else name} is worked out {_COST}"
     present = [type(processor) for processor in made]
-    if present != [kind for kind in expected if kind in present or kind not in _MINIMA]:
+    if present != [kind for kind in expected if kind in present or kind not in MINIMUM_LENGTHS]:
         return f"this transformers has an order of its own for sampling options, which are worked out {_COST}"
     return None
 
 
-def picked_by_host(
+def why_picked_by_host(
     kinds: Sequence[Options], model: nn.Module, device: torch.device, depth: int, penalised: int, vocabulary: int
 ) -> str | None:
-    """Why tokens are not picked on the device; None if they are.
+    """Why tokens are picked by the host; None if they are picked on the device.
 
     ``kinds``: the different options of a call. ``penalised``: how many of its sequences have a repetition penalty.
     """
     if not kinds:  # no prompt can be run
         return None
-    # Where noise is ``sampling.py``'s, it stays so.
+    # On a CPU, sampled tokens keep the noise of ``host_sampler``.
     if device.type != "cuda" and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
     if penalised * vocabulary > 8 * _SEEN_BYTES:
@@ -147,7 +149,7 @@ def picked_by_host(
             "device, so the host works it out, for which it waits after each step: pass fewer prompts at a time"
         )
     for options in kinds:
-        reason = why_not(options, model)
+        reason = why_not_on_device(options, model)
         if reason is not None:
             return reason if len(kinds) == 1 else f"{reason}. This holds for all prompts of the call"
     return None
@@ -158,18 +160,18 @@ def penalised_by(options: Options) -> bool:
 
 
 def minimum_of(options: Options, prompt_tokens: int) -> int:
-    """How many new tokens such a prompt needs before EOS may come."""
+    """How many new tokens must come before EOS."""
     config = options.config
     if config.min_new_tokens is not None:
-        return config.min_new_tokens  # as in ``generate``, it takes the place of min_length
+        return int(config.min_new_tokens)  # as in ``generate``, it takes the place of min_length
     return max(0, (config.min_length or 0) - prompt_tokens)
 
 
 class DeviceSampler:
-    """The next token of each row. ``kinds``: the options that there are; for each ``why_not`` has found nothing.
+    """Picks the next token of each row.
 
-    Those of one kind to this class have one number: what it is picked by is the same. ``seed``: of all rows, unless
-    they bring theirs along.
+    ``kinds``: all options that rows may have; ``why_not_on_device`` is None for each. Options that pick tokens in the
+    same way get the same number. ``seed``: of rows without a seed of their own.
     """
 
     def __init__(
@@ -185,8 +187,8 @@ class DeviceSampler:
         numbers: dict[tuple[Recipe, tuple[int, ...]], int] = {}
         self.kinds: dict[Options, int] = {}
         for options in kinds:
-            what = recipe_of(options), self._held_back(options)
-            self.kinds[options] = numbers.setdefault(what, len(numbers))
+            way = recipe_of(options), self._held_back(options)
+            self.kinds[options] = numbers.setdefault(way, len(numbers))
         recipes = [recipe for recipe, _ in numbers]
         self._recipe = recipes[0]
         self._table = RecipeTable(recipes, vocabulary, device) if len(recipes) > 1 else None
@@ -198,7 +200,7 @@ class DeviceSampler:
         most = max(map(len, held_back))
         self.needs_minimum = most > 0
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
-        with torch.inference_mode(False):  # steps may run outside
+        with torch.inference_mode(False):  # steps may run outside it
             self._eos = torch.tensor(padded if self.needs_kind else padded[0], dtype=torch.int64, device=device)
             self._seed = torch.tensor([as_int64(seed or 0)], dtype=torch.int64, device=device)
 
@@ -209,16 +211,16 @@ class DeviceSampler:
         return tuple(token for token in sorted(options.eos_token_ids) if 0 <= token < self.vocabulary)
 
     def seen(self, ids: np.ndarray) -> np.ndarray:  # [words] int32
-        """The bits of some tokens: a row's, when it starts or starts again."""
+        """The bits of the tokens that a row starts with."""
         found = np.zeros(-(-self.vocabulary // _WORD) * _WORD, dtype=bool)
         found[ids[(ids >= 0) & (ids < self.vocabulary)]] = True
         return np.packbits(found, bitorder="little").view("<i4")
 
     def __call__(self, logits: torch.Tensor, rows: RowsState, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The tokens [rows] int64 for ``logits`` [rows, vocabulary]. Logits are left as they are, ``rows.seen`` is not.
+        """The tokens [rows] int64 for ``logits`` [rows, vocabulary], which stay as they are; ``rows.seen`` gets them.
 
-        Sampled, a row with logits that are NaN or infinite, or nothing but -inf, gives -1: ``advance`` marks it. Greedy
-        takes the lowest token of the best ones, NaN counting as infinity.
+        Sampling gives -1 for a row whose logits are NaN, infinite, or all -inf; ``advance`` ends such a row. Greedy
+        takes the lowest token of the best ones, and NaN counts as infinity.
         """
         assert logits.shape[1] == self.vocabulary
         recipe, kernels = self._recipe, self._kernels

@@ -1,138 +1,89 @@
-"""Scores and log-probabilities taken down step by step: ``output_scores``, ``logprobs``, ``prompt_logprobs``."""
+"""Log-probabilities: of new tokens (``logprobs``), of prompts (``prompt_logprobs``), and of scored tokens."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from ..inputs.prompts import Prompt
+from ..model.transfers import to_device
 from ..planning.step import Chunk
 from ..planning.units import Request, Unit
 
 LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
-Sample = Callable[[torch.Tensor, Sequence[Request]], list[int]]
+PickTokens = Callable[[torch.Tensor, Sequence[Request]], list[int]]  # as HostSampler
 
-
-_AT_ONCE = 1 << 25  # numbers that are looked at at a time
-
-
-class StepTensors:
-    """``output_scores`` and ``output_logits``: a tensor [rows, vocabulary] of each step, 0 in rows that had ended."""
-
-    def __init__(self, prompts: int, samples: int, scores: bool, logits: bool) -> None:
-        self._rows, self._samples = prompts * samples, samples
-        self._steps: dict[str, list[torch.Tensor]] = {}
-        if scores:
-            self._steps["scores"] = []
-        if logits:
-            self._steps["logits"] = []
-
-    @property
-    def names(self) -> list[str]:
-        return [f"output_{name}" for name in self._steps]
-
-    def bytes(self, steps: int, vocabulary: int) -> int:
-        return len(self._steps) * 4 * self._rows * steps * vocabulary
-
-    def release(self) -> None:
-        """Nobody will be handed them: the traceback of an error would hold on to them."""
-        for steps in self._steps.values():
-            steps.clear()
-
-    @torch.no_grad()
-    def record(self, requests: Sequence[Request], logits: torch.Tensor, scores: torch.Tensor) -> None:
-        """Before tokens are picked; both are [requests, vocabulary], logits as the model gave them."""
-        made = np.array([len(request.generated) for request in requests])
-        rows = np.array([request.index * self._samples + request.sample for request in requests])
-        self.put(made, rows, logits, scores)
-
-    def put(self, made: np.ndarray, rows: np.ndarray, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        """``made`` and ``rows`` [requests]: how many new tokens there were before, and where the results have them."""
-        for step in np.unique(made).tolist():
-            which = np.flatnonzero(made == step)
-            there, here = (torch.from_numpy(index).to(logits.device) for index in (rows[which], which))
-            for name, values in (("scores", scores), ("logits", logits)):
-                if name in self._steps:
-                    self._of(name, step, values)[there] = values[here].float()
-
-    def _of(self, name: str, step: int, like: torch.Tensor) -> torch.Tensor:
-        steps = self._steps[name]
-        while len(steps) <= step:
-            steps.append(torch.zeros(self._rows, like.shape[-1], device=like.device))
-        return steps[step]
-
-    def scores_of(self, request: Request, made: int, rows: int = 1) -> tuple[torch.Tensor, ...] | None:
-        """Of its first new tokens, [rows, vocabulary] each, as criteria are given them; None if they are not kept."""
-        row = request.index * self._samples + request.sample
-        steps = self._steps.get("scores")
-        return None if steps is None else tuple(step[row : row + rows] for step in steps[:made])
-
-    def outputs(self, longest: int | None, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
-        """By their names in a ModelOutput. ``longest``: new tokens of the longest row, each from a step; None: all."""
-        return {name: tuple(step.to(device) for step in steps[:longest]) for name, steps in self._steps.items()}
+LOGITS_AT_ONCE = 1 << 25  # numbers that are copied to float32 at a time
+_LOGITS_PER_CPU_THREAD = 1 << 20  # so many stay in a core's cache
 
 
 class NewTokenLogProbs:
-    """``k``: how many of the likeliest tokens are given beside the chosen one."""
+    """The log-probabilities of new tokens: of each chosen one, and of the ``k`` likeliest beside it."""
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._of: defaultdict[Request, list[LogProbs]] = defaultdict(list)
+        self._entries: defaultdict[Request, list[LogProbs]] = defaultdict(list)  # one for each new token
 
-    def around(self, sample: Sample) -> Sample:
+    def around(self, sample: PickTokens) -> PickTokens:
+        """``sample``, which also records the log-probabilities of the tokens that it picks."""
+
         def recorded(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
             tokens = sample(logits, requests)
             for request, entry in zip(requests, log_probs(logits, np.arange(len(tokens)), tokens, self.k), strict=True):
-                self._of[request].append(entry)
+                self._entries[request].append(entry)
             return tokens
 
         return recorded
 
     def take(self, request: Request) -> list[LogProbs]:
-        return self._of.pop(request, [])[: len(request.generated)]
+        """Hand out, and forget, those of a request that has ended."""
+        return self._entries.pop(request, [])[: len(request.generated)]
 
 
-class _Known:
-    """What is known of the tokens that a unit holds."""
+class _UnitLogProbs:
+    """The log-probabilities of the tokens that one unit holds."""
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.entries: list[LogProbs | None] = []  # of each token; None until it is known, and for a prompt's first one
-        self.seen = start  # the logits at all positions before have been seen, and are not asked for again
-        self.last = start  # nor are those from here on
-        self.branches: dict[int, dict[int, list[_Known]]] = {}  # position -> the next token -> who begins with it
+        self.seen = start  # logits at the positions before this one have been recorded
+        self.last = start  # logits from this position on are not needed
+        self.branches: dict[int, dict[int, list[_UnitLogProbs]]] = {}  # position -> next token -> units that begin so
 
 
 class PromptLogProbs:
-    """Each position is looked at once, however many prompts share it.
+    """The log-probabilities of prompts' tokens, and of the ``k`` likeliest at their positions.
 
-    The logits at a prefix's position tell of its own next token, and of the first tokens of those that stand on it.
+    Each position is looked at once, however many prompts share it. The logits at a prefix's position give the
+    log-probabilities of its own next token, and of the first tokens of the units that branch off there.
     """
 
     def __init__(self, k: int) -> None:
         self.k = k
-        # Whoever has not been handed out yet keeps what it needs.
-        self._chains: dict[Request, list[tuple[_Known, int]]] = {}
-        self._known: WeakValueDictionary[Unit, _Known] = WeakValueDictionary()
+        # Requests that have not been handed out keep the entries of their units alive.
+        self._chains: dict[Request, list[tuple[_UnitLogProbs, int]]] = {}
+        self._known: WeakValueDictionary[Unit, _UnitLogProbs] = WeakValueDictionary()
 
     def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """No prompt begins with tokens at which logits are not needed."""
         return [0] * len(prompts)
 
     def start(self, requests: Sequence[Request]) -> None:
-        """The call's requests, attached to their prefixes."""
+        """Take note of the call's requests, which are attached to their prefixes."""
         for request in requests:
             prompt = len(request.prompt_ids)
-            chain: list[tuple[_Known, int]] = []
+            chain: list[tuple[_UnitLogProbs, int]] = []
             for unit, cut in [*request.ancestors(), (request, prompt)]:
                 if cut == unit.start:
                     continue  # nothing of it is read
                 known = self._known.get(unit)
                 if known is None:
-                    known = self._known[unit] = _Known(unit.start)
+                    known = self._known[unit] = _UnitLogProbs(unit.start)
                     if chain:
                         below = chain[-1][0]
                         token = int(unit.tokens(unit.start, unit.start + 1)[0])
@@ -151,7 +102,7 @@ class PromptLogProbs:
         return [Chunk(chunk.unit, begin, end)] if begin < end else []
 
     def record(self, parts: Sequence[Chunk], logits: torch.Tensor) -> None:
-        """``logits`` [tokens, vocabulary] of the tokens of all parts."""
+        """Read the log-probabilities from ``logits`` [tokens, vocabulary], a row for each token of the parts."""
         row = 0
         for part in parts:
             count = part.end - part.begin
@@ -161,11 +112,11 @@ class PromptLogProbs:
 
     def _record(self, part: Chunk, logits: torch.Tensor) -> None:
         known = self._known[part.unit]
-        # Positions whose next token the unit has itself.
+        # Rows whose next token the unit has itself.
         own = max(min(part.end, known.start + len(known.entries) - 1) - part.begin, 0)
         rows = [*range(own)]
         tokens = part.unit.tokens(part.begin + 1, part.begin + 1 + own).tolist() if own else []
-        others: list[list[_Known]] = []
+        others: list[list[_UnitLogProbs]] = []
         for position in sorted(at for at in known.branches if part.begin <= at < part.end):
             for token, branches in known.branches.pop(position).items():
                 rows.append(position - part.begin)
@@ -180,6 +131,7 @@ class PromptLogProbs:
         known.seen = part.end
 
     def take(self, request: Request) -> list[LogProbs | None]:
+        """Hand out, and forget, those of a request that has ended."""
         entries: list[LogProbs | None] = []
         for known, cut in self._chains.pop(request):
             entries += known.entries[: cut - known.start]
@@ -190,22 +142,61 @@ class PromptLogProbs:
 def log_probs(logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: int) -> list[LogProbs]:
     """For each pair of a row of ``logits`` [n, vocabulary] and a token: the ``k`` likeliest tokens, and that one."""
     order = np.argsort(rows, kind="stable")
-    ordered, chosen = rows[order], np.asarray(tokens, dtype=np.int64)[order]
-    vocabulary = logits.shape[-1]
+    chosen = np.asarray(tokens, dtype=np.int64)[order]
     entries: list[LogProbs] = [{}] * len(order)
-    few = max(1, _AT_ONCE // vocabulary)
-    for begin in range(0, len(logits), few):
-        some = logits[begin : begin + few].float()
-        first, last = np.searchsorted(ordered, (begin, begin + len(some))).tolist()
-        here, own = (
-            torch.from_numpy(values).to(logits.device) for values in (ordered[first:last] - begin, chosen[first:last])
-        )  # [pairs]
-        whole = some.logsumexp(dim=-1)  # [few]
-        best, ids = some.topk(min(k, vocabulary), dim=-1)  # [few, k]
-        likely = (best - whole[:, None])[here].tolist()
-        of_own = (some[here, own] - whole[here]).tolist()
-        pairs = zip(ids[here].tolist(), likely, chosen[first:last].tolist(), of_own, strict=True)
-        for place, (others, values, token, value) in zip(order[first:last].tolist(), pairs, strict=True):
+    for block in _blocks(logits, rows[order], chosen, LOGITS_AT_ONCE):
+        best, ids = block.logits.topk(min(k, logits.shape[-1]), dim=-1)  # [block, k]
+        likely = (best - block.lse[:, None])[block.rows].tolist()
+        pairs = zip(
+            ids[block.rows].tolist(), likely, chosen[block.pairs].tolist(), block.of_tokens().tolist(), strict=True
+        )
+        for place, (others, values, token, value) in zip(order[block.pairs].tolist(), pairs, strict=True):
             entries[place] = entry = dict(zip(others, values, strict=True))
             entry.setdefault(token, value)  # no likelier than those before it
+        del block  # before the next one is made
     return entries
+
+
+@torch.no_grad()
+def log_probs_of_tokens(
+    logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:  # [pairs] float32, [pairs] bool
+    """For each pair of a row of ``logits`` [n, vocabulary] (in order) and a token: its log-probability, and whether it
+    is the likeliest, the first one among equals. Both stay on the device.
+    """
+    on_a_cpu = logits.device.type == "cpu"
+    at_once = _LOGITS_PER_CPU_THREAD * torch.get_num_threads() if on_a_cpu else LOGITS_AT_ONCE
+    found: list[torch.Tensor] = []
+    likeliest: list[torch.Tensor] = []
+    for block in _blocks(logits, rows, tokens, at_once):
+        found.append(block.of_tokens())
+        likeliest.append(block.logits.argmax(dim=-1)[block.rows] == block.tokens)
+        del block  # before the next one is made
+    return torch.cat(found), torch.cat(likeliest)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of logits in float32, and the pairs of a row and a token that concern them."""
+
+    logits: torch.Tensor  # [block, vocabulary]
+    lse: torch.Tensor  # [block]  log of the sum of their exponentials
+    pairs: slice
+    rows: torch.Tensor  # [pairs]  within the block
+    tokens: torch.Tensor  # [pairs]
+
+    def of_tokens(self) -> torch.Tensor:  # [pairs]
+        """The log-probabilities of the pairs' tokens."""
+        return self.logits[self.rows, self.tokens] - self.lse[self.rows]
+
+
+def _blocks(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, at_once: int) -> Iterator[_Block]:
+    """The rows of ``logits`` [n, vocabulary] that pairs concern, so many numbers at once; ``rows`` are in order."""
+    size = max(1, at_once // logits.shape[-1])
+    begins = range(0, len(logits), size)
+    edges = np.searchsorted(rows, [*begins, len(logits)]).tolist()
+    every_row, every_token = (to_device(values, logits.device) for values in (rows, tokens))
+    for begin, first, last in zip(begins, edges, edges[1:], strict=False):
+        if first < last:
+            some, pairs = logits[begin : begin + size].float(), slice(first, last)
+            yield _Block(some, some.logsumexp(dim=-1), pairs, every_row[pairs] - begin, every_token[pairs])

@@ -1,7 +1,7 @@
-"""What the scores of a row go through before a token is picked: transformers' processors, in its order, and the user's.
+"""The chain of logits processors that a row's scores go through: transformers' in its order, and the user's.
 
-``generate`` makes them for its whole batch. Here each request has its own chain of them, as if it were alone; requests
-whose chains can be the same share one, and processors that can work on several rows at once are given them.
+``generate`` makes them for its whole batch. Here each request has a chain of its own, as if it were alone. Requests
+whose chains would be the same share one, and processors that can take several rows at once are given them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
 from ..inputs.options import Options, make_processors
 from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_of, shared_list
+from ..model.transfers import to_device
 from ..notices import Notices
 from ..planning.units import Request
 from .user_processors import UserProcessor
 
-# These look at the scores alone, never at the tokens before: they can be given all rows at once.
+# These read scores alone, never the tokens before: they can be given all rows at once.
 BLIND_TO_HISTORY = (
     processors.TopKLogitsWarper,
     processors.TopPLogitsWarper,
@@ -43,21 +44,22 @@ BLIND_TO_HISTORY = (
     processors.LogitNormalization,
 )
 
-_MINIMA = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
+# These forbid EOS until a sequence is long enough.
+MINIMUM_LENGTHS = (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor)
 
-# These look for stretches of tokens, wherever they stand.
-_IN_WINDOWS = (
+# These look for stretches of tokens, wherever they stand in a sequence.
+_LOOKING_FOR_STRETCHES = (
     processors.NoRepeatNGramLogitsProcessor,
     processors.SequenceBiasLogitsProcessor,
     processors.NoBadWordsLogitsProcessor,
 )
 
-# These depend on options alone, so that one of each serves prompts of all lengths: some are large.
-_OF_ALL_LENGTHS = (*_IN_WINDOWS, processors.ForcedBOSTokenLogitsProcessor)
+# These depend on options alone: one of each serves prompts of all lengths, as some are large.
+_SAME_FOR_ALL_LENGTHS = (*_LOOKING_FOR_STRETCHES, processors.ForcedBOSTokenLogitsProcessor)
 
-# These look at each row's own tokens and keep nothing: they can be given rows of equal length at once.
-_KEEPING_NOTHING = (
-    *_OF_ALL_LENGTHS,
+# These read each row's own tokens and keep no state: they can be given rows of equal length at once.
+_STATELESS = (
+    *_SAME_FOR_ALL_LENGTHS,
     processors.ForcedEOSTokenLogitsProcessor,
     processors.ExponentialDecayLengthPenalty,
     processors.SuppressTokensAtBeginLogitsProcessor,
@@ -67,46 +69,46 @@ _KEEPING_NOTHING = (
 class ProcessorKind(Enum):
     """Which rows a processor may be given at once."""
 
-    BLIND = auto()  # all
-    PENALTY = auto()  # all: how often tokens came, and in which order, makes no difference to it
-    MINIMUM = auto()  # all: it forbids EOS to those that are short
-    ALIKE = auto()  # those that have this very processor, and the same length
-    ALONE = auto()  # each by itself
+    BLIND = auto()  # all rows
+    PENALTY = auto()  # all rows: how often tokens came, and in which order, makes no difference to it
+    MINIMUM = auto()  # all rows: it is not called, and EOS is forbidden in those that are too short
+    ALIKE = auto()  # rows that have this very processor and the same length
+    ALONE = auto()  # one row at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """What chains of one kind have in common: requests whose chains have the same Layout can be processed together."""
+class ChainLayout:
+    """What similar chains have in common. Requests whose chains have the same layout can be processed together."""
 
     options: Options
     kinds: tuple[ProcessorKind, ...]
-    blind: int  # from this one on, all are blind to history, and the same for all requests
+    blind: int  # all processors from this one on are blind to history, and the same for all requests
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Chain:
-    """The processors of a request, in transformers' order: first those that look back, or may do so."""
+class ProcessorChain:
+    """The processors of a request in transformers' order: first those that may look back, then those that do not."""
 
     looking_back: list[LogitsProcessor]
     blind: list[LogitsProcessor]
-    layout: Layout
+    layout: ChainLayout
 
 
-class Chains:
-    """The chains of a call. ``options``: by a request's index."""
+class ProcessorChains:
+    """The chains of a call. ``options``: of each prompt, by a request's ``index``."""
 
     def __init__(self, model: nn.Module, options: Sequence[Options], notices: Notices | None = None) -> None:
         inner, notices = base_model(model), notices or Notices()
-        # Of a beam search ``generate`` counts prompts, however many answers it gives.
+        # For a beam search ``generate`` counts one row for each prompt, however many answers it gives.
         counts = [1 if each.num_beams > 1 else each.num_return_sequences for each in options]
-        first_rows = list(accumulate(counts, initial=0))  # where each prompt's rows begin, in a result of all prompts
+        first_rows = list(accumulate(counts, initial=0))  # each prompt's first row, as ``generate`` counts them
         warn = (lambda message: notices("stateful", message)) if first_rows[-1] > 1 else None
-        watermarks: dict[tuple[type, str], _Made] = {}
-        makers = {each: _Maker(inner, each, warn, first_rows, watermarks) for each in dict.fromkeys(options)}
+        watermarks: dict[tuple[type, str], _SharedWatermark] = {}
+        makers = {each: _ChainMaker(inner, each, warn, first_rows, watermarks) for each in dict.fromkeys(options)}
         self._makers = [makers[each] for each in options]
-        self._own: dict[Request, Chain] = {}  # of requests that share theirs with nobody
+        self._own: dict[Request, ProcessorChain] = {}  # of requests that share theirs with no other
 
-    def of(self, request: Request) -> Chain:
+    def of(self, request: Request) -> ProcessorChain:
         maker = self._makers[request.index]
         if not maker.one_for_each:
             return maker.shared(request)
@@ -115,11 +117,12 @@ class Chains:
         return self._own[request]
 
     def forget_done(self) -> None:
+        """Free the chains of requests that have ended."""
         for request in [request for request in self._own if request.done]:
             del self._own[request]
 
 
-class _Maker:
+class _ChainMaker:
     """Makes the chains of requests that have the same options."""
 
     def __init__(
@@ -128,7 +131,7 @@ class _Maker:
         options: Options,
         warn: Callable[[str], None] | None,
         first_rows: Sequence[int],
-        watermarks: dict[tuple[type, str], _Made],
+        watermarks: dict[tuple[type, str], _SharedWatermark],
     ) -> None:
         config, given = options.config, options.arguments
         self._model = model
@@ -145,33 +148,34 @@ class _Maker:
         if type(watermark) in (WatermarkingConfig, SynthIDTextWatermarkingConfig):
             config = copy.copy(config)
             key = type(watermark), watermark.to_json_string()
-            config.watermarking_config = watermarks.setdefault(key, _Made(watermark))
+            config.watermarking_config = watermarks.setdefault(key, _SharedWatermark(watermark))
             options = replace(options, config=config)
         self._options = options
         self._wrapped = {id(each): UserProcessor(each, warn) for each in shared_list(given.logits_processor)}
         self._of_all_lengths: dict[type[LogitsProcessor], LogitsProcessor] = {}
-        self._layouts: dict[tuple[ProcessorKind, ...], Layout] = {}
-        self._shared: dict[tuple[int, int], Chain] = {}
+        self._layouts: dict[tuple[ProcessorKind, ...], ChainLayout] = {}
+        self._shared: dict[tuple[int, int], ProcessorChain] = {}
 
-    def shared(self, request: Request) -> Chain:
-        """The same for all requests with so many tokens in the prompt, and so many to come."""
+    def shared(self, request: Request) -> ProcessorChain:
+        """The chain of all requests with as many tokens in the prompt, and as many new ones at most."""
         key = (len(request.prompt_ids), self._longest(request))
         if key not in self._shared:
             self._shared[key] = self._chain(*key, self._options.arguments)
         return self._shared[key]
 
-    def make(self, request: Request) -> Chain:
+    def make(self, request: Request) -> ProcessorChain:
+        """A chain for this request alone."""
         prompt = torch.tensor(request.prompt_ids[None], dtype=torch.long) if self._from_prompt else None
         return self._chain(len(request.prompt_ids), self._longest(request), self._given_to(request), prompt)
 
     def _longest(self, request: Request) -> int:
-        """New tokens by the options alone: a MaxLengthCriteria of the user's changes no processor of ``generate``."""
+        """The most new tokens by the options alone: ``generate`` ignores a MaxLengthCriteria for its processors."""
         positions = getattr(self._model.config, "max_position_embeddings", None)
         return self._options.max_new_tokens(len(request.prompt_ids), positions)
 
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None
-    ) -> Chain:
+    ) -> ProcessorChain:
         made = make_processors(
             self._model, self._options, prompt_tokens, max_new_tokens, arguments=given, prompt=prompt
         )
@@ -181,23 +185,23 @@ class _Maker:
             kind = _kind(processor, id(processor) in users)
             if id(processor) in users and kind is ProcessorKind.ALONE:
                 processor = self._wrapped.get(id(processor)) or UserProcessor(processor)
-            elif id(processor) not in users and type(processor) in _OF_ALL_LENGTHS:
+            elif id(processor) not in users and type(processor) in _SAME_FOR_ALL_LENGTHS:
                 processor = self._of_all_lengths.setdefault(type(processor), processor)
             every.append(processor)
             kinds.append(kind)
         layout = self._layout(tuple(kinds))
-        return Chain(every[: layout.blind], every[layout.blind :], layout)
+        return ProcessorChain(every[: layout.blind], every[layout.blind :], layout)
 
-    def _layout(self, kinds: tuple[ProcessorKind, ...]) -> Layout:
+    def _layout(self, kinds: tuple[ProcessorKind, ...]) -> ChainLayout:
         if kinds not in self._layouts:
             blind = len(kinds)
             while blind and kinds[blind - 1] is ProcessorKind.BLIND:
                 blind -= 1
-            self._layouts[kinds] = Layout(self._options, kinds, blind)
+            self._layouts[kinds] = ChainLayout(self._options, kinds, blind)
         return self._layouts[kinds]
 
     def _given_to(self, request: Request) -> CallArguments:
-        """What belongs to one sequence of that which was given for all."""
+        """The part of the arguments given for all sequences that belongs to this one."""
         given, index = self._options.arguments, request.index
         factory = factory_of(given.logits_processor)
         own = given.logits_processor
@@ -217,8 +221,8 @@ class _Maker:
         return None if given is None else torch.as_tensor(given)[index : index + 1].to(self._model.device)
 
 
-class _Made:
-    """Stands for a watermark's config. The tables of its processor are large, and the same for all."""
+class _SharedWatermark:
+    """Takes the place of a watermark's config. All processors that it makes share the same large tables."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -227,64 +231,70 @@ class _Made:
     def construct_processor(self, vocab_size: int, device: Any) -> LogitsProcessor:
         if self._made is None:
             self._made = self._config.construct_processor(vocab_size, device)
-        return copy.copy(self._made)  # what it keeps of a sequence is made by its first call, and never by this one's
+        return copy.copy(self._made)  # this one is never called, so the copy gets a state of its own
 
 
 def _allowed_in(row: int, allowed: Callable[[int, torch.Tensor], Any]) -> Callable[[int, torch.Tensor], Any]:
-    def of_row(_: int, ids: torch.Tensor) -> Any:
+    def allowed_in_row(_: int, ids: torch.Tensor) -> Any:
         tokens = allowed(row, ids)
         if len(tokens) == 0:
             why = f"gave no token for batch_id {row} (after {len(ids):,} tokens): nothing could follow"
             raise OptionValueError("prefix_allowed_tokens_fn", why)
         return tokens
 
-    return of_row
+    return allowed_in_row
 
 
 def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
     kind = type(processor)
     if is_the_users:
-        return ProcessorKind.ALIKE if kind in (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING) else ProcessorKind.ALONE
-    if kind is processors.RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None:
+        is_known = kind in (*BLIND_TO_HISTORY, *MINIMUM_LENGTHS, *_STATELESS)
+        return ProcessorKind.ALIKE if is_known else ProcessorKind.ALONE
+    if kind is processors.RepetitionPenaltyLogitsProcessor and _penalises_prompts(processor):
         return ProcessorKind.PENALTY
-    if kind in _MINIMA:
+    if kind in MINIMUM_LENGTHS:
         return ProcessorKind.MINIMUM
     if kind in BLIND_TO_HISTORY:
         return ProcessorKind.BLIND
-    return ProcessorKind.ALIKE if kind in _KEEPING_NOTHING else ProcessorKind.ALONE
+    return ProcessorKind.ALIKE if kind in _STATELESS else ProcessorKind.ALONE
 
 
 def looks_at_each_row_alone(processor: Any) -> bool:
-    """Whether it comes to the same for a row, in a batch or alone."""
-    alone = (*BLIND_TO_HISTORY, *_MINIMA, *_KEEPING_NOTHING, processors.RepetitionPenaltyLogitsProcessor)
+    """Whether a row's scores are the same in a batch and alone."""
+    alone = (*BLIND_TO_HISTORY, *MINIMUM_LENGTHS, *_STATELESS, processors.RepetitionPenaltyLogitsProcessor)
     return type(processor) in alone
 
 
 def looks_at_no_padding(processor: Any) -> bool:
-    """Whether it comes to the same with padding before the prompt: others count how many tokens there are."""
-    blind = (*BLIND_TO_HISTORY, *_IN_WINDOWS, processors.RepetitionPenaltyLogitsProcessor)
-    return type(processor) in blind and getattr(processor, "prompt_ignore_length", None) is None
+    """Whether a row's scores are the same with padding before the prompt. Other processors count tokens."""
+    blind = (*BLIND_TO_HISTORY, *_LOOKING_FOR_STRETCHES, processors.RepetitionPenaltyLogitsProcessor)
+    return type(processor) in blind and _penalises_prompts(processor)
+
+
+def _penalises_prompts(processor: Any) -> bool:
+    """Only a repetition penalty can be told to leave the prompt's tokens out."""
+    return getattr(processor, "prompt_ignore_length", None) is None
 
 
 # -- rows together ---------------------------------------------------------------------------------------------
 
 
-def run(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
-    """Processors that do not look back."""
+def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    """The scores [rows, vocabulary] after processors that do not look back."""
     ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
     for processor in some:
         scores = processor(ids, scores)
     return scores
 
 
-def look_back(
-    scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[Chain], together: int = 1
+def apply_looking_back(
+    scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[ProcessorChain], together: int = 1
 ) -> torch.Tensor:
-    """The scores [rows, vocabulary] after what looks at the tokens before; the chains have the same Layout.
+    """The scores [rows, vocabulary] after the processors that look back; the chains have the same layout.
 
-    ``together``: so many rows that follow each other have the same chain and the same length, and are given to a
-    processor of their own at once.
-    They are left as they are: what the model gave may have been kept by a hook of its owner.
+    ``together``: each group of so many neighbouring rows has the same chain and the same length, and is given to a
+    processor of its own at once.
+    ``scores`` are not written to: a hook of the model's owner may have kept them.
     """
     layout = chains[0].layout
     histories: dict[int, torch.Tensor] = {}
@@ -298,13 +308,13 @@ def look_back(
     for place, kind in enumerate(layout.kinds[: layout.blind]):
         processor = chains[0].looking_back[place]
         if kind is ProcessorKind.BLIND:
-            scores = run([processor], scores)
+            scores = apply_blind([processor], scores)
         elif kind is ProcessorKind.PENALTY:
             scores = processor(to_device(_padded(requests), scores.device), scores)
         elif kind is ProcessorKind.MINIMUM:
             own = [chain.looking_back[place] for chain in chains]
-            short = [row for row, request in enumerate(requests) if _is_short(own[row], request)]
-            scores = _without_eos(scores, short, layout.options)
+            unfinished = [row for row, request in enumerate(requests) if _must_go_on(own[row], request)]
+            scores = _without_eos(scores, unfinished, layout.options)
         elif kind is ProcessorKind.ALIKE:
             scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
         else:
@@ -312,7 +322,7 @@ def look_back(
             for row in range(0, len(chains), together):
                 ids = torch.cat([history(each) for each in range(row, row + together)])
                 own_one = chains[row].looking_back[place]
-                done.append(own_one(ids, scores[row : row + together].clone()))  # it may work in place
+                done.append(own_one(ids, scores[row : row + together].clone()))  # it may write to them
             scores = torch.cat(done)
     return scores
 
@@ -327,7 +337,8 @@ def _rows_alike(
     for row, request in enumerate(requests):
         alike.setdefault((id(own[row]), request.length), []).append(row)
     if len(alike) == 1:
-        return own[0](torch.cat([history(row) for row in range(len(requests))]), scores)
+        processed: torch.Tensor = own[0](torch.cat([history(row) for row in range(len(requests))]), scores)
+        return processed
     result = torch.empty_like(scores)
     for rows in alike.values():
         index = to_device(np.array(rows), scores.device)
@@ -335,12 +346,12 @@ def _rows_alike(
     return result
 
 
-def _is_short(processor: LogitsProcessor, request: Request) -> bool:
-    """Whether a processor of ``_MINIMA`` forbids the request to end."""
+def _must_go_on(processor: LogitsProcessor, request: Request) -> bool:
+    """Whether a processor of ``MINIMUM_LENGTHS`` forbids EOS."""
     if isinstance(processor, processors.MinLengthLogitsProcessor):
-        return request.length < processor.min_length
+        return request.length < int(processor.min_length)
     assert isinstance(processor, processors.MinNewTokensLengthLogitsProcessor)
-    return request.length - processor.prompt_length_to_skip < processor.min_new_tokens
+    return request.length - int(processor.prompt_length_to_skip) < int(processor.min_new_tokens)
 
 
 def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> torch.Tensor:
@@ -353,14 +364,9 @@ def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> tor
 
 
 def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
-    """All tokens of each request, then its first one again and again, which adds nothing to the set of them."""
+    """The tokens of each request, padded with its first one: that leaves the set of its tokens as it is."""
     ids = np.empty((len(requests), max(request.length for request in requests)), dtype=np.int64)
     for row, request in zip(ids, requests, strict=True):
         row[: request.length] = request.tokens(0, request.length)
         row[request.length :] = row[0]
     return ids
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

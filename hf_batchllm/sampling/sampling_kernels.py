@@ -1,4 +1,4 @@
-"""The functions by which tokens are picked on the device: Triton kernels, or their PyTorch twins."""
+"""The functions that pick tokens on the device: Triton kernels, or their PyTorch twins."""
 
 from __future__ import annotations
 

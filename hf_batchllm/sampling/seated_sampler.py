@@ -9,15 +9,16 @@ import torch
 
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds, as_int64, noise_key
+from ..model.transfers import to_device
 from ..planning.units import Request
 from .device_sampler import DeviceSampler, RowsState, minimum_of, penalised_by
 from .sampling_kernels import SamplingKernels
 
 
 class SeatedSampler:
-    """A DeviceSampler that knows who sits where. Nobody's seat is the last.
+    """A DeviceSampler that knows which request has which seat. The last seat belongs to no request.
 
-    ``options`` are those of the list's prompts, which requests have their ``index`` in.
+    ``options``: of each prompt; a request's ``index`` is its prompt's place among them.
     """
 
     def __init__(
@@ -33,40 +34,40 @@ class SeatedSampler:
         self._seeds = seed
         self._device = device
         self._kernels = kernels
-        self._sampler: DeviceSampler | None = None  # made when it is known how wide logits are
-        self._numbers: torch.Tensor | None = None  # [5, seats] int32: all that a row's state has of its seat
-        self._own_seed: torch.Tensor | None = None  # [seats] int64, if each prompt has one of its own
-        self._seen: torch.Tensor | None = None  # [lines, words]  which tokens a request has had, prompt included
+        self._sampler: DeviceSampler | None = None  # made once the width of logits is known
+        self._numbers: torch.Tensor | None = None  # [5, seats] int32: prompt, sample, kind, minimum, line
+        self._own_seed: torch.Tensor | None = None  # [seats] int64, if prompts have seeds of their own
+        self._seen: torch.Tensor | None = None  # [lines, words]  tokens that a request has had, prompt included
 
     def __call__(self, logits: torch.Tensor, seats: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         if self._sampler is None:
-            self._sampler = self._made(logits.shape[1])
+            self._sampler = self._make_sampler(logits.shape[1])
         assert self._numbers is not None
         prompt, sample, kind, minimum, line = self._numbers.index_select(1, seats)
         seed = None if self._own_seed is None else self._own_seed.index_select(0, seats)
         return self._sampler(logits, RowsState(prompt, sample, made, kind, minimum, line, self._seen, seed))
 
-    def _made(self, vocabulary: int) -> DeviceSampler:
+    def _make_sampler(self, vocabulary: int) -> DeviceSampler:
         requests, options = self._requests, self._options
-        each_its_own = not (self._seeds is None or isinstance(self._seeds, int))
-        common = None if each_its_own else self._seeds
+        common = self._seeds if isinstance(self._seeds, int) else None
         sampler = DeviceSampler(dict.fromkeys(options), common, vocabulary, self._device, self._kernels)
         penalised = {each for each in sampler.kinds if penalised_by(each)}
-        own, bits = [], []
+        lines: list[int] = []
+        bits: list[np.ndarray] = []
         for request, each in zip(requests, options, strict=True):
-            own.append(len(bits) if each in penalised else -1)
+            lines.append(len(bits) if each in penalised else -1)
             if each in penalised:
                 bits.append(sampler.seen(request.prompt_ids))
-        nobody = (0, 0, 0, 0, -1)
+        of_no_request = (0, 0, 0, 0, -1)
         noise = [noise_key(self._seeds or 0, request.index) for request in requests]
         numbers = [
             (number, request.sample, sampler.kinds[each], minimum_of(each, len(request.prompt_ids)), line)
-            for request, (_, number), each, line in zip(requests, noise, options, own, strict=True)
+            for request, (_, number), each, line in zip(requests, noise, options, lines, strict=True)
         ]
-        with torch.inference_mode(False):  # a later step may run outside
-            self._numbers = torch.from_numpy(np.array([*numbers, nobody], dtype=np.int32).T.copy()).to(self._device)
-            if each_its_own:
+        with torch.inference_mode(False):  # a later step may run outside it
+            self._numbers = to_device(np.array([*numbers, of_no_request], dtype=np.int32).T.copy(), self._device)
+            if self._seeds is not None and common is None:
                 self._own_seed = torch.tensor([*(as_int64(seed) for seed, _ in noise), 0], device=self._device)
             if bits:
-                self._seen = torch.from_numpy(np.stack(bits)).to(self._device)
+                self._seen = to_device(np.stack(bits), self._device)
         return sampler

@@ -12,8 +12,8 @@ from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.units import Request
-from .device_sampler import penalised_by, picked_by_host
-from .host_sampler import HostSampler, Record
+from .device_sampler import penalised_by, why_picked_by_host
+from .host_sampler import HostSampler, RecordScores
 from .sampling_kernels import sampling_kernels
 from .seated_sampler import SeatedSampler
 
@@ -51,9 +51,11 @@ class TokenPicking:
     def why_by_host(self, steps_on_their_way: int) -> str | None:
         """Why the host picks the tokens; None if the device does."""
         different = self.different_options
-        return picked_by_host(different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary)
+        return why_picked_by_host(
+            different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary
+        )
 
-    def by_host(self, record: Record | None, notices: Notices) -> HostSampler:
+    def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
         return HostSampler(self.model, self.options, self.seed, record=record, notices=notices)
 
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:

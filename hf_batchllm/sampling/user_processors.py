@@ -1,4 +1,4 @@
-"""Logits processors of the user's own, watched while they work."""
+"""Logits processors of the user's own: what they return is checked, and state that they keep is noticed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..inputs.processors_and_criteria import PROCESSORS, callable_name
 from ..wording import a_kind
 
 _OPTION = PROCESSORS.name
-_WATCHED_CALLS = 32  # of each processor: what keeps state shows it soon
-_SMALL = 16  # containers up to this size are compared by what they hold
+_WATCHED_CALLS = 32  # of each processor: one that keeps state shows it soon
+_MOST_ITEMS_COMPARED = 16  # larger containers are compared by their length alone
 
 
 class UserProcessor(LogitsProcessor):
-    """A processor of the user's, called for one row: what it gives is checked.
+    """A processor of the user's, called for one row; the scores that it returns are checked.
 
-    ``warn``: told, once, that it keeps state from call to call although it is called for rows of several sequences.
+    ``warn``: called once if the processor keeps state from call to call: it is called for rows of several sequences.
     """
 
     def __init__(self, processor: Any, warn: Callable[[str], None] | None = None) -> None:
@@ -33,7 +33,7 @@ class UserProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         shape = list(scores.shape)
-        watched = self._warn is not None and 0 < self._calls <= _WATCHED_CALLS  # in the first, it may prepare itself
+        watched = self._warn is not None and 0 < self._calls <= _WATCHED_CALLS  # the first may prepare it
         before = _state(self.processor) if watched else None
         result = self.processor(input_ids, scores)
         if before is not None:
@@ -60,17 +60,19 @@ class UserProcessor(LogitsProcessor):
 
 
 def _state(holder: Any, depth: int = 2) -> dict[str, Any]:
-    """What can be compared of an object's attributes, and of theirs."""
+    """An object's attributes and theirs, in a form that can be compared."""
     return {name: _mark(value, depth) for name, value in getattr(holder, "__dict__", {}).items()}
 
 
 def _mark(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)  # NaN is equal to itself, and 1 is not True
+        return repr(value)  # in which NaN equals itself, and 1 differs from True
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, list | tuple | dict | set | deque | bytearray):
-        inside = list(value.values() if isinstance(value, dict) else value) if len(value) <= _SMALL else []
+        inside = (
+            list(value.values() if isinstance(value, dict) else value) if len(value) <= _MOST_ITEMS_COMPARED else []
+        )
         return id(value), len(value), [_mark(each, depth - 1) for each in inside] if depth else []
     if depth and not callable(value) and not isinstance(value, nn.Module | type | ModuleType):
         return id(value), _state(value, depth - 1)

@@ -15,8 +15,8 @@ from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.small_torch import exponential
 from ...notices import Notices
 from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
-from ...sampling.logprobs import StepTensors
-from ...sampling.processor_chains import Chains, Layout, look_back, run
+from ...sampling.processor_chains import ChainLayout, ProcessorChains, apply_blind, apply_looking_back
+from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
 from .search_rules import Searches, SearchRules
 
@@ -49,7 +49,7 @@ class BeamScores:
     ) -> None:
         self._seed = seed
         self._tensors = tensors
-        self._chains = Chains(model, options, notices)
+        self._chains = ProcessorChains(model, options, notices)
         alike: dict[Options, list[int]] = {}
         for number, group in enumerate(groups):
             alike.setdefault(options[group.root.index], []).append(number)
@@ -70,7 +70,7 @@ class BeamScores:
     def __call__(self, groups: Sequence[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
         """``logits`` [rows, vocabulary] float32: a row for each beam, in the groups' order; one for a group without."""
         self._chains.forget_done()
-        alike: dict[tuple[Layout, bool], list[int]] = {}
+        alike: dict[tuple[ChainLayout, bool], list[int]] = {}
         begins, row = [], 0
         for number, group in enumerate(groups):
             begins.append(row)
@@ -89,7 +89,7 @@ class BeamScores:
                 found.append(self._candidates([groups[each] for each in some], mine, layout))
         return found
 
-    def _candidates(self, groups: list[BeamGroup], logits: torch.Tensor, layout: Layout) -> Candidates:
+    def _candidates(self, groups: list[BeamGroup], logits: torch.Tensor, layout: ChainLayout) -> Candidates:
         searches = self._place[groups[0]][0]
         rules, places = searches.rules, [self._place[group][1] for group in groups]
         width, vocabulary = rules.width, logits.shape[-1]
@@ -98,7 +98,7 @@ class BeamScores:
         log_probs = logits.log_softmax(dim=-1)
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
         chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
-        scores = run(chains[0].blind, look_back(log_probs, requests, chains, together=width))
+        scores = apply_blind(chains[0].blind, apply_looking_back(log_probs, requests, chains, together=width))
         made = [group.made for group in groups]
         if self._tensors is not None:
             rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])

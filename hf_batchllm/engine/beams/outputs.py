@@ -10,7 +10,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ...inputs.options import Options
 from ...planning.units import Request
-from ...sampling.logprobs import StepTensors
+from ...sampling.step_tensors import StepTensors
 from .group import Answer
 from .search_rules import NEVER
 

@@ -17,7 +17,7 @@ class BeamEndings(Endings):
         """Which candidates end with the token that each adds to its parent, limits of length not counted."""
         rules = self._rules[group.root.index]
         stops = np.isin(tokens, list(rules.stop_tokens)) if rules.stop_tokens else np.zeros(len(tokens), dtype=bool)
-        if not rules.looks:
+        if not rules.looks_back:
             return stops
         prompt = self._prompt(group.root)
         new = np.array([[*group.tokens(parent), token] for parent, token in zip(parents, tokens, strict=True)])

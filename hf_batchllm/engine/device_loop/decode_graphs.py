@@ -17,7 +17,7 @@ from ...model.batch import ModelBatch
 from ...model.kv_storage import KVStorage
 from ...model.owners_state import not_in_graphs, owners_state
 from ...model.runner import ModelRunner
-from ...model.triton_attention import Met, TritonBackend
+from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
 from .decode_rows import Advance, DecodeRows, Pick
 from .graph_sizes import WORTHWHILE_STEPS, size_of, sizes_to_come
@@ -55,7 +55,7 @@ class DecodeGraphs:
         self.most_times = most_times
         self._notices = notices
         self._graphs: dict[int, DecodeRows] = {}  # captured or not
-        self._met: dict[tuple[Any, ...], Met] = {}
+        self._met: dict[tuple[Any, ...], WorkSeen] = {}
         self._pool: Any = None
         # A model that could not be captured in an earlier call cannot be captured in this one.
         self._given_up = not capture or notices.was_given(_CAPTURE)
@@ -136,7 +136,7 @@ class DecodeGraphs:
 
         ``left``: how many tokens each of the running sequences may still get; ``may_stop``: some may end before that.
         """
-        known = self._met or self._backend.met  # the kinds of work that layers have had so far
+        known = self._met or self._backend.work_seen  # the kinds of work that layers have had so far
         if not self.prepares or not known or not self.does_all:
             return
         if self._runner.model.training:  # in an extra run, dropout would draw noise: the tokens would depend on timing

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from ...kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
-from ...kernels.work_lists import NoRoom, PrefillWork, WorkLists, sent
+from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
-from ...model.torch_attention import CascadePlan, Scratch
-from ...model.triton_attention import KernelAttention, Met, StepWork, TritonBackend
+from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
 from .graph_capture import capturing, own_copies
 from .seats import Seats
 
@@ -30,7 +29,7 @@ Advance = Callable[[Rows, torch.Tensor, torch.Tensor, int, torch.Tensor | None],
 _ROOM_TO_GROW = 1.3  # lists have room for so many times the work that they are first made for
 
 
-class RowsWork:
+class RowsWork(WorkSource):
     """The work lists of the rows' layers: as ``StepWork``, at fixed addresses, for layers that the kernels can do.
 
     ``met``: the kinds of work that have come up so far in the call, by a layer's key. A kernel without work still takes
@@ -38,20 +37,27 @@ class RowsWork:
     for it (NoRoom), and the rows are made anew, with room and with the kernel.
     """
 
-    has_chunks = False
-
     def __init__(
-        self, state: Rows, entries: int, multiprocessors: int, device: torch.device, met: dict[tuple[Any, ...], Met]
+        self,
+        state: Rows,
+        entries: int,
+        multiprocessors: int,
+        device: torch.device,
+        met: dict[tuple[Any, ...], WorkSeen],
     ) -> None:
         self._met = met
         self.rows = len(state.token)
         self.slots = state.slot
-        self.lengths = state.length
+        self._lengths = state.length
         self._entries = entries
         self._multiprocessors = multiprocessors
         self._device = device
         self._rooms: dict[tuple[Any, ...], WorkLists] = {}
         self._step: StepWork | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:  # [rows] int32
+        return self._lengths
 
     @property
     def rooms(self) -> list[WorkLists]:
@@ -70,8 +76,8 @@ class RowsWork:
             room.packed.copy_(sent(work.packed, self._device))
         self._step = step
 
-    def _note(self, key: tuple[Any, ...], work: WorkLists) -> Met:
-        return self._met.setdefault(key, Met()).note(work.items, self._merges(work))
+    def _note(self, key: tuple[Any, ...], work: WorkLists) -> WorkSeen:
+        return self._met.setdefault(key, WorkSeen()).note(work.items, self._merges(work))
 
     def _merges(self, work: WorkLists) -> bool:
         return work.merges or work.rows < self.rows  # the merge writes the zeros of idle rows
@@ -84,18 +90,12 @@ class RowsWork:
             room.packed.copy_(sent(room.fitted(work).packed, self._device))
         return self._rooms[key]
 
-    def chunk_lists(self, window: int | None, group: int, tile: int, wide: int | None, kv_heads: int) -> PrefillWork:
-        raise AssertionError("decode rows come without chunks")
-
-    def torch_plan(self, scratch: Scratch) -> CascadePlan:
-        raise AssertionError("rows are only made where the kernels can do all layers")
-
-    def make_rooms(self, known: Mapping[tuple[Any, ...], Met], idle: bool) -> None:
+    def make_rooms(self, known: Mapping[tuple[Any, ...], WorkSeen], idle: bool) -> None:
         """Make room for the ``known`` kinds of work before any work comes. ``idle``: whether some rows will be."""
         for key, met in known.items():
-            self._rooms[key] = self._new_room(key, Met(set(met.tiles), met.merges or idle))
+            self._rooms[key] = self._new_room(key, WorkSeen(set(met.tiles), met.merges or idle))
 
-    def _new_room(self, key: tuple[Any, ...], met: Met, work: WorkLists | None = None) -> WorkLists:
+    def _new_room(self, key: tuple[Any, ...], met: WorkSeen, work: WorkLists | None = None) -> WorkLists:
         _, heads, kv_heads, sinks = key
         at_once = self._multiprocessors // kv_heads + 1
         blocks = self.rows * (heads // kv_heads) // 64 + 1
@@ -119,7 +119,7 @@ class DecodeRows:
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick,
-        advance: Advance, met: dict[tuple[Any, ...], Met],
+        advance: Advance, met: dict[tuple[Any, ...], WorkSeen],
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -205,7 +205,7 @@ class DecodeRows:
             seats.ended[self._seat] = state.status == STOPPED
         return state.produced
 
-    def run_idle(self, known: Mapping[tuple[Any, ...], Met]) -> None:
+    def run_idle(self, known: Mapping[tuple[Any, ...], WorkSeen]) -> None:
         """Run padding rows once, so that whatever the model makes on first use is made."""
         self.work.make_rooms(known, idle=True)
         self._seat.fill_(len(self._seats.last) - 1)

@@ -13,6 +13,7 @@ import torch
 
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner, current_device
+from ...model.transfers import start_copy_to_host
 from ...planning.units import Request
 from ...wording import shown_size
 from .decode_graphs import DecodeGraphs
@@ -66,7 +67,7 @@ class RunAhead:
         if self.graphs is not None and burst is not None:
             produced = self.graphs.run(batch, int(burst.left.max()))
             if produced is not None:
-                copied = self._copy_back(produced)
+                copied = start_copy_to_host(produced)
                 places = batch.tokens.made.numpy()[:, None] + np.arange(burst.times)  # [rows, times]
                 return lambda: np.take_along_axis(copied(), places % produced.shape[1], axis=1)
         batch = batch.to(self.device)
@@ -79,7 +80,7 @@ class RunAhead:
             return lambda: np.empty((0, 1), dtype=np.int64)
         picked = self.pick(logits, tokens.sample_seats, tokens.made)
         self.seats.store(tokens.sample_seats, picked)
-        return self._copy_back(picked[:, None])
+        return start_copy_to_host(picked[:, None])
 
     def _is_behind(self) -> bool:
         """Whether the device is still at work on the step before this one: then the host has time."""
@@ -112,19 +113,3 @@ class RunAhead:
             self._outside = None
         if self.graphs is not None:
             self.graphs.close(self._stream)
-
-    def _copy_back(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Start copying ``tokens`` to the host. The function returned waits for the copy."""
-        if self.device.type != "cuda":
-            now = tokens.cpu().numpy().copy()  # a copy, as the next step may write to the same memory
-            return lambda: now
-        landed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        landed.copy_(tokens, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-
-        def wait() -> np.ndarray:
-            event.synchronize()
-            return landed.numpy()
-
-        return wait

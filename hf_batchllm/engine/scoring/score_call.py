@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
-import torch
 from transformers import GenerationConfig
 
 from ...errors import PromptError
@@ -21,16 +20,18 @@ from ...inputs.options import Options
 from ...inputs.prompts import Prompt
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner, current_device
+from ...model.transfers import start_copy_to_host
 from ...planning.units import Request
 from ...results.run_report import RunReport
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
-from ...sampling.stopping import StopRules
+from ...sampling.logprobs import LOGITS_AT_ONCE, log_probs_of_tokens
+from ...sampling.stop_rules import StopRules
 from ..call_outputs import MOST_LOGITS, CallOutputs, ScoreCounts
 from ..job import Job
 from ..timekeeper import Timekeeper
 from .score_inputs import ScoreInputs, ScoreItem
-from .token_lookups import AT_ONCE, Lookups, looked_up
+from .token_lookups import Lookups
 
 
 def options_of_scores() -> Options:
@@ -172,7 +173,7 @@ class ScoreOutputs(CallOutputs):
         return self.lookups.most_tokens(budget, self.most_rows(vocabulary), plan)
 
     def step_bytes(self, tokens: int, vocabulary: int) -> int:
-        return 4 * 3 * min(min(tokens, self.most_rows(vocabulary)) * vocabulary, AT_ONCE)
+        return 4 * 3 * min(min(tokens, self.most_rows(vocabulary)) * vocabulary, LOGITS_AT_ONCE)
 
     def launcher(self, runner: ModelRunner, timekeeper: Timekeeper) -> ScoreLauncher:
         return ScoreLauncher(runner, self.lookups, timekeeper)
@@ -197,28 +198,14 @@ class ScoreLauncher:
             if not len(rows):
                 return lambda: ignored
             self._timekeeper.switch("tokens")
-            found = self._on_its_way(*looked_up(logits, rows, self._lookups.targets(places)))
+            found = log_probs_of_tokens(logits, rows, self._lookups.targets(places))
+            logprobs, greedy = (start_copy_to_host(each) for each in found)
 
         def wait() -> np.ndarray:
-            self._lookups.put(places, *found())
+            self._lookups.put(places, logprobs(), greedy())
             return ignored
 
         return wait
 
     def back(self) -> None:
         """Each step looks at the model anew."""
-
-    def _on_its_way(self, *tensors: torch.Tensor) -> Callable[[], list[np.ndarray]]:
-        if self._device.type != "cuda":
-            return lambda: [tensor.cpu().numpy() for tensor in tensors]
-        landed = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-        for there, here in zip(landed, tensors, strict=True):
-            there.copy_(here, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-
-        def wait() -> list[np.ndarray]:
-            event.synchronize()
-            return [tensor.numpy() for tensor in landed]
-
-        return wait

@@ -11,18 +11,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from ...inputs.prompts import Prompt
-from ...kernels.work_lists import sent
 from ...planning.step import Chunk
 from ...planning.units import Request, Unit
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
 from .score_inputs import ScoreItem
-
-AT_ONCE = 1 << 25  # logits that are looked through at a time
-_AT_ONCE_PER_CPU_THREAD = 1 << 20  # so many stay in a thread's cache
 
 U = TypeVar("U", bound=Hashable)  # a unit, or its number
 
@@ -179,29 +174,3 @@ class Lookups:
         first, last = self._range_of.get(unit, (0, 0))
         low, high = np.searchsorted(self._positions[first:last], (begin, end)).tolist()
         return slice(first + low, first + max(low, high))
-
-
-@torch.no_grad()
-def looked_up(
-    logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:  # [pairs] float32, [pairs] bool
-    """For each pair of a row of ``logits`` [n, vocabulary] and a token: the token's log-probability, and whether it is
-    the likeliest, the first one among equals. ``rows`` are in ascending order.
-    """
-    device, vocabulary = logits.device, logits.shape[-1]
-    numbers = _AT_ONCE_PER_CPU_THREAD * torch.get_num_threads() if device.type == "cpu" else AT_ONCE
-    few = max(1, numbers // vocabulary)  # rows at a time
-    begins = list(range(0, len(logits), few))
-    edges = np.searchsorted(rows, [*begins, len(logits)]).tolist()
-    here, chosen = (sent(torch.from_numpy(values), device) for values in (rows, tokens))
-    logprobs: list[torch.Tensor] = []
-    greedy: list[torch.Tensor] = []
-    for begin, first, last in zip(begins, edges, edges[1:], strict=False):
-        if first == last:
-            continue
-        some = logits[begin : begin + few].float()
-        at, own = here[first:last] - begin, chosen[first:last]
-        whole, best = some.logsumexp(dim=-1), some.argmax(dim=-1)  # [few]
-        logprobs.append(some[at, own] - whole[at])
-        greedy.append(best[at] == own)
-    return torch.cat(logprobs), torch.cat(greedy)

@@ -20,8 +20,8 @@ from ...inputs.option_conflicts import check_beams
 from ...inputs.options import Options
 from ...inputs.resolve_options import resolve_options
 from ...notices import Notices
-from ...sampling.stop_strings import KnownStrings
-from ...sampling.stopping import rules_of
+from ...sampling.stop_rules import rules_of
+from ...sampling.stop_strings import PreparedStopStrings
 from .settings import NAMES, GenerationSettings
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class LineConfigs:
             self._check_tokens(settings, options)
             if config.stop_strings is not None and not self._finds_strings:
                 # Whether they can be found depends on the tokenizer alone, and the check takes seconds: once is enough.
-                rules_of(self._model, options, self._tokenizer, KnownStrings())
+                rules_of(self._model, options, self._tokenizer, PreparedStopStrings())
                 self._finds_strings = True
         except (torch.OutOfMemoryError, *_DEVICE_ERRORS):
             raise
