@@ -42,6 +42,7 @@ class BuildWithStartup(build_py):
 setup(
     packages=[name for package, folder in FOLDERS.items() for name in tree(package, folder)],
     package_dir=FOLDERS,
+    package_data={"hf_batchllm": ["py.typed"]},  # type checkers read the annotations, those of kernels and patches too
     include_package_data=False,  # what is installed beside the packages need not lie in them, too
     cmdclass={"build_py": BuildWithStartup},
 )

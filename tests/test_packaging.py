@@ -26,6 +26,7 @@ pytestmark = pytest.mark.xdist_group("packaging")  # the environments below are 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"hf_batchllm": "hf_batchllm", "hf_batchllm.kernels": "kernels", "hf_batchllm.patches": "patches"}
 STARTUP = ROOT / "hf_batchllm" / "lm_eval" / "startup"
+TYPED = "hf_batchllm/py.typed"
 AT_START = {path.name for path in STARTUP.iterdir() if path.is_file()}  # what is installed beside them
 
 
@@ -91,6 +92,12 @@ def test_type_checkers_see_the_names_that_python_finds() -> None:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
     seen = {alias.name: node.module for node in imports for alias in node.names}
     assert seen == {**hf_batchllm._HOME, "__version__": "_version"}
+
+
+def test_the_annotations_are_marked_as_the_librarys_own() -> None:
+    """Without this empty file in the package, a type checker takes all names of the library for Any (PEP 561)."""
+    assert (ROOT / TYPED).read_bytes() == b""
+    assert '"hf_batchllm": ["py.typed"]' in (ROOT / "setup.py").read_text(), "setup.py must ship it"
 
 
 def test_planning_needs_no_torch(tmp_path: Path) -> None:
@@ -340,7 +347,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
         (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
         assert archive.read(f"{info}/top_level.txt").decode().split() == ["hf_batchllm"]
         metadata = HeaderParser().parsestr(archive.read(f"{info}/METADATA").decode())
-    assert {name for name in names if not name.startswith(f"{info}/")} == {*source_files(), *AT_START}
+    assert {name for name in names if not name.startswith(f"{info}/")} == {*source_files(), *AT_START, TYPED}
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["Name"] == "hf-batchllm"
     assert metadata["Version"] == hf_batchllm.__version__
