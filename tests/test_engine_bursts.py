@@ -14,11 +14,10 @@ import torch
 from support_device_loop import assert_best
 from support_families import build, family_params
 from support_kernels import plain
-from support_parity import assert_parity, pages_of_memory
+from support_parity import assert_parity, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
 from test_engine_decode_graphs import captured as captured  # a fixture
 from test_engine_decode_graphs import graphs as graphs  # a fixture
-from test_generator_parity import mixed_prompts
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs

@@ -11,9 +11,8 @@ import pytest
 from support_device_loop import Replay
 from support_families import build, family_params
 from support_kernels import plain
-from support_parity import assert_parity
+from support_parity import KINDS_OF_ATTENTION, assert_parity, mixed_prompts
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import KINDS_OF_ATTENTION, mixed_prompts
 from test_model_triton_attention import TWINS
 
 from hf_batchllm import BatchGenerator

@@ -17,10 +17,9 @@ from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, ov
 from support_memory_device import device as device  # a fixture
 from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_memory_device import steps as steps  # a fixture
-from support_parity import assert_parity, pages_of_memory
+from support_parity import assert_parity, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
 from test_generator_interrupts import Stop, fingerprint
-from test_generator_parity import mixed_prompts
 from test_model_triton_attention import TWINS
 from torch import nn
 

@@ -14,7 +14,7 @@ from support_device_loop import assert_best, assert_same_rows, model_on, rows_of
 from support_device_loop import device as device  # a fixture
 from support_families import build, family_params
 from support_kernels import plain
-from test_generator_parity import mixed_prompts
+from support_parity import mixed_prompts
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator

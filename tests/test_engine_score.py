@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_families import build, family_params, random_prompts
-from support_parity import counted_tokens, pages_of_memory, watched  # noqa: F401
-from test_generator_parity import tries
+from support_parity import counted_tokens, pages_of_memory, tries, watched  # noqa: F401
 
 from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.engine.scoring import score_call as scoring_module

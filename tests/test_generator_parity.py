@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support_families import FAMILIES, PROMPT_KINDS, build, family_params, random_prompts
-from support_parity import assert_parity, counted_tokens, pages_of_memory
+from support_families import FAMILIES, build, family_params, random_prompts
+from support_parity import (
+    KINDS_OF_ATTENTION,
+    are_greedy,
+    assert_parity,
+    counted_tokens,
+    mixed_prompts,
+    pages_of_memory,
+    reference,
+    tries,
+)
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
@@ -17,17 +26,6 @@ from hf_batchllm.inputs.prompts import prepare_prompts
 from hf_batchllm.planning.sharing import make_plan
 
 NEW_TOKENS = 8
-# One of each kind of attention: plain, window on every layer, window and soft-cap, window and sinks, unequal dims,
-# learned positions, no positions on some layers.
-KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2"]
-
-
-def mixed_prompts(count: int = 4, seed: int = 1) -> list[list[int]]:
-    """Every kind of list in one: no sharing, one prefix, nested, equal, prefix of another, one token, the window."""
-    rng = random.Random(seed)
-    prompts = [prompt for kind in PROMPT_KINDS for prompt in random_prompts(rng, 97, kind, count)]
-    rng.shuffle(prompts)
-    return prompts
 
 
 def run(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **config: Any) -> BatchResult:
@@ -98,20 +96,6 @@ def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
             assert plan.computed_tokens == sum(map(len, prompts))
 
 
-@st.composite
-def tries(draw: st.DrawFn) -> list[list[int]]:
-    """Prompts grown on one another: each continues a part of an earlier one."""
-    prompts: list[list[int]] = []
-    for _ in range(draw(st.integers(1, 9))):
-        start: list[int] = []
-        if prompts and draw(st.booleans()):
-            earlier = draw(st.sampled_from(prompts))
-            start = earlier[: draw(st.integers(0, len(earlier)))]
-        more = draw(st.lists(st.integers(3, 90), max_size=24))
-        prompts.append((start + more)[:70] or [draw(st.integers(3, 90))])
-    return prompts
-
-
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss"]))
 @settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
@@ -137,16 +121,11 @@ def test_any_list_any_budget_any_memory(
     config = {"page_size": page_size, "max_batch_tokens": budget, "min_shared_tokens": fee, "scheduler": scheduler}
     generator = BatchGenerator(build(family), kv_memory=memory, **config)
     result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
-    for index, prompt in enumerate(prompts):
-        assert_parity_of_one(family, prompt, result[index].token_ids)
+    rows = [(tuple(prompt), tuple(result[index].token_ids)) for index, prompt in enumerate(prompts)]
+    for (prompt_ids, tokens), greedy in zip(rows, are_greedy(family, rows, NEW_TOKENS), strict=True):
+        expected, sure = (tokens, NEW_TOKENS) if greedy else reference(family, prompt_ids, NEW_TOKENS)
+        assert list(tokens[:sure]) == list(expected[:sure])
     assert all(cache.free_pages == cache.num_pages for cache in watched)
-
-
-def assert_parity_of_one(family: str, prompt: list[int], tokens: list[int]) -> None:
-    from support_parity import reference
-
-    expected, sure = reference(family, tuple(prompt), NEW_TOKENS)
-    assert tokens[:sure] == expected[:sure]
 
 
 def test_the_zoo_has_every_family_that_is_promised() -> None:

@@ -15,9 +15,8 @@ import pytest
 import torch
 from support_families import build, family_params, random_prompts
 from support_kernels import INTERPRETED
-from support_parity import assert_parity, pages_of_memory
+from support_parity import KINDS_OF_ATTENTION, assert_parity, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import KINDS_OF_ATTENTION, mixed_prompts
 
 from hf_batchllm import BatchGenerator, ConfigError
 from hf_batchllm.kernels import cascade_torch, small_torch

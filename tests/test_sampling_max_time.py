@@ -13,9 +13,8 @@ import torch
 from support_device_loop import device as device  # a fixture
 from support_families import build
 from support_kernels import plain
-from support_parity import pages_of_memory, reference
+from support_parity import mixed_prompts, pages_of_memory, reference
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import mixed_prompts
 from transformers import GenerationConfig, MaxTimeCriteria
 
 from hf_batchllm import BatchGenerator, accelerated
