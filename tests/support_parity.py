@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from support_families import PROMPT_KINDS, build, gaps, logits_of_rows, random_prompts, reference_steps
+from support_families import PROMPT_KINDS, build, family_params, gaps, logits_of_rows, random_prompts, reference_steps
 from transformers import PreTrainedModel
 
 from hf_batchllm import BatchGenerator, BatchResult
@@ -24,6 +24,24 @@ NEAR_TIE = 1e-3  # where the two best logits are closer, rounding decides and no
 # One of each kind of attention: plain, window on every layer, window and soft-cap, window and sinks, unequal dims,
 # learned positions, no positions on some layers.
 KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2"]
+
+
+def each_config_with_some(configs: Sequence[Any], others: int) -> list[Any]:
+    """Pairs for ``pytest.mark.parametrize``: each config with a Llama and with so many other kinds of attention, by
+    turns. What a config changes and what a kind of attention changes is in different places."""
+    kinds, pairs = KINDS_OF_ATTENTION[1:], []
+    for number, config in enumerate(configs):
+        chosen = [kinds[(number * others + more) % len(kinds)] for more in range(others)]
+        for family in family_params(["llama", *chosen]):
+            pairs.append(
+                pytest.param(*family.values, config, marks=family.marks, id=f"{family.values[0]}-{_brief(config)}")
+            )
+    return pairs
+
+
+def _brief(config: Any) -> str:
+    each = [config] if not isinstance(config, (dict, tuple)) else config.items() if isinstance(config, dict) else config
+    return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in each)
 
 
 def mixed_prompts(count: int = 4, seed: int = 1) -> list[list[int]]:

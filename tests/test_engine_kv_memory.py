@@ -342,7 +342,7 @@ def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
                 return stop, interrupted
 
     lines = once(0)[0].count
-    for at in random.Random(1).sample(range(1, lines), 12):
+    for at in random.Random(1).sample(range(1, lines), 8):
         stop, outcome = once(at)
         assert isinstance(outcome, GenerationInterrupted), stop.place
         device.failures = 0

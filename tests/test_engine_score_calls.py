@@ -69,7 +69,7 @@ def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[fl
     generator, before = make(), fingerprint(build(FAMILY))
     every = StopInScore(0, files)
     every.during(lambda: generator.score(CONTEXTS, choices=CHOICES))
-    for at in random.Random(len(files)).sample(range(1, every.count), 8):
+    for at in random.Random(len(files)).sample(range(1, every.count), 6):
         with pytest.raises(GenerationInterrupted) as caught:
             StopInScore(at, files).during(lambda: generator.score(CONTEXTS, choices=CHOICES))
         assert_among(caught.value.result, expected)

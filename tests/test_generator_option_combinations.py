@@ -148,7 +148,7 @@ def _some(table: dict[str, list[Any]], most: int) -> st.SearchStrategy[dict[str,
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: st.sampled_from(table[name]) for name in chosen}))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.sampled_from(FAMILIES),
     st.integers(0, 1000),
@@ -167,7 +167,7 @@ _SETTINGS = st.tuples(_some(ANY, 2), st.one_of(st.none(), _some(DRAWN, 2)))
 _ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")  # of the call, not of a config
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), st.lists(_SETTINGS, min_size=4, max_size=4))
 def test_each_prompt_has_its_own_settings(
     seed: int, chosen: list[tuple[dict[str, Any], dict[str, Any] | None]]

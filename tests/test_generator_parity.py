@@ -14,6 +14,7 @@ from support_parity import (
     are_greedy,
     assert_parity,
     counted_tokens,
+    each_config_with_some,
     mixed_prompts,
     pages_of_memory,
     reference,
@@ -35,36 +36,34 @@ def run(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **c
 
 @pytest.mark.parametrize("family", family_params())
 def test_every_family_gives_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
-    prompts = mixed_prompts(3)
-    for config in ({}, {"page_size": 4, "max_batch_tokens": 23, "min_shared_tokens": 1}):
+    many = mixed_prompts(3)
+    small: dict[str, Any] = {"page_size": 4, "max_batch_tokens": 23, "min_shared_tokens": 1}
+    for prompts, config in ((many, {}), (many[::2], small)):
         result = run(family, prompts, **config)
         assert_parity(family, prompts, result, NEW_TOKENS)
         assert result.report.saving > 0.2
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_batch_tokens": 1},
-        {"max_batch_tokens": 7, "page_size": 16},
-        {"max_batch_tokens": 1 << 20, "page_size": 256},
-        {"page_size": 1, "min_shared_tokens": 0},
-        {"share_prefixes": False},
-        {"scheduler": "fifo", "max_batch_tokens": 31, "min_shared_tokens": 1},
-    ],
-    ids=lambda config: ",".join(f"{name}={value}" for name, value in config.items()),
-)
+CONFIGS: list[dict[str, Any]] = [
+    {"max_batch_tokens": 1},
+    {"max_batch_tokens": 7, "page_size": 16},
+    {"max_batch_tokens": 1 << 20, "page_size": 256},
+    {"page_size": 1, "min_shared_tokens": 0},
+    {"share_prefixes": False},
+    {"scheduler": "fifo", "max_batch_tokens": 31, "min_shared_tokens": 1},
+]
+
+
+@pytest.mark.parametrize(("family", "config"), each_config_with_some(CONFIGS, 2))
 def test_budgets_page_sizes_and_schedulers_change_nothing(
     family: str, config: dict[str, Any], watched: list[Any]
 ) -> None:
-    prompts = mixed_prompts(3)
+    prompts = mixed_prompts(1 if config.get("max_batch_tokens") == 1 else 3)
     assert_parity(family, prompts, run(family, prompts, **config), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize(("family", "page_size"), each_config_with_some([1, 8], 3))
 def test_preemption_changes_nothing(family: str, page_size: int, watched: list[Any]) -> None:
     rng = random.Random(2)
     prompts = [prompt for kind in ("nested", "distinct") for prompt in random_prompts(rng, 97, kind, 8)]

@@ -310,7 +310,7 @@ def test_interrupts_at_any_line() -> None:
     every = Stop(0, files)
     every.during(run)
     reports = 0
-    for at in random.Random(1).sample(range(1, every.count), 40):
+    for at in random.Random(1).sample(range(1, every.count), 20):
         try:
             Stop(at, files).during(run)
         except GenerationInterrupted as interrupt:

@@ -98,8 +98,7 @@ def test_each_token_has_its_exact_share_of_the_noise(kind: str, vocabulary: int)
     assert ((found - probabilities[tokens]).abs() < 1e-5 * probabilities[tokens] + 4 * 2.0**-53).all()
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
-@pytest.mark.parametrize("options", [{"top_k": 0, "temperature": 0.7}, {"top_k": 500}], ids=brief)
+@pytest.mark.parametrize(("kind", "options"), [("flat", {"top_k": 0, "temperature": 0.7}), ("peaked", {"top_k": 500})])
 def test_a_large_vocabulary_is_drawn_from_evenly(kind: str, options: dict[str, Any]) -> None:
     scores = shaped(kind, LARGE)
     scores[scores == 20] = 9  # a third of the mass or so

@@ -52,15 +52,10 @@ def distribution(tokens: Sequence[int], prompt_tokens: int, **options: Any) -> n
     "options",
     [
         {"top_k": 0},
-        {},  # generate's default of top_k=50
         {"top_k": 0, "temperature": 0.5},
-        {"top_k": 0, "temperature": 2.5},
-        {"top_k": 5},
         {"top_k": 0, "top_p": 0.8},
-        {"top_k": 0, "min_p": 0.08},
         {"top_k": 0, "repetition_penalty": 1.6},
         {"top_k": 12, "top_p": 0.9, "temperature": 1.7, "repetition_penalty": 1.2},
-        {"top_k": 30, "min_p": 0.02, "temperature": 2.0},
         {"top_k": 0, "top_p": 0.95, "min_p": 0.05, "temperature": 2.0},
         {"top_k": 0, "temperature": 3.0, "min_new_tokens": 2, "eos_token_id": list(range(0, 101, 2))},
     ],
