@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support_attention_twins import TWINS
 from support_distributions import processors_of
 from support_families import build, logits_of_rows
 from support_fused import TWINS as FUSED_TWINS
 from support_parity import NEAR_TIE, Row
-from test_model_triton_attention import TWINS
 
 from hf_batchllm import BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs

@@ -24,12 +24,12 @@ from support_device_loop import Replay, run_over_twins
 from support_families import reference_generate
 from support_fused import FORWARDS
 from support_fused import fusing as fusing  # a fixture
+from support_interrupts import Stop
 from support_kernels import plain
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
 from support_untouched import fingerprint
 from support_word_tokenizer import word_tokenizer
-from test_generator_interrupts import Stop
 from transformers import TextStreamer
 
 from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_decode_graphs import captured as captured  # a fixture
+from support_decode_graphs import graphs as graphs  # a fixture
 from support_device_loop import assert_best
 from support_families import build, family_params
 from support_kernels import plain
 from support_parity import assert_parity, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_engine_decode_graphs import captured as captured  # a fixture
-from test_engine_decode_graphs import graphs as graphs  # a fixture
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs

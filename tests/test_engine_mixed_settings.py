@@ -187,7 +187,7 @@ def test_one_that_needs_the_host_is_named_once() -> None:
 def test_a_mixed_batch_draws_what_it_should_native() -> None:
     """Rows of many kinds in the same launches, each kind against its own distribution, over a large vocabulary."""
     from support_distributions import processors_of
-    from test_sampling_rare_tokens_gpu import VOCABULARY, Forgetful, assert_follows
+    from support_rare_tokens import VOCABULARY, Forgetful, assert_follows
 
     forgetful = Forgetful("cuda")
     kinds: list[dict[str, Any]] = [

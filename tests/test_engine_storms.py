@@ -15,10 +15,10 @@ import torch
 from support_device_loop import assert_adds_up, assert_best, assert_same_rows, model_on
 from support_device_loop import device as device  # a fixture
 from support_families import FAMILIES, PROMPT_KINDS, build, family_params, random_prompts
+from support_interrupts import Stop
 from support_kernels import plain
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_generator_interrupts import Stop
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 

@@ -11,28 +11,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from functools import cache, cached_property
-from pathlib import Path
-from types import CodeType, FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import support_interrupts
 import torch
 from support_families import build
+from support_interrupts import CRITICAL, GIVEN, OPTIONS, Stop, interrupted_or_whole
 from support_parity import assert_parity
-from support_untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
+from support_untouched import FAMILY, NEW_TOKENS, fingerprint
 from support_word_tokenizer import word_tokenizer
 
-import hf_batchllm
 from hf_batchllm import BatchGenerator, Generation, GenerationInterrupted, GeneratorBusyError
 from hf_batchllm.engine.call import Call
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches import attention_swap
 from hf_batchllm.patches.attention_swap import AttentionSwap
-
-GIVEN = prompts(count=7)
-OPTIONS = {"max_new_tokens": NEW_TOKENS}
 
 
 @pytest.fixture(scope="module")
@@ -59,70 +54,6 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
         cache.check_integrity(alive=[])
     result = generator.generate(GIVEN, **OPTIONS)
     assert tokens(result) == expected
-
-
-class Stop:
-    """An interrupt at the ``at``-th line that is run in certain files: any place in the code, hit on purpose."""
-
-    HERE = os.path.dirname(os.path.dirname(hf_batchllm.__file__))
-    OWN = (BatchGenerator.generate.__code__, BatchGenerator.stream.__code__)
-
-    def __init__(self, at: int, files: tuple[str, ...]) -> None:
-        self.at, self.files, self.count, self.place = at, files, 0, ""
-        unknown = [name for name in files if name != "contextlib.py" and not self._named(name)]
-        assert not unknown, f"no module of the library is called {unknown}"
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self._is_meant(frame.f_code):
-            return self._pass
-        # Where these two themselves are before their `try`, no interrupt can come: nothing is called there.
-        if event in ("call", "line") and frame.f_code not in self.OWN:
-            self.count += 1
-            if self.count == self.at:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-    def _pass(self, frame: FrameType, event: str, arg: Any) -> None:
-        return None
-
-    def _is_meant(self, code: CodeType) -> bool:
-        if os.path.basename(code.co_filename) == "contextlib.py":
-            return not self.files or "contextlib.py" in self.files
-        return code.co_filename in (self._named("") if not self.files else self._chosen)
-
-    @cached_property
-    def _chosen(self) -> set[str]:
-        return set().union(*map(self._named, self.files))
-
-    @classmethod
-    @cache
-    def _named(cls, ending: str) -> set[str]:
-        """The library's modules whose path ends like this: "call.py" is "engine/call.py"."""
-        parts = [os.path.join(cls.HERE, part) for part in ("hf_batchllm", "kernels", "patches")]
-        every = {str(path) for part in parts for path in Path(part).rglob("*.py")}
-        return {path for path in every if not ending or path.endswith(f"/{ending}")}
-
-    def during(self, call: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            return call()
-        finally:
-            sys.settrace(before)
-
-
-# Where a call is set up and put away: few of the lines that are run, and those that matter.
-CRITICAL = (
-    "contextlib.py",
-    "hf_batchllm/generator.py",
-    "engine/call.py",
-    "model/runner.py",
-    "patches/attention_swap.py",
-    "patches/attention_interface.py",
-    "engine/kv_memory.py",
-)
 
 
 @pytest.mark.parametrize("keep", [0, 2])
@@ -183,18 +114,13 @@ def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
             time.sleep(0)
         except KeyboardInterrupt as plain:
             innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(plain.__traceback__)][-1]
-            assert innermost in (__file__, threading.__file__), "a plain KeyboardInterrupt escaped from generate()"
+            assert innermost in (__file__, support_interrupts.__file__, threading.__file__), (
+                "a plain KeyboardInterrupt escaped from generate()"
+            )
         finally:
             timer.join()
         assert tokens(outcome).items() <= expected.items()
         assert_as_before(generator, before, expected)
-
-
-def interrupted_or_whole(generator: BatchGenerator) -> Any:
-    try:
-        return generator.generate(GIVEN, **OPTIONS)
-    except GenerationInterrupted as interrupt:
-        return interrupt
 
 
 def tokens(outcome: Any) -> dict[int, list[int]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 from support_kernels import plain
-from test_kernels_small import NORM, ROPE, norm_case, parts, rope_case
+from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
 from hf_batchllm.kernels import cut_triton, past_triton, prefill_hopper, sample_triton, small_triton
 from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes

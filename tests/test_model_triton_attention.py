@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_attention_twins import TWINS
+from support_attention_twins import twins as twins  # a fixture
 from support_families import build, family_params, random_prompts
 from support_kernels import INTERPRETED
 from support_parity import KINDS_OF_ATTENTION, assert_parity, each_config_with_some, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, ConfigError
-from hf_batchllm.kernels import cascade_torch, small_torch
 from hf_batchllm.model.batch import BatchBuilder
-from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels, StepWork, TritonBackend
+from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels
 from hf_batchllm.planning.units import Chunk, Request, Step
 
 NEW_TOKENS = 8
@@ -41,37 +42,6 @@ GATES_AND_CONFIGS: list[tuple[tuple[float, float], dict[str, Any]]] = [
     ((10, 5), {"page_size": 64, "scheduler": "fifo", "max_batch_tokens": 31}),
     ((0, 0), {"page_size": 4, "share_prefixes": False}),
 ]
-TWINS = AttentionKernels(
-    write=small_torch.rope_and_write,
-    attend_items=cascade_torch.attend_items,
-    merge_parts=cascade_torch.merge_parts,
-    attend_chunks=cascade_torch.attend_chunks,
-    by_page=lambda pages: pages,
-    launch_options=lambda *shape: {"tile": 64},
-    unsupported=lambda *shape: None,
-)
-
-
-@pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Calls run over the work lists, without a GPU. What it gives says what they did."""
-    seen: dict[str, Any] = {"gates": (4, 2), "lists": [], "kernels": TWINS}
-
-    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
-        return TritonBackend(seen["kernels"], storage, device, notices, seen["gates"])
-
-    lists = StepWork.lists
-
-    def noted_lists(self: StepWork, *key: Any) -> Any:
-        new = key not in self._lists
-        work = lists(self, *key)
-        if new:
-            seen["lists"].append(work)
-        return work
-
-    monkeypatch.setattr("hf_batchllm.engine.call.make_backend", make_backend)
-    monkeypatch.setattr(StepWork, "lists", noted_lists)
-    return seen
 
 
 def generate(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **config: Any) -> Any:

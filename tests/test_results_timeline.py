@@ -13,11 +13,11 @@ import pytest
 import torch
 from support_device_loop import run_over_twins
 from support_families import build
+from support_interrupts import Stop
 from support_kernels import plain
 from support_parity import assert_parity, counted_tokens, mixed_prompts, pages_of_memory
+from support_timekeeper import Clock, assert_in_order, rows_of
 from support_word_tokenizer import word_tokenizer
-from test_engine_timekeeper import Clock, assert_in_order, rows_of
-from test_generator_interrupts import Stop
 from transformers.generation.streamers import BaseStreamer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, RunReport, accelerated
