@@ -25,6 +25,12 @@ NEAR_TIE = 1e-3  # where the two best logits are closer, rounding decides and no
 # learned positions, no positions on some layers.
 KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2"]
 
+# Steps cut in different places, and nothing shared: none of it changes what a model says.
+CUTS: list[dict[str, Any]] = [
+    {}, {"share_prefixes": False}, {"page_size": 3, "max_batch_tokens": 1}, {"max_batch_tokens": 7},
+    {"scheduler": "fifo", "max_batch_tokens": 16},
+]  # fmt: skip
+
 
 def each_config_with_some(configs: Sequence[Any], others: int) -> list[Any]:
     """Pairs for ``pytest.mark.parametrize``: each config with a Llama and with so many other kinds of attention, by

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_families import build, family_params, random_prompts
-from support_parity import counted_tokens, pages_of_memory, tries, watched  # noqa: F401
+from support_parity import CUTS, counted_tokens, pages_of_memory, tries, watched  # noqa: F401
 from support_score import KINDS_OF_ATTENTION, Ids, assert_right, questions
 
 from hf_batchllm import BatchConfig, BatchGenerator
@@ -36,17 +36,7 @@ def score(contexts: Any, continuations: Any = None, family: str = FAMILY, **opti
 
 
 @pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"share_prefixes": False},
-        {"page_size": 3, "max_batch_tokens": 1},
-        {"max_batch_tokens": 7},
-        {"scheduler": "fifo", "max_batch_tokens": 16},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("config", CUTS, ids=str)
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
     contexts, several = questions()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_families import build, family_params, random_prompts
-from support_parity import counted_tokens, pages_of_memory, tries, watched  # noqa: F401
+from support_parity import CUTS, counted_tokens, pages_of_memory, tries, watched  # noqa: F401
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult, Generation, GenerationInterrupted
 from hf_batchllm.engine import extra_outputs
@@ -71,17 +71,7 @@ def assert_entry(entry: dict[int, float] | None, token: int, expected: torch.Ten
 
 
 @pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"share_prefixes": False},
-        {"page_size": 3, "max_batch_tokens": 1},
-        {"max_batch_tokens": 7},
-        {"scheduler": "fifo", "max_batch_tokens": 16},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("config", CUTS, ids=str)
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
     result = generate(family, mixed_prompts(), **config)

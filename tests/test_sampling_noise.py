@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from support_distributions import SIDES, assert_drawn_from, brief, expected_token, processors_of
-from support_families import build, random_prompts
+from support_families import build
+from support_llama_calls import FAMILY, prompts
+from support_llama_calls import generator as generator  # a fixture
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
 from transformers import set_seed
@@ -23,18 +25,6 @@ from hf_batchllm.planning.scheduler import FifoScheduler
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler
 from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens, philox, uniforms
-
-FAMILY = "llama"
-
-
-def prompts(kind: str = "mixed", count: int = 14) -> list[list[int]]:
-    return random_prompts(random.Random(3), 97, kind, count)
-
-
-@pytest.fixture(scope="module")
-def generator() -> BatchGenerator:
-    return BatchGenerator(build(FAMILY), min_shared_tokens=4, page_size=8)
-
 
 # -- the distribution, end to end ------------------------------------------------------------------------------
 
