@@ -32,10 +32,10 @@ CUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def each_config_with_some(configs: Sequence[Any], others: int) -> list[Any]:
+def each_config_with_some(configs: Sequence[Any], others: int, families: Sequence[str] = ()) -> list[Any]:
     """Pairs for ``pytest.mark.parametrize``: each config with a Llama and with so many other kinds of attention, by
     turns. What a config changes and what a kind of attention changes is in different places."""
-    kinds, pairs = KINDS_OF_ATTENTION[1:], []
+    kinds, pairs = list(families or KINDS_OF_ATTENTION)[1:], []
     for number, config in enumerate(configs):
         chosen = [kinds[(number * others + more) % len(kinds)] for more in range(others)]
         for family in family_params(["llama", *chosen]):

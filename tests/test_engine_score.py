@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_families import build, family_params, random_prompts
-from support_parity import CUTS, counted_tokens, pages_of_memory, tries, watched  # noqa: F401
+from support_families import build, random_prompts
+from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
 from support_score import KINDS_OF_ATTENTION, Ids, assert_right, questions
 
 from hf_batchllm import BatchConfig, BatchGenerator
@@ -35,8 +35,7 @@ def score(contexts: Any, continuations: Any = None, family: str = FAMILY, **opti
 # -- as a plain forward gives them -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize("config", CUTS, ids=str)
+@pytest.mark.parametrize(("family", "config"), each_config_with_some(CUTS, 1, KINDS_OF_ATTENTION))
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
     contexts, several = questions()

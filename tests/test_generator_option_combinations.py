@@ -61,7 +61,7 @@ def _cannot_be_drawn(model: PreTrainedModel, prompt: list[int], options: dict[st
 @pytest.mark.parametrize("name", ANY)
 def test_an_option_by_itself(name: str, family: str) -> None:
     prompts = _prompts(1)
-    for value in ANY[name]:
+    for value in ANY[name] if family == "llama" else ANY[name][-1:]:
         assert check(family, prompts, {"max_new_tokens": 8, name: value}) >= 3
 
 

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support_families import FAMILIES, build, family_params, random_prompts
 from support_parity import (
-    KINDS_OF_ATTENTION,
     are_greedy,
     assert_parity,
     counted_tokens,
@@ -78,9 +77,9 @@ def test_preemption_changes_nothing(family: str, page_size: int, watched: list[A
     assert watched[0].free_pages == watched[0].num_pages
 
 
-@pytest.mark.parametrize("family", family_params([*KINDS_OF_ATTENTION, "stablelm", "qwen3_moe"]))
+@pytest.mark.parametrize("family", family_params(["llama", "deepseek_v3", "gpt2", "qwen3_moe"]))
 def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
-    prompts = mixed_prompts()
+    prompts = mixed_prompts(2)
     model = build(family)
     for config in ({"min_shared_tokens": 1}, {}, {"share_prefixes": False}, {"max_batch_tokens": 5}):
         generator = BatchGenerator(model, **config)
@@ -95,8 +94,8 @@ def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
             assert plan.computed_tokens == sum(map(len, prompts))
 
 
-@pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss"]))
-@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("family", family_params(["llama", "gpt_oss"]))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     prompts=tries(),
     page_size=st.sampled_from([1, 2, 3, 5, 8, 16, 64, 256]),
