@@ -2,14 +2,16 @@
 # setup.py or its constraints change.
 #
 #   make demo          run the demonstration (CPU, no network at run time)
-#   make test          the linter and all tests
-#   make lint          the linter and the formatter's check, alone
+#   make test          lint, then all tests
+#   make test-gpu      the tests that need a GPU, on the GPU of this machine
+#   make lint          the linter, the formatter's check and the type checker
 #   make types         the type checker alone
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
 # PYTHON=python3.12 picks the interpreter, JOBS=0 turns parallel tests off, and
-# ARGS='tests/test_packaging.py -k wheel' goes to pytest.
+# ARGS='tests/test_packaging.py -k wheel' goes to pytest. `make test-gpu` makes no environment: with PYTHON=python3 it
+# runs with that interpreter and what is installed there, otherwise with .venv if there is one.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -25,7 +27,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types test-oldest clean
+.PHONY: demo test test-gpu lint ruff types test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -33,6 +35,27 @@ demo: $(INSTALLED)
 
 test: lint
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+
+# Where PYTHON and JOBS are not given, tests on a GPU have defaults of their own.
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)),$(PYTHON))
+GPU_JOBS = $(if $(filter file,$(origin JOBS)),$(shell expr `getconf _NPROCESSORS_ONLN` - 2 \| 1),$(JOBS))
+# It takes the memory of the whole GPU, so it runs after all others, alone.
+GPU_MEMORY := tests/test_engine_kv_memory_gpu.py
+# No pytest-timeout or pytest-xdist may be there, whose settings and marks strict options would refuse.
+GPU_PYTEST = OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -o addopts=-rs -m gpu
+
+test-gpu:
+	@for name in pytest hypothesis numpy torch transformers triton; do \
+		$(GPU_PYTHON) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$$name') is None)" \
+			|| { echo "test-gpu: $(GPU_PYTHON) has no $$name"; exit 1; }; \
+	done
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: there is no GPU here that PyTorch can use")'
+	@began=`date +%s`; failed=; workers="-n $(GPU_JOBS) --dist loadgroup"; \
+	$(GPU_PYTHON) -c 'import xdist' 2>/dev/null \
+		|| { workers=; echo "test-gpu: $(GPU_PYTHON) has no pytest-xdist: all tests run in one process, which takes much longer"; }; \
+	$(GPU_PYTEST) $$workers $(if $(ARGS),$(ARGS),--ignore=$(GPU_MEMORY)) || failed=yes; \
+	test -n '$(ARGS)' || $(GPU_PYTEST) $(GPU_MEMORY) || failed=yes; \
+	echo "test-gpu: took $$((`date +%s` - began)) s"; test -z "$$failed"
 
 # The library as it is imported: /kernels and /patches are packages of it, which no type checker can guess.
 TYPED := build/typed
@@ -42,7 +65,9 @@ types: $(INSTALLED)
 	@ln -s $(CURDIR)/hf_batchllm/* $(CURDIR)/kernels $(CURDIR)/patches $(TYPED)/hf_batchllm/
 	@cd $(TYPED) && $(CURDIR)/$(VENV)/bin/python -m mypy --config-file $(CURDIR)/pyproject.toml -p hf_batchllm
 
-lint: $(INSTALLED)
+lint: ruff types
+
+ruff: $(INSTALLED)
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --quiet --check . || { $(VENV)/bin/python -m ruff format --check .; exit 1; }
 

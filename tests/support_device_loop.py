@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support_attention_twins import TWINS
 from support_distributions import processors_of
-from support_families import build
+from support_families import build, logits_of_rows
 from support_fused import TWINS as FUSED_TWINS
-from support_parity import NEAR_TIE
-from test_model_triton_attention import TWINS
+from support_parity import NEAR_TIE, Row
 
 from hf_batchllm import BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
@@ -76,18 +76,23 @@ def _on_gpu(family: str) -> Any:
     return copy.deepcopy(build(family)).to("cuda")
 
 
-@functools.cache
-def _scores(device: str, family: str, prompt: tuple[int, ...], tokens: tuple[int, ...], options: str) -> torch.Tensor:
-    """What each token was chosen from, [tokens, vocabulary], as transformers' forward and processors have it."""
-    model, given = model_on(device, family), dict(_OPTIONS[options])
-    ids = torch.tensor([prompt + tokens], device=model.device)
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
-    if not given:
-        return logits
-    processors, ids = processors_of(model, len(prompt), **given), ids.cpu()
-    steps = [processors(ids[:, : len(prompt) + made], logits[made][None]) for made in range(len(tokens))]
-    return torch.cat(steps)
+_SCORES: dict[tuple[str, str, Row, Row, str], torch.Tensor] = {}
+
+
+def _scores(device: str, family: str, rows: Sequence[tuple[Row, Row]], options: str) -> list[torch.Tensor]:
+    """What each token of each (prompt, new tokens) was chosen from, [tokens, vocabulary], as transformers' forward and
+    processors have it."""
+    model, given = model_on(device, family), _OPTIONS[options]
+    new = sorted({row for row in rows if (device, family, *row, options) not in _SCORES})
+    every = logits_of_rows(model, [prompt + tokens for prompt, tokens in new])
+    for (prompt, tokens), whole in zip(new, every, strict=True):
+        logits = whole[len(prompt) - 1 : -1].float().cpu()
+        if given:
+            processors, ids = processors_of(model, len(prompt), **given), torch.tensor([prompt + tokens])
+            steps = [processors(ids[:, : len(prompt) + made], logits[made][None]) for made in range(len(tokens))]
+            logits = torch.cat(steps)
+        _SCORES[device, family, prompt, tokens, options] = logits
+    return [_SCORES[device, family, *row, options] for row in rows]
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {}
@@ -108,8 +113,9 @@ def behind(
     name = str(sorted(options.items(), key=str))
     _OPTIONS[name] = options
     found = {}
-    for (index, sample), tokens in rows.items():
-        scores = _scores(device, family, tuple(prompts[index]), tuple(tokens), name).double()
+    pairs = [(tuple(prompts[index]), tuple(tokens)) for (index, _), tokens in rows.items()]
+    for ((index, sample), tokens), own in zip(rows.items(), _scores(device, family, pairs, name), strict=True):
+        scores = own.double()
         if seed is not None:
             made, vocabulary = (torch.arange(size) for size in scores.shape)
             key = (torch.tensor([number]) for number in (seed, index, sample))

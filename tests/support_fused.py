@@ -9,6 +9,7 @@ import pytest
 import torch
 from support_families import FAMILIES, random_prompts
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult
 from hf_batchllm.kernels import small_torch
@@ -126,3 +127,31 @@ def reasons(model: Any) -> str:
     fusion = Fusion(model)
     fusion.look()
     return "\n".join(fusion.reasons)
+
+
+class OwnLayer(LlamaDecoderLayer):
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return super().forward(hidden_states, **kwargs) * 0.9
+
+
+class HalfParameter(torch.Tensor):
+    """As quantised and sharded weights come."""
+
+
+def a_layer(model: Any) -> Any:
+    return model.model.layers[1]
+
+
+def wrap(model: Any, name: str) -> None:
+    *path, last = name.split(".")
+    owner = a_layer(model).get_submodule(".".join(path))
+    setattr(owner, last, Adapter(getattr(owner, last)))
+
+
+def own_forward(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def as_class(module: nn.Module, cls: type) -> None:
+    module.__class__ = cls

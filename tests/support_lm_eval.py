@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lm_eval import tasks as harness_tasks
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from support_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hf_batchllm.generator import BatchGenerator
 from hf_batchllm.lm_eval.model import BatchLM
 
 TASKS = Path(__file__).parent / "support_lm_eval_tasks"
@@ -62,3 +66,62 @@ def instances(kind: str, arguments: Sequence[Any]) -> list[Instance]:
 
 def asked(lm: Any, kind: str, arguments: Sequence[Any]) -> list[Any]:
     return getattr(lm, kind)(instances(kind, arguments), disable_tqdm=True)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+NAMES = ["hb_choices", "hb_endings", "hb_pages", "hb_words"]
+
+EXAMPLES = "The dog sat on the mat, and the cat sat on the dog.\nBees make honey. Dogs bark.\n日本の首都は東京\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it asks other programs for seconds
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    yield
+    logging.disable(before)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which methods of a generator run, one after the other."""
+    made: list[str] = []
+    for name in ("score", "stream", "generate"):
+        inner = getattr(BatchGenerator, name)
+
+        def noted(self: Any, *given: Any, _inner: Any = inner, _name: str = name, **more: Any) -> Any:
+            made.append(_name)
+            return _inner(self, *given, **more)
+
+        monkeypatch.setattr(BatchGenerator, name, noted)
+    return made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    eval_model().save_pretrained(folder)
+    eval_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def task_manager() -> Any:
+    return harness_tasks.TaskManager(include_path=TASKS, include_defaults=False)
+
+
+def assert_close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], rel=1e-6, abs=1e-4)
+
+
+PAIRS = [
+    *[(f"{EXAMPLES}What sat on the mat?", answer) for answer in (" The dog", " the cat", " the", " bees")],
+    *[(f"{EXAMPLES}What is it? ", answer) for answer in ("honey", " honey", "b", "東京", "🏔️")],
+    *[(f"{EXAMPLES}Dogs", answer) for answer in (" b", " m", " bark", " bark. Cats")],  # a token, or several
+    *[("", answer) for answer in ("The", " dog", "<bos>The")],
+    *[("<bos>the dog", " sat"), ("the", "<eos>"), ("x \n ", "y"), ("x", " ")],
+    *[("the dog " * 90, answer) for answer in ("sat", "sat on the mat", "and the cat " * 6)],  # too long by far
+    *[("the dog", " sat")] * 2,
+]

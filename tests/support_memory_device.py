@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support_attention_twins import TWINS
 from support_families import build
 from support_parity import watched as watched  # a fixture
-from test_model_triton_attention import TWINS
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine import rehearsal

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_bench import settings_of_others as settings_of_others  # a fixture
 from support_families import build
 from transformers import GenerationConfig
 
@@ -35,17 +36,6 @@ from hf_batchllm.planning.step import Step
 from hf_batchllm.planning.units import Request
 
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --runs 1 --batch-sizes 2,4".split()
-
-
-@pytest.fixture(autouse=True)
-def settings_of_others() -> Any:
-    """The command line sets what belongs to a process."""
-    from transformers.utils import logging
-
-    verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
-    yield
-    logging.set_verbosity(verbosity)
-    torch.set_num_threads(threads)
 
 
 def test_the_workload_is_that_of_the_rfc() -> None:

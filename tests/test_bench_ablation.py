@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_attention_twins import twins as twins  # a fixture
+from support_bench import settings_of_others as settings_of_others  # a fixture
 from support_families import build
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_bench import settings_of_others as settings_of_others  # a fixture
-from test_model_triton_attention import twins as twins  # a fixture
 from transformers import GenerationConfig
 
 from hf_batchllm.bench import __main__ as bench

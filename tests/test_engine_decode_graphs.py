@@ -8,59 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support_device_loop import Replay
-from support_families import build, family_params
+from support_attention_twins import TWINS
+from support_decode_graphs import captured as captured  # a fixture
+from support_decode_graphs import graphs as graphs  # a fixture
+from support_families import build
 from support_kernels import plain
-from support_parity import assert_parity
+from support_parity import assert_parity, each_config_with_some, mixed_prompts
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import KINDS_OF_ATTENTION, mixed_prompts
-from test_model_triton_attention import TWINS
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows, RowsWork
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
-from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
+from hf_batchllm.model.triton_attention import AttentionKernels
 
 pytestmark = plain
 NEW_TOKENS = 12
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraphs]:
-    """Calls run over the kernels' twins, and their decode steps as if they were captured."""
-    seen: list[DecodeGraphs] = []
-
-    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
-        return TritonBackend(TWINS, storage, device, notices, (4, 2))
-
-    def graphs_for(config: Any, runner: Any, *rest: Any) -> DecodeGraphs:
-        seen.append(DecodeGraphs(runner, runner.backend, *rest))
-        return seen[-1]
-
-    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)
-    monkeypatch.setattr("hf_batchllm.engine.wiring.graphs_for", graphs_for)
-    return seen
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[DecodeRows]:
-    """In the order in which they would have been captured."""
-    seen: list[DecodeRows] = []
-
-    def capture(self: DecodeGraphs, graph: DecodeRows) -> None:
-        graph._graph = Replay(graph)  # type: ignore[assignment]
-        seen.append(graph)
-
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
-    return seen
-
-
-@pytest.mark.parametrize("family", family_params([*KINDS_OF_ATTENTION, "qwen3", "gemma3"]))
-@pytest.mark.parametrize(("page_size", "steps"), [(4, 3), (4, 16), (16, 8)])
+@pytest.mark.parametrize(
+    ("family", "page_size_and_steps"), each_config_with_some([(4, 3), (4, 16), (16, 8), (16, 3)], 2)
+)
 def test_tokens_are_those_of_generate(
-    family: str, page_size: int, steps: int, watched: list[Any], graphs: list[DecodeGraphs]
+    family: str, page_size_and_steps: tuple[int, int], watched: list[Any], graphs: list[DecodeGraphs]
 ) -> None:
+    page_size, steps = page_size_and_steps
     prompts = mixed_prompts(3)
     generator = BatchGenerator(build(family), steps_per_sync=steps, page_size=page_size, min_shared_tokens=1)
     result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)

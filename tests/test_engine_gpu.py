@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support_families import PROMPT_KINDS, build, family_params, random_prompts
-from support_parity import assert_parity, pages_of_memory
+from support_parity import KINDS_OF_ATTENTION, assert_parity, pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import KINDS_OF_ATTENTION
 
 from hf_batchllm import BatchGenerator, ConfigError
 

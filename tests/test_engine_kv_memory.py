@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from support_attention_twins import TWINS
 from support_families import build
+from support_interrupts import Stop
 from support_kernels import plain
 from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, over_twins, tight
 from support_memory_device import device as device  # a fixture
 from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_memory_device import steps as steps  # a fixture
-from support_parity import assert_parity, pages_of_memory
+from support_parity import assert_parity, mixed_prompts, pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_generator_interrupts import Stop, fingerprint
-from test_generator_parity import mixed_prompts
-from test_model_triton_attention import TWINS
+from support_untouched import fingerprint
 from torch import nn
 
 from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted
@@ -343,7 +343,7 @@ def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
                 return stop, interrupted
 
     lines = once(0)[0].count
-    for at in random.Random(1).sample(range(1, lines), 12):
+    for at in random.Random(1).sample(range(1, lines), 8):
         stop, outcome = once(at)
         assert isinstance(outcome, GenerationInterrupted), stop.place
         device.failures = 0

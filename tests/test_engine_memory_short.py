@@ -15,9 +15,8 @@ from support_memory_device import FAMILY, NEW_TOKENS, PAGE, Device, generate, ti
 from support_memory_device import device as device  # a fixture
 from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_memory_device import steps as steps  # a fixture
-from support_parity import assert_parity
+from support_parity import assert_parity, mixed_prompts
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import mixed_prompts
 from torch import nn
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted

@@ -14,7 +14,7 @@ from support_device_loop import assert_best, assert_same_rows, model_on, rows_of
 from support_device_loop import device as device  # a fixture
 from support_families import build, family_params
 from support_kernels import plain
-from test_generator_parity import mixed_prompts
+from support_parity import mixed_prompts
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator
@@ -75,7 +75,7 @@ def test_each_prompt_has_what_it_has_among_its_like(
 ) -> None:
     if device == "cpu" and (graphs + (family == "llama") + (mixed in (EVERYTHING, GREEDY))) % 2:
         pytest.skip("a GPU runs them all, a CPU half of them, in which each two settings meet")
-    prompts = mixed_prompts(4)
+    prompts = mixed_prompts(4 if device == "cuda" else 2)
     configs = [GenerationConfig(**options, pad_token_id=0) for options in mixed]
     each = list(itertools.islice(itertools.cycle(configs), len(prompts)))
     how = {"steps_per_sync": 16, "cuda_graphs": graphs}
@@ -187,7 +187,7 @@ def test_one_that_needs_the_host_is_named_once() -> None:
 def test_a_mixed_batch_draws_what_it_should_native() -> None:
     """Rows of many kinds in the same launches, each kind against its own distribution, over a large vocabulary."""
     from support_distributions import processors_of
-    from test_sampling_rare_tokens_gpu import VOCABULARY, Forgetful, assert_follows
+    from support_rare_tokens import VOCABULARY, Forgetful, assert_follows
 
     forgetful = Forgetful("cuda")
     kinds: list[dict[str, Any]] = [

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_decode_graphs import captured as captured  # a fixture
+from support_decode_graphs import graphs as graphs  # a fixture
 from support_families import FAMILIES, build
 from support_kernels import plain
 from support_parity import pages_of_memory
-from test_engine_decode_graphs import captured as captured  # a fixture
-from test_engine_decode_graphs import graphs as graphs  # a fixture
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs

@@ -13,9 +13,8 @@ from support_device_loop import assert_adds_up, assert_best, assert_same_rows, m
 from support_device_loop import device as device  # a fixture
 from support_families import family_params
 from support_kernels import plain
-from support_parity import reference
+from support_parity import mixed_prompts, reference
 from support_parity import watched as watched  # a fixture
-from test_generator_parity import mixed_prompts
 
 from hf_batchllm import BatchGenerator
 

@@ -6,41 +6,21 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_families import build, family_params, random_prompts
-from support_parity import counted_tokens, pages_of_memory, watched  # noqa: F401
-from test_generator_parity import tries
+from support_families import build, random_prompts
+from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
+from support_score import KINDS_OF_ATTENTION, Ids, assert_right, questions
 
 from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.engine.scoring import score_call as scoring_module
-from hf_batchllm.results.scores import Score, ScoreResult
+from hf_batchllm.results.scores import ScoreResult
 from hf_batchllm.sampling import logprobs as logprobs_module
 
 FAMILY = "llama"
-KINDS_OF_ATTENTION = ["llama", "gemma3", "gpt_oss", "opt"]  # windows, sinks, learned positions
-
-Ids = list[int]
-
-
-def questions(seed: int = 1, count: int = 7) -> tuple[list[Ids], list[list[Ids]]]:
-    """Contexts that share, and continuations of one to some tokens: those of a context may share as well."""
-    dice = random.Random(seed)
-    contexts = random_prompts(dice, 97, "mixed", count)
-
-    def tokens(count: int) -> Ids:
-        return [dice.randrange(97) for _ in range(count)]
-
-    several = []
-    for place in range(len(contexts)):
-        stem = tokens(place % 4)
-        several.append([stem + tokens(dice.choice((1, 1, 2, 5))) for _ in range(1 + place % 5)])
-    return contexts, several
 
 
 def generator(family: str = FAMILY, **config: Any) -> BatchGenerator:
@@ -52,52 +32,10 @@ def score(contexts: Any, continuations: Any = None, family: str = FAMILY, **opti
     return generator(family, **config).score(contexts, continuations, **{"progress": False, **options})
 
 
-def assert_right(family: str, contexts: Sequence[Ids], several: Sequence[Sequence[Ids]], result: ScoreResult) -> None:
-    """Against one plain forward over each context with each of its continuations."""
-    expected = [
-        (index, choice, context, continuation)
-        for index, (context, continuations) in enumerate(zip(contexts, several, strict=True))
-        for choice, continuation in enumerate(continuations)
-    ]
-    assert len(result) == len(expected)
-    for one, (index, choice, context, continuation) in zip(result, expected, strict=True):
-        assert (one.index, one.choice, one.error) == (index, choice, None)
-        assert_score(family, one, list(context), list(continuation))
-
-
-@cache
-def plain_logits(family: str, ids: tuple[int, ...]) -> torch.Tensor:
-    with torch.no_grad():
-        return build(family)(torch.tensor([ids])).logits[0].float()
-
-
-def assert_score(family: str, one: Score, context: Ids, continuation: Ids) -> None:
-    assert one.token_ids == continuation
-    targets = torch.tensor(continuation)
-    logits = plain_logits(family, tuple(context + continuation))[len(context) - 1 : -1]
-    logprobs = logits.log_softmax(dim=-1)[torch.arange(len(targets)), targets]
-    assert one.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
-    assert one.logprob == pytest.approx(sum(one.logprobs)) and type(one.logprob) is float
-    two = logits.topk(2, dim=-1).values
-    if (two[:, 0] - two[:, 1]).min() > 1e-3:
-        assert one.is_greedy is bool((logits.argmax(dim=-1) == targets).all())
-
-
 # -- as a plain forward gives them -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"share_prefixes": False},
-        {"page_size": 3, "max_batch_tokens": 1},
-        {"max_batch_tokens": 7},
-        {"scheduler": "fifo", "max_batch_tokens": 16},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "config"), each_config_with_some(CUTS, 1, KINDS_OF_ATTENTION))
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
     contexts, several = questions()

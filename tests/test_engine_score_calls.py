@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support_families import build, random_prompts
+from support_interrupts import CRITICAL, Stop
 from support_kernels import plain
 from support_memory_device import Device, tight
 from support_memory_device import device as device  # a fixture
@@ -19,7 +20,6 @@ from support_memory_device import rehearsed as rehearsed  # a fixture
 from support_parity import pages_of_memory
 from support_untouched import FAMILY, fingerprint
 from support_word_tokenizer import word_tokenizer
-from test_generator_interrupts import CRITICAL, Stop
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, PromptError
 from hf_batchllm.bench.score import main
@@ -69,7 +69,7 @@ def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[fl
     generator, before = make(), fingerprint(build(FAMILY))
     every = StopInScore(0, files)
     every.during(lambda: generator.score(CONTEXTS, choices=CHOICES))
-    for at in random.Random(len(files)).sample(range(1, every.count), 8):
+    for at in random.Random(len(files)).sample(range(1, every.count), 6):
         with pytest.raises(GenerationInterrupted) as caught:
             StopInScore(at, files).during(lambda: generator.score(CONTEXTS, choices=CHOICES))
         assert_among(caught.value.result, expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support_families import build, family_params
 from support_parity import watched  # noqa: F401
-from test_engine_score import KINDS_OF_ATTENTION, assert_right, questions
+from support_score import KINDS_OF_ATTENTION, assert_right, questions
 
 from hf_batchllm import BatchGenerator
 

@@ -15,10 +15,10 @@ import torch
 from support_device_loop import assert_adds_up, assert_best, assert_same_rows, model_on
 from support_device_loop import device as device  # a fixture
 from support_families import FAMILIES, PROMPT_KINDS, build, family_params, random_prompts
+from support_interrupts import Stop
 from support_kernels import plain
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
-from test_generator_interrupts import Stop
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 
@@ -118,8 +118,12 @@ def test_one_long_answer_among_many_short_ones(
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3"]))
 def test_a_cache_that_holds_a_twentieth(family: str, depth: int, device: str, watched: list[Any]) -> None:
     """Prefixes come and go, rows yield their pages with tokens on their way, and come back."""
+    if device == "cpu" and (family == "llama") == (depth == 2):
+        pytest.skip("a GPU runs every depth with every family, a CPU every other one")
     model, preemptions, recomputed, page = model_on(device, family), 0, 0, 16
-    count, new_tokens, seeds = (400, 40, [1, 2]) if device == "cuda" else (36, 24, [1, 2] if depth == 8 else [depth])
+    count, new_tokens, seeds = (400, 40, [1, 2]) if device == "cuda" else (36, 24, [depth])
+    if (family, depth, device) == ("llama", 8, "cpu"):
+        seeds = [1, 2]
     for seed in seeds:
         prompts = crowd(count, seed)
         pages = sum(len(prompt) + new_tokens for prompt in prompts) // (20 * page)
@@ -153,8 +157,9 @@ def memory_in_use(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-@pytest.mark.parametrize("how", ["close", "del", "error"])
-@pytest.mark.parametrize("drawn", [{}, {"seed": 5, **DRAWN}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("how", "drawn"), [("close", {}), ("close", {"seed": 5, **DRAWN}), ("del", {"seed": 5, **DRAWN}), ("error", {})]
+)
 def test_a_stream_that_is_left(how: str, drawn: dict[str, Any], device: str, watched: list[Any]) -> None:
     prompts, model = crowd(40), model_on(device, "llama")
     options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": STOPS, "progress": False, **drawn}

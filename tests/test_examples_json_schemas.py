@@ -1,4 +1,4 @@
-"""The example of constrained decoding: each answer of a real model is JSON of its own prompt's schema."""
+"""The example of constrained decoding: each answer is JSON of its own prompt's schema, whatever a model would say."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import sys
 from typing import Any
 
 import pytest
-from test_generator_real_model import _examples_module, load_once, small_model
+from support_real_model import NEEDS_REAL_MODEL, examples_module, load_stand_in, small_model
 
 pytest.importorskip("llguidance", reason="needs the extra `json`")
 
-pytestmark = [
-    pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),
-    pytest.mark.xdist_group("real_model"),
-    pytest.mark.timeout(900),  # the first run unpacks the model
-]
+pytestmark = NEEDS_REAL_MODEL
 
 
 def is_of(value: Any, schema: dict[str, Any]) -> bool:
@@ -31,10 +27,10 @@ def is_of(value: Any, schema: dict[str, Any]) -> bool:
 def test_every_answer_follows_the_schema_of_its_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = load_once()
+    loaded = load_stand_in()
     monkeypatch.setattr(small_model, "load", lambda: loaded)
     monkeypatch.setitem(sys.modules, "small_model", small_model)
-    example = _examples_module("json_schemas")
+    example = examples_module("json_schemas")
     example.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[::2] == [text for text, _ in example.TASKS]

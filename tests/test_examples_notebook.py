@@ -1,4 +1,4 @@
-"""examples/tour.ipynb, run from beginning to end in a fresh kernel."""
+"""examples/tour.ipynb, run from beginning to end in a fresh kernel, over a stand-in for the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from test_generator_real_model import ROOT, small_model
+from support_real_model import ROOT, load_once, small_model
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -22,22 +22,25 @@ SECONDS = 180  # for a cell; all of them together take some 30
 
 
 @pytest.fixture(scope="session")  # run once, though tests of other files may come between
-def executed() -> dict[str, list[Any]]:
+def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The outputs of each code cell, by its id."""
     if not small_model.is_available():
         pytest.skip(small_model.why_not_available())
     if not small_model.FOLDER.exists():
-        small_model.load()  # unpacks it, which takes longer than a cell may
+        load_once()  # unpacks it, which takes longer than a cell may
+    folder = tmp_path_factory.mktemp("tour")
+    (folder / "small_model.py").write_text("from support_real_model import load_stand_in as load\n", encoding="utf-8")
     notebook = nbformat.read(PATH, as_version=4)
     client = nbclient.NotebookClient(
         notebook,
         timeout=SECONDS,
         kernel_name="python3",
         coalesce_streams=True,
-        resources={"metadata": {"path": str(PATH.parent)}},  # where Jupyter runs a notebook
+        resources={"metadata": {"path": str(folder)}},  # where Jupyter runs a notebook
     )
     # This checkout, whatever is installed; and two workers on two cores, as in other tests.
-    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    client.execute(env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     return {
         cell.id: [output for output in cell.outputs if THEIRS not in output.get("text", "")]
         for cell in notebook.cells

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from support_families import build, random_prompts
+from support_families import build
+from support_llama_calls import FAMILY, prompts
+from support_llama_calls import generator as generator  # a fixture
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -20,17 +21,6 @@ from hf_batchllm import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-
-FAMILY = "llama"
-
-
-def prompts(kind: str = "mixed", count: int = 14) -> list[list[int]]:
-    return random_prompts(random.Random(3), 97, kind, count)
-
-
-@pytest.fixture(scope="module")
-def generator() -> BatchGenerator:
-    return BatchGenerator(build(FAMILY), min_shared_tokens=4, page_size=8)
 
 
 def stock(prompt: list[int], **options: Any) -> list[int]:

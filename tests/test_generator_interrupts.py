@@ -11,28 +11,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from functools import cache, cached_property
-from pathlib import Path
-from types import CodeType, FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import support_interrupts
 import torch
 from support_families import build
+from support_interrupts import CRITICAL, GIVEN, OPTIONS, Stop, interrupted_or_whole
 from support_parity import assert_parity
-from support_untouched import FAMILY, NEW_TOKENS, fingerprint, prompts
+from support_untouched import FAMILY, NEW_TOKENS, fingerprint
 from support_word_tokenizer import word_tokenizer
 
-import hf_batchllm
 from hf_batchllm import BatchGenerator, Generation, GenerationInterrupted, GeneratorBusyError
 from hf_batchllm.engine.call import Call
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches import attention_swap
 from hf_batchllm.patches.attention_swap import AttentionSwap
-
-GIVEN = prompts(count=7)
-OPTIONS = {"max_new_tokens": NEW_TOKENS}
 
 
 @pytest.fixture(scope="module")
@@ -61,77 +56,13 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
     assert tokens(result) == expected
 
 
-class Stop:
-    """An interrupt at the ``at``-th line that is run in certain files: any place in the code, hit on purpose."""
-
-    HERE = os.path.dirname(os.path.dirname(hf_batchllm.__file__))
-    OWN = (BatchGenerator.generate.__code__, BatchGenerator.stream.__code__)
-
-    def __init__(self, at: int, files: tuple[str, ...]) -> None:
-        self.at, self.files, self.count, self.place = at, files, 0, ""
-        unknown = [name for name in files if name != "contextlib.py" and not self._named(name)]
-        assert not unknown, f"no module of the library is called {unknown}"
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self._is_meant(frame.f_code):
-            return self._pass
-        # Where these two themselves are before their `try`, no interrupt can come: nothing is called there.
-        if event in ("call", "line") and frame.f_code not in self.OWN:
-            self.count += 1
-            if self.count == self.at:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-    def _pass(self, frame: FrameType, event: str, arg: Any) -> None:
-        return None
-
-    def _is_meant(self, code: CodeType) -> bool:
-        if os.path.basename(code.co_filename) == "contextlib.py":
-            return not self.files or "contextlib.py" in self.files
-        return code.co_filename in (self._named("") if not self.files else self._chosen)
-
-    @cached_property
-    def _chosen(self) -> set[str]:
-        return set().union(*map(self._named, self.files))
-
-    @classmethod
-    @cache
-    def _named(cls, ending: str) -> set[str]:
-        """The library's modules whose path ends like this: "call.py" is "engine/call.py"."""
-        parts = [os.path.join(cls.HERE, part) for part in ("hf_batchllm", "kernels", "patches")]
-        every = {str(path) for part in parts for path in Path(part).rglob("*.py")}
-        return {path for path in every if not ending or path.endswith(f"/{ending}")}
-
-    def during(self, call: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            return call()
-        finally:
-            sys.settrace(before)
-
-
-# Where a call is set up and put away: few of the lines that are run, and those that matter.
-CRITICAL = (
-    "contextlib.py",
-    "hf_batchllm/generator.py",
-    "engine/call.py",
-    "model/runner.py",
-    "patches/attention_swap.py",
-    "patches/attention_interface.py",
-    "engine/kv_memory.py",
-)
-
-
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("files", [(), CRITICAL], ids=["anywhere", "critical"])
 def test_at_any_line(files: tuple[str, ...], keep: int, expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make(keep)
     every = Stop(0, files)
     every.during(lambda: generator.generate(GIVEN, **OPTIONS))
-    for at in random.Random(len(files) + keep).sample(range(1, every.count), 12):
+    for at in random.Random(len(files) + keep).sample(range(1, every.count), 6):
         stop = Stop(at, files)
         outcome = stop.during(lambda: interrupted_or_whole(generator))
         assert isinstance(outcome, GenerationInterrupted) == bool(stop.place)  # fewer lines are run on kept prefixes
@@ -143,7 +74,7 @@ def test_at_any_line_of_a_stream(expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
     every = Stop(0, CRITICAL)
     every.during(lambda: list(generator.stream(GIVEN, **OPTIONS)))
-    for at in random.Random(3).sample(range(1, every.count), 12):
+    for at in random.Random(3).sample(range(1, every.count), 8):
         done: list[Generation] = []
         with pytest.raises(KeyboardInterrupt):
             Stop(at, CRITICAL).during(lambda done=done: done.extend(generator.stream(GIVEN, **OPTIONS)))
@@ -172,8 +103,8 @@ def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
     generator.generate(GIVEN, **OPTIONS)
     duration = time.perf_counter() - began
     rng = random.Random(20)
-    for moment in range(20):
-        delay = duration * (moment + rng.random()) / 20
+    for moment in range(12):
+        delay = duration * (moment + rng.random()) / 12
         outcome: Any = []
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         try:
@@ -183,18 +114,13 @@ def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
             time.sleep(0)
         except KeyboardInterrupt as plain:
             innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(plain.__traceback__)][-1]
-            assert innermost in (__file__, threading.__file__), "a plain KeyboardInterrupt escaped from generate()"
+            assert innermost in (__file__, support_interrupts.__file__, threading.__file__), (
+                "a plain KeyboardInterrupt escaped from generate()"
+            )
         finally:
             timer.join()
         assert tokens(outcome).items() <= expected.items()
         assert_as_before(generator, before, expected)
-
-
-def interrupted_or_whole(generator: BatchGenerator) -> Any:
-    try:
-        return generator.generate(GIVEN, **OPTIONS)
-    except GenerationInterrupted as interrupt:
-        return interrupt
 
 
 def tokens(outcome: Any) -> dict[int, list[int]]:
@@ -372,8 +298,11 @@ def leave(stream: Any, how: str) -> None:
                 raise KeyError if how == "error" else KeyboardInterrupt
 
 
-@pytest.mark.parametrize("how", ["close", "throw", "exit", "break", "error", "interrupt", "del"])
-@pytest.mark.parametrize("results", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("how", "results"),
+    [("close", 0), ("close", 3), ("throw", 1), ("exit", 3), ("break", 1), ("error", 1), ("interrupt", 0),
+     ("interrupt", 1), ("del", 0), ("del", 1)],
+)  # fmt: skip
 def test_a_stream_that_is_left(how: str, results: int, expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
     stream = generator.stream(GIVEN, **OPTIONS)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support_families import build
 from support_letter_tokenizers import letter_tokenizer
+from support_options import ANY, SEED, WITH, _prompts, _tokens
 from support_oracle import check_row
-from test_generator_option_combinations import ANY, SEED, WITH, _prompts, _tokens
 from transformers import PreTrainedModel
 
 from hf_batchllm import BatchGenerator, accelerated

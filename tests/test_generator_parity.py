@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support_families import FAMILIES, PROMPT_KINDS, build, family_params, random_prompts
-from support_parity import assert_parity, counted_tokens, pages_of_memory
+from support_families import FAMILIES, build, family_params, random_prompts
+from support_parity import (
+    are_greedy,
+    assert_parity,
+    counted_tokens,
+    each_config_with_some,
+    mixed_prompts,
+    pages_of_memory,
+    reference,
+    tries,
+)
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
@@ -17,17 +26,6 @@ from hf_batchllm.inputs.prompts import prepare_prompts
 from hf_batchllm.planning.sharing import make_plan
 
 NEW_TOKENS = 8
-# One of each kind of attention: plain, window on every layer, window and soft-cap, window and sinks, unequal dims,
-# learned positions, no positions on some layers.
-KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2"]
-
-
-def mixed_prompts(count: int = 4, seed: int = 1) -> list[list[int]]:
-    """Every kind of list in one: no sharing, one prefix, nested, equal, prefix of another, one token, the window."""
-    rng = random.Random(seed)
-    prompts = [prompt for kind in PROMPT_KINDS for prompt in random_prompts(rng, 97, kind, count)]
-    rng.shuffle(prompts)
-    return prompts
 
 
 def run(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **config: Any) -> BatchResult:
@@ -37,36 +35,34 @@ def run(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **c
 
 @pytest.mark.parametrize("family", family_params())
 def test_every_family_gives_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
-    prompts = mixed_prompts(3)
-    for config in ({}, {"page_size": 4, "max_batch_tokens": 23, "min_shared_tokens": 1}):
+    many = mixed_prompts(3)
+    small: dict[str, Any] = {"page_size": 4, "max_batch_tokens": 23, "min_shared_tokens": 1}
+    for prompts, config in ((many, {}), (many[::2], small)):
         result = run(family, prompts, **config)
         assert_parity(family, prompts, result, NEW_TOKENS)
         assert result.report.saving > 0.2
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_batch_tokens": 1},
-        {"max_batch_tokens": 7, "page_size": 16},
-        {"max_batch_tokens": 1 << 20, "page_size": 256},
-        {"page_size": 1, "min_shared_tokens": 0},
-        {"share_prefixes": False},
-        {"scheduler": "fifo", "max_batch_tokens": 31, "min_shared_tokens": 1},
-    ],
-    ids=lambda config: ",".join(f"{name}={value}" for name, value in config.items()),
-)
+CONFIGS: list[dict[str, Any]] = [
+    {"max_batch_tokens": 1},
+    {"max_batch_tokens": 7, "page_size": 16},
+    {"max_batch_tokens": 1 << 20, "page_size": 256},
+    {"page_size": 1, "min_shared_tokens": 0},
+    {"share_prefixes": False},
+    {"scheduler": "fifo", "max_batch_tokens": 31, "min_shared_tokens": 1},
+]
+
+
+@pytest.mark.parametrize(("family", "config"), each_config_with_some(CONFIGS, 2))
 def test_budgets_page_sizes_and_schedulers_change_nothing(
     family: str, config: dict[str, Any], watched: list[Any]
 ) -> None:
-    prompts = mixed_prompts(3)
+    prompts = mixed_prompts(1 if config.get("max_batch_tokens") == 1 else 3)
     assert_parity(family, prompts, run(family, prompts, **config), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize(("family", "page_size"), each_config_with_some([1, 8], 3))
 def test_preemption_changes_nothing(family: str, page_size: int, watched: list[Any]) -> None:
     rng = random.Random(2)
     prompts = [prompt for kind in ("nested", "distinct") for prompt in random_prompts(rng, 97, kind, 8)]
@@ -81,9 +77,9 @@ def test_preemption_changes_nothing(family: str, page_size: int, watched: list[A
     assert watched[0].free_pages == watched[0].num_pages
 
 
-@pytest.mark.parametrize("family", family_params([*KINDS_OF_ATTENTION, "stablelm", "qwen3_moe"]))
+@pytest.mark.parametrize("family", family_params(["llama", "deepseek_v3", "gpt2", "qwen3_moe"]))
 def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
-    prompts = mixed_prompts()
+    prompts = mixed_prompts(2)
     model = build(family)
     for config in ({"min_shared_tokens": 1}, {}, {"share_prefixes": False}, {"max_batch_tokens": 5}):
         generator = BatchGenerator(model, **config)
@@ -98,22 +94,8 @@ def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
             assert plan.computed_tokens == sum(map(len, prompts))
 
 
-@st.composite
-def tries(draw: st.DrawFn) -> list[list[int]]:
-    """Prompts grown on one another: each continues a part of an earlier one."""
-    prompts: list[list[int]] = []
-    for _ in range(draw(st.integers(1, 9))):
-        start: list[int] = []
-        if prompts and draw(st.booleans()):
-            earlier = draw(st.sampled_from(prompts))
-            start = earlier[: draw(st.integers(0, len(earlier)))]
-        more = draw(st.lists(st.integers(3, 90), max_size=24))
-        prompts.append((start + more)[:70] or [draw(st.integers(3, 90))])
-    return prompts
-
-
-@pytest.mark.parametrize("family", family_params(["llama", "gemma2", "gpt_oss"]))
-@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("family", family_params(["llama", "gpt_oss"]))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     prompts=tries(),
     page_size=st.sampled_from([1, 2, 3, 5, 8, 16, 64, 256]),
@@ -137,16 +119,11 @@ def test_any_list_any_budget_any_memory(
     config = {"page_size": page_size, "max_batch_tokens": budget, "min_shared_tokens": fee, "scheduler": scheduler}
     generator = BatchGenerator(build(family), kv_memory=memory, **config)
     result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
-    for index, prompt in enumerate(prompts):
-        assert_parity_of_one(family, prompt, result[index].token_ids)
+    rows = [(tuple(prompt), tuple(result[index].token_ids)) for index, prompt in enumerate(prompts)]
+    for (prompt_ids, tokens), greedy in zip(rows, are_greedy(family, rows, NEW_TOKENS), strict=True):
+        expected, sure = (tokens, NEW_TOKENS) if greedy else reference(family, prompt_ids, NEW_TOKENS)
+        assert list(tokens[:sure]) == list(expected[:sure])
     assert all(cache.free_pages == cache.num_pages for cache in watched)
-
-
-def assert_parity_of_one(family: str, prompt: list[int], tokens: list[int]) -> None:
-    from support_parity import reference
-
-    expected, sure = reference(family, tuple(prompt), NEW_TOKENS)
-    assert tokens[:sure] == expected[:sure]
 
 
 def test_the_zoo_has_every_family_that_is_promised() -> None:

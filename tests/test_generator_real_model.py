@@ -4,61 +4,42 @@ Gemma 3 270M with trained weights: real text through a vocabulary of 262,144, an
 the shared prefixes are longer than.
 """
 
-import functools
-import importlib.util
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList, StopStringCriteria
+from support_real_model import NEEDS_REAL_MODEL, ROOT, load_once
 
 from hf_batchllm import BatchGenerator, BatchResult, SharingPlan
 
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 WINDOW = 512
 
+pytestmark = NEEDS_REAL_MODEL
 
-ROOT = Path(__file__).parents[1]
-
-
-def _examples_module(name):
-    # By its path: an installed package may be called `examples` too.
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-small_model = _examples_module("small_model")
-
-pytestmark = [
-    pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available()),
-    pytest.mark.xdist_group("real_model"),  # one worker: the model and the reference tokens are made once
-    pytest.mark.timeout(900),  # the first run unpacks the model, and the reference takes a minute on an idle core
-]
-
-INSTRUCTION = "Read the page, then answer the question in one sentence.\n\n"
+INSTRUCTION = (
+    "Read the page, then answer the question in one sentence. Keep to the words of the page where you can, leave out "
+    "whatever nobody asked for, and say nothing that the page does not say.\n\n"
+)
 # What is asked about a page, and how the answer begins; a base model goes on from there.
 QUESTIONS = [
     "What is this page about?\nThe page is about",
     "When would you use this?\nYou would use this when you",
-    "What is the main point?\nThe main point is that",
     "What is a mistake to avoid?\nA mistake to avoid is",
 ]
 # Apache 2.0, because it is the same on every machine. Nowhere do the two best logits of a step come closer to each
 # other than 0.01, so that rounding, which differs between machines, decides no token.
 LICENSE = (ROOT / "LICENSE").read_text(encoding="utf-8")
-LONG = [LICENSE[250:3500], LICENSE[4700:7700]]  # 600 tokens and more
-SHORT = [LICENSE[3760:4650], LICENSE[8300:9250]]
+LONG = LICENSE[250:3500]  # 600 tokens and more
+SHORT = LICENSE[3760:4650]
 
 
 def _ask(page, question):
     return f"{INSTRUCTION}{page}\n\nQuestion: {question}"
 
 
-ABOUT_LONG = [_ask(page, question) for page, count in zip(LONG, (3, 2), strict=True) for question in QUESTIONS[:count]]
-ABOUT_SHORT = [_ask(page, question) for page in SHORT for question in QUESTIONS]
+ABOUT_LONG = [_ask(LONG, question) for question in QUESTIONS[:2]]
+ABOUT_SHORT = [_ask(SHORT, question) for question in QUESTIONS]
 ALONE = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea, there lived an old fisherman who",
@@ -66,14 +47,8 @@ ALONE = [
 ]
 SAME = ABOUT_SHORT[1]
 BEGINNING = ABOUT_SHORT[-1][: -len("\nA mistake to avoid is")]  # of another prompt
-ASKED = {ALONE[0], ABOUT_LONG[0], ABOUT_LONG[-1], SAME, BEGINNING}
+ASKED = {ALONE[0], ABOUT_LONG[0], SAME}
 PROMPTS = [ALONE[0], *ABOUT_LONG, ALONE[1], *ABOUT_SHORT, SAME, BEGINNING, ALONE[2]]
-
-
-@functools.cache
-def load_once():
-    """For tests of other files, too, where a fixture of this one would be made anew."""
-    return small_model.load()
 
 
 @pytest.fixture(scope="session")  # made once, though tests of other files may come between
@@ -163,7 +138,7 @@ def _first_difference(model, generation, expected):
 def test_the_prompts_are_what_they_are_meant_to_be(model, tokenizer):
     assert model.config.sliding_window == WINDOW
     plan = BatchGenerator(model, tokenizer).plan(PROMPTS)
-    assert sum(segment.end > WINDOW + NEW_TOKENS for segment in plan.segments) >= len(LONG)
+    assert sum(segment.end > WINDOW + NEW_TOKENS for segment in plan.segments) >= 1
     assert plan.depth >= 2  # the instruction, then the pages
     assert PROMPTS.count(SAME) == 2
     ids = [tokenizer(prompt).input_ids for prompt in (BEGINNING, ABOUT_SHORT[-1])]
@@ -192,31 +167,9 @@ def test_everything_at_once(model, tokenizer, at_once, reference):
     assert sum(ids_seen) == report.model_tokens
 
 
-def test_small_pages_and_small_steps(model, tokenizer, reference):
-    """Prefixes of many pages, computed in chunks while others decode; chunks end inside the window and beyond it."""
-    prompts = [ALONE[0], *ABOUT_LONG, *ABOUT_SHORT[:4], BEGINNING]
-    gen = BatchGenerator(model, tokenizer, page_size=8, max_batch_tokens=100)
-    result = gen.generate(prompts, max_new_tokens=NEW_TOKENS)
-    _assert_same(model, reference, prompts, result)
-    assert result.report.steps > result.report.computed_tokens / 100
-
-
-def test_memory_so_small_that_sequences_wait_and_yield(model, tokenizer, reference):
-    config = model.config
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    prompts = [*ABOUT_LONG[:3], *ABOUT_SHORT, SAME, *ALONE]
-    longest = max(len(tokenizer(prompt).input_ids) for prompt in prompts)
-    gen = BatchGenerator(model, tokenizer, page_size=4, kv_memory=(longest + 40) * token_bytes)
-    result = gen.generate(prompts, max_new_tokens=NEW_TOKENS)
-    _assert_same(model, reference, prompts, result)
-    assert result.report.preemptions > 0
-    assert result.report.recomputed_tokens > 0
-    assert result.report.peak_memory <= result.report.kv_memory <= (longest + 40) * token_bytes
-
-
 def test_log_probabilities(model, tokenizer, reference):
-    """Of prompts, too, through a window that is left behind; the head runs in steps of many rows."""
-    prompts = [ABOUT_LONG[0], ALONE[0]]
+    """Of prompts, too, over a vocabulary of which the head runs few rows at a time."""
+    prompts = [ABOUT_SHORT[0], ALONE[0]]
     result = BatchGenerator(model, tokenizer).generate(
         prompts, max_new_tokens=NEW_TOKENS, logprobs=2, prompt_logprobs=1
     )
@@ -235,28 +188,3 @@ def test_log_probabilities(model, tokenizer, reference):
             got = torch.tensor(list(entry.values()))
             torch.testing.assert_close(got, expected[others], atol=1e-3, rtol=0)
             assert got[0].item() == pytest.approx(expected.max().item(), abs=1e-3)
-
-
-def test_strings_ids_and_tensors_are_the_same_prompts(model, tokenizer, reference):
-    prompts = [ABOUT_SHORT[0], ABOUT_SHORT[1], ALONE[1]]
-    ids = [tokenizer(prompt).input_ids for prompt in prompts]
-    gen = BatchGenerator(model)  # the tokenizer is found beside the model
-    mixed = gen.generate([prompts[0], ids[1], torch.tensor(ids[2])], max_new_tokens=NEW_TOKENS)
-    _assert_same(model, reference, prompts, mixed)
-    assert mixed.texts == [tokenizer.decode(reference[prompt], skip_special_tokens=True) for prompt in prompts]
-
-
-@pytest.mark.parametrize("strings", [[". ", ", and", "the", "def fibonacci(n):\n    if"]])
-def test_strings_end_real_text_where_they_do_in_generate(model, tokenizer, strings):
-    prompts = ALONE[1:4]
-    with BatchGenerator(model, tokenizer) as generator:
-        result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, stop_strings=strings)
-    ended = 0
-    # What `generate` makes of `stop_strings` for each prompt anew, which takes seconds.
-    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
-    for prompt, generation in zip(prompts, result, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt")
-        expected = model.generate(**ids, max_new_tokens=NEW_TOKENS, stopping_criteria=criteria)
-        assert generation.token_ids == expected[0, ids.input_ids.shape[1] :].tolist()
-        ended += generation.finish_reason == "stop"
-    assert ended

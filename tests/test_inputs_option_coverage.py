@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test_generator_option_combinations import ANY, DRAWN
-from test_generator_real_options import GREEDY
+from support_options import ANY, DRAWN
+from support_real_options import GREEDY
 
 from hf_batchllm.inputs.option_row import Fate, OptionKind
 from hf_batchllm.inputs.option_table import TABLE, names

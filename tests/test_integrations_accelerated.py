@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
 import re
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,31 +298,3 @@ def test_threads_take_turns(model: Any) -> None:
 
 
 # -- a real model ----------------------------------------------------------------------------------------------
-
-
-def _small_model() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "small_model.py"
-    spec = importlib.util.spec_from_file_location("small_model", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-small_model = _small_model()
-
-
-@pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available())
-@pytest.mark.xdist_group("real_model")
-@pytest.mark.timeout(900)  # the first run unpacks the model
-def test_a_pipeline_with_a_real_model() -> None:
-    model, tokenizer = small_model.load()
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    start = "Answer in one word.\nQ: What is the capital of Italy?\nA: Rome\nQ: What is the capital of "
-    texts = [f"{start}{land}?\nA:" for land in ("France", "Germany", "the United Kingdom")] + ["Once upon a time"]
-    call = {"batch_size": 4, "max_new_tokens": 3, "do_sample": False, "return_full_text": False}
-    expected = pipe(texts, **call)
-    assert [answer[0]["generated_text"].split()[0] for answer in expected[:3]] == ["Paris", "Berlin", "London"]
-    with accelerated_throughout(model):
-        assert pipe(texts, **call) == expected
-        assert model.generate.last_report.saving > 0.5

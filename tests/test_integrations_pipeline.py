@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -19,6 +17,7 @@ from support_letter_tokenizers import letter_tokenizer
 from support_pipelines import CHATS, GREEDY, Texts, made
 from support_pipelines import pipe as pipe  # fixtures
 from support_pipelines import stock as stock
+from support_real_model import load_once, needs_real_model
 from torch.utils.data import IterableDataset
 from transformers import (
     GenerationConfig,
@@ -285,25 +284,13 @@ def test_lists_show_a_bar(pipe: Any, capsys: pytest.CaptureFixture[str]) -> None
 # -- a real model ----------------------------------------------------------------------------------------------
 
 
-def _small_model() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "small_model.py"
-    spec = importlib.util.spec_from_file_location("small_model", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-small_model = _small_model()
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-@pytest.mark.skipif(not small_model.is_available(), reason=small_model.why_not_available())
-@pytest.mark.xdist_group("real_model")
-@pytest.mark.timeout(900)  # the first run unpacks the model
-def test_a_real_model() -> None:
-    model, tokenizer = small_model.load()
-    tokenizer.chat_template = TEMPLATE
+@needs_real_model
+def test_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load_once()
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     start = "Answer in one word.\nQ: What is the capital of Italy?\nA: Rome\nQ: What is the capital of "
     texts = [f"{start}{land}?\nA:" for land in ("France", "Germany")]
     chats = [[{"role": "user", "content": f"The capital of {land} is"}] for land in ("France", "Germany")]
@@ -315,12 +302,7 @@ def test_a_real_model() -> None:
     expected = stock(texts, batch_size=2, **call)
     assert pipe(texts, **call) == expected
     assert "Paris" in expected[0][0]["generated_text"] and "Berlin" in expected[1][0]["generated_text"]
-    rows = KeyDataset(datasets.Dataset.from_dict({"text": texts}), "text")
-    assert list(pipe(rows, **call)) == list(pipe((text for text in texts), **call)) == expected
     assert pipe(chats, **call) == stock(chats, batch_size=2, **call)
     with accelerated(stock):
         assert stock(texts, **call) == expected
         assert stock.last_report.sequences == 2
-    (samples,) = pipe(texts[:1], num_return_sequences=3, max_new_tokens=2, seed=5)
-    assert len(samples) == 3
-    assert all(record["generated_text"].startswith(texts[0]) for record in samples)

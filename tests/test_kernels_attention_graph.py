@@ -139,7 +139,7 @@ def test_twins(variant: Variant) -> None:
 def test_kernels() -> None:
     variant = PLAIN[0]
     step = Step(ct, variant, rows=8, pages=200, device=DEVICE)
-    cases = mixes(variant, rows=5, most=30)
+    cases = mixes(variant, rows=4, most=20)
     for case in (cases[1], cases[3]):
         step.check(case, step)
 

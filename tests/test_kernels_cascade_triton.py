@@ -28,7 +28,7 @@ PLAIN = [
     Variant(8, 1, 16, 16, 32, F64, sinks=True), Variant(10, 2, 8, 16, 16, F32, window=50, sinks=True),
     Variant(64, 1, 8, 8, 16, F64), Variant(4, 1, 16, 16, 64, F64, window=33), Variant(32, 2, 8, 8, 16, F16),
 ]  # fmt: skip
-PLAIN_CASES = 400
+PLAIN_CASES = 160
 
 
 def plain_case(case: int) -> DecodeCase:
@@ -51,7 +51,7 @@ def check(variant: Variant, seed: int, rows: int = 9, most: int = 70, suffixes: 
 
 
 @kernel
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_trees(seed: int) -> None:
     check(SMALL, seed)
 
@@ -85,9 +85,9 @@ def test_window(window: int) -> None:
 
 @kernel
 def test_softcap_and_sinks() -> None:
-    check(replace(SMALL, softcap=1.5), 7)
-    check(replace(SMALL, sinks=True), 7)
-    check(replace(SMALL, dtype=F16, softcap=1.5, window=20, sinks=True), 8)
+    check(replace(SMALL, softcap=1.5), 7, rows=5, most=40)
+    check(replace(SMALL, sinks=True), 7, rows=5, most=40)
+    check(replace(SMALL, dtype=F16, softcap=1.5, window=20, sinks=True), 8, rows=6)
 
 
 @kernel

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 from support_kernels import plain
-from test_kernels_small import NORM, ROPE, norm_case, parts, rope_case
+from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
 from hf_batchllm.kernels import cut_triton, past_triton, prefill_hopper, sample_triton, small_triton
 from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
@@ -49,9 +49,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert names
 
 
-@pytest.mark.parametrize("seeds", [1, ROWS])
-@pytest.mark.parametrize("temperature", [0.7, "of each row", "the best of some"])
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("seeds", "temperature", "cut"),
+    [(1, 0.7, False), (ROWS, 0.7, True), (1, "of each row", True), (ROWS, "of each row", False),
+     (ROWS, "the best of some", False), (1, "the best of some", True)],
+)  # fmt: skip
 def test_sampling(compiled: list[str], seeds: int, temperature: Any, cut: bool) -> None:
     logits, numbers = torch.zeros(ROWS, VOCABULARY, dtype=BF16), torch.zeros(4, ROWS, dtype=torch.int32)
     if isinstance(temperature, str):

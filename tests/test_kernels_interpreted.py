@@ -1,6 +1,6 @@
-"""Without a GPU every kernel is held against its twin under Triton's interpreter, in processes of their own.
+"""Without a GPU every kernel is held against its twin under Triton's interpreter, in a process of their own.
 
-Few processes, as each takes longer to import what it needs than most files take.
+One process, as each takes longer to import what it needs than most files take.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from support_kernels import GPU, INTERPRETED
 HERE = Path(__file__).parent
 HAS_SUCH_TESTS = re.compile(r"^from support_kernels import .*\bkernel\b|skipif\(not INTERPRETED", re.MULTILINE)
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if HAS_SUCH_TESTS.search(path.read_text("utf-8")))
-PROCESSES = 2
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(PROCESSES))
-def test_under_the_interpreter(part: int) -> None:
+def test_under_the_interpreter() -> None:
     assert len(FILES) > 8
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-r", "f", *FILES[part::PROCESSES]],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-r", "f", *FILES],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

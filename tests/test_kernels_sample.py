@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from support_kernels import DEVICE, copies, draw, kernel, plain
+from support_sampling_cases import PAGE, gap, keys, random_rows
 
 from hf_batchllm.kernels import sample_triton, small_torch
-from hf_batchllm.kernels.small_torch import FULL, NO_PAGE, NO_TOKEN, PADDING, RUNNING, STOPPED, Rows
+from hf_batchllm.kernels.small_torch import FULL, NO_PAGE, NO_TOKEN, RUNNING, STOPPED, Rows
 
 NAN = float("nan")
 
@@ -57,31 +58,6 @@ def test_greedy_native(case: int) -> None:
 
 
 # -- gumbel_sample ---------------------------------------------------------------------------------------------
-
-
-def keys(rng: np.random.Generator, rows: int) -> dict[str, torch.Tensor]:
-    """Seed and counters, in the whole of their ranges."""
-    return {
-        "seed": torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, 1)),
-        "prompt": torch.from_numpy(rng.integers(0, 2**31 - 1, rows)),
-        "sample": torch.from_numpy(rng.integers(0, 9, rows)),
-        "position": torch.from_numpy(rng.integers(0, 10**6, rows)),
-    }
-
-
-def gap(scores: torch.Tensor, given: dict[str, torch.Tensor], row: int, *tokens: int) -> float:
-    """How near two tokens were to each other: within their block, or their blocks if there are two."""
-    size = small_torch.SAMPLE_BLOCK
-    blocks = [token // size for token in tokens]
-    seed = given["seed"][row if len(given["seed"]) > 1 else 0]
-    mine = [seed, *(given[name][row : row + 1] for name in ("prompt", "sample", "position"))]
-    if blocks[0] == blocks[1]:
-        noisy = scores[list(tokens)] - small_torch.exponential(torch.tensor(tokens), *mine).log()
-    else:
-        weights = torch.stack([part.logsumexp(0) for part in scores.split(size)])
-        begin = torch.tensor(blocks) * size
-        noisy = weights[blocks] - small_torch.exponential(begin, *mine, second=True).log()
-    return abs(float(noisy[0] - noisy[1]))
 
 
 def check_gumbel(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> None:
@@ -246,32 +222,7 @@ def test_noise_is_never_0_or_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- advance ---------------------------------------------------------------------------------------------------
 
-PAGES, STEPS, PAGE = 5, 3, 4
 EOS = torch.tensor([2, 7, -1, -1])
-
-
-def random_rows(rng: np.random.Generator, rows: int) -> Rows:
-    start = rng.integers(0, 50, rows)
-    position = start + rng.integers(0, PAGES * PAGE, rows)
-    pages = rng.permutation(rows * PAGES).reshape(rows, PAGES)
-    pages[np.arange(PAGES)[None] > ((position - start) // PAGE + rng.integers(0, 2, rows))[:, None]] = -1
-    offset = position - start
-
-    def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values)).to(dtype)
-
-    return Rows(
-        token=tensor(rng.integers(0, 99, rows), torch.int64),
-        position=tensor(position, torch.int64),
-        length=tensor(position + 1),
-        slot=tensor(pages[np.arange(rows), offset // PAGE] * PAGE + offset % PAGE, torch.int64),
-        made=tensor(rng.integers(0, 9, rows)),
-        remaining=tensor(rng.integers(1, 4, rows)),
-        status=tensor(rng.choice([RUNNING, RUNNING, RUNNING, STOPPED, FULL, NO_PAGE, NO_TOKEN, PADDING], rows)),
-        start=tensor(start),
-        pages=tensor(pages),
-        produced=torch.full((rows, STEPS), -7),
-    )
 
 
 def check_advance(seed: int, most: int, steps: int = 4) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +11,33 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval import tasks as harness_tasks
-from support_lm_eval import EOS, TASKS, THINK, TURN, asked, eval_model, eval_tokenizer, instances, pair
+from support_lm_eval import (
+    EOS,
+    EXAMPLES,
+    NAMES,
+    PAIRS,
+    TASKS,
+    THINK,
+    TURN,
+    asked,
+    assert_close,
+    eval_model,
+    eval_tokenizer,
+    instances,
+    pair,
+    task_manager,
+)
+from support_lm_eval import _quick as _quick  # a fixture
+from support_lm_eval import calls as calls  # a fixture
+from support_lm_eval import saved as saved  # a fixture
 from transformers import GenerationConfig
 
 from hf_batchllm import PromptError, UnsupportedOptionError
-from hf_batchllm.generator import BatchGenerator
 from hf_batchllm.lm_eval import main
 from hf_batchllm.lm_eval.command import with_our_model
 from hf_batchllm.lm_eval.registration import NAME
 
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
-
-ROOT = Path(__file__).resolve().parents[1]
-NAMES = ["hb_choices", "hb_endings", "hb_pages", "hb_words"]
-EXAMPLES = "The dog sat on the mat, and the cat sat on the dog.\nBees make honey. Dogs bark.\n日本の首都は東京\n"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it asks other programs for seconds
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    yield
-    logging.disable(before)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which methods of a generator run, one after the other."""
-    made: list[str] = []
-    for name in ("score", "stream", "generate"):
-        inner = getattr(BatchGenerator, name)
-
-        def noted(self: Any, *given: Any, _inner: Any = inner, _name: str = name, **more: Any) -> Any:
-            made.append(_name)
-            return _inner(self, *given, **more)
-
-        monkeypatch.setattr(BatchGenerator, name, noted)
-    return made
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    eval_model().save_pretrained(folder)
-    eval_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def task_manager() -> Any:
-    return harness_tasks.TaskManager(include_path=TASKS, include_defaults=False)
-
-
-def assert_close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], rel=1e-6, abs=1e-4)
 
 
 # -- whole evaluations -----------------------------------------------------------------------------------------
@@ -133,16 +103,6 @@ def test_the_model_runs_if_none_is_named() -> None:
 
 
 # -- likelihoods -----------------------------------------------------------------------------------------------
-
-PAIRS = [
-    *[(f"{EXAMPLES}What sat on the mat?", answer) for answer in (" The dog", " the cat", " the", " bees")],
-    *[(f"{EXAMPLES}What is it? ", answer) for answer in ("honey", " honey", "b", "東京", "🏔️")],
-    *[(f"{EXAMPLES}Dogs", answer) for answer in (" b", " m", " bark", " bark. Cats")],  # a token, or several
-    *[("", answer) for answer in ("The", " dog", "<bos>The")],
-    *[("<bos>the dog", " sat"), ("the", "<eos>"), ("x \n ", "y"), ("x", " ")],
-    *[("the dog " * 90, answer) for answer in ("sat", "sat on the mat", "and the cat " * 6)],  # too long by far
-    *[("the dog", " sat")] * 2,
-]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from support_families import REFUSED
-from support_lm_eval import asked, eval_model, eval_tokenizer, pair
-from test_lm_eval import NAMES, PAIRS, ROOT, assert_close, task_manager
-from test_lm_eval import _quick as _quick  # fixtures, as are the next two
-from test_lm_eval import calls as calls
-from test_lm_eval import saved as saved
+from support_lm_eval import NAMES, PAIRS, ROOT, asked, assert_close, eval_model, eval_tokenizer, pair, task_manager
+from support_lm_eval import _quick as _quick  # fixtures, as are the next two
+from support_lm_eval import calls as calls
+from support_lm_eval import saved as saved
 from transformers.utils import logging as transformers_logging
 
 from hf_batchllm import BatchConfig, ConfigError, UnsupportedModelError

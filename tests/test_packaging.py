@@ -190,9 +190,18 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("place", ["the root", "elsewhere"])
-@pytest.mark.parametrize("how", ["not installed", "editable", "wheel"])
+@pytest.mark.parametrize(
+    ("how", "place", "start"),
+    [
+        *(("wheel", "the root", start) for start in STARTS),  # two trees to choose from
+        ("wheel", "elsewhere", "python -c"),
+        ("wheel", "elsewhere", "pytest"),
+        ("editable", "the root", "pytest"),
+        ("editable", "elsewhere", "python -m pytest"),
+        ("not installed", "the root", "python -c"),
+        ("not installed", "elsewhere", "pytest"),
+    ],
+)
 def test_every_module_is_found_in_one_tree(
     how: str, place: str, start: str, checkout: Path, installed: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -8,28 +8,32 @@ from typing import Any
 
 import pytest
 import torch
+from support_attention_twins import twins as twins
 from support_families import build, family_params
 from support_fused import (
     FORWARDS,
     FUSED_FAMILIES,
     TWINS,
+    OwnLayer,
+    a_layer,
+    as_class,
     assert_same_logits,
     forwards_of,
     logits_of_steps,
     new_model,
+    own_forward,
     reasons,
     run,
     said_of,
     some_prompts,
+    wrap,
 )
 from support_fused import fusing as fusing  # a fixture
+from support_interrupts import Stop, interrupted_or_whole
 from support_kernels import INTERPRETED
 from support_parity import assert_parity
 from support_parity import watched as watched
 from support_untouched import fingerprint
-from test_generator_interrupts import Stop, interrupted_or_whole
-from test_model_triton_attention import twins as twins
-from test_patches_fused_obstacles import OwnLayer, a_layer, as_class, own_forward, wrap
 from torch import nn
 
 from hf_batchllm import BatchGenerator
@@ -221,7 +225,7 @@ def test_interrupts_at_any_line(fusing: list[int], monkeypatch: pytest.MonkeyPat
         before = fingerprint(model)
         every = Stop(0, files)
         every.during(lambda: interrupted_or_whole(generator))
-        for at in random.Random(5).sample(range(1, every.count), 25):
+        for at in random.Random(5).sample(range(1, every.count), 12):
             stop = Stop(at, files)
             stop.during(lambda: interrupted_or_whole(generator))
             assert stop.place

@@ -12,6 +12,8 @@ from support_families import FAMILIES
 from support_fused import (
     TWINS,
     Adapter,
+    HalfParameter,
+    a_layer,
     assert_same_logits,
     forwards_of,
     logits_of_steps,
@@ -22,7 +24,6 @@ from support_fused import (
 )
 from support_fused import fusing as fusing  # a fixture
 from support_kernels import INTERPRETED
-from test_patches_fused_obstacles import HalfParameter, a_layer
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import GELUTanh

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from support_fused import FORWARDS, Adapter, assert_same_logits, logits_of_steps, new_model, reasons
+from support_fused import (
+    FORWARDS,
+    HalfParameter,
+    OwnLayer,
+    a_layer,
+    as_class,
+    assert_same_logits,
+    logits_of_steps,
+    new_model,
+    own_forward,
+    reasons,
+    wrap,
+)
 from support_fused import fusing as fusing  # a fixture
 from support_kernels import INTERPRETED
 from torch import nn
@@ -29,11 +41,6 @@ class OwnNorm(modeling_llama.LlamaRMSNorm):
         return super().forward(hidden_states) * 1.5
 
 
-class OwnLayer(LlamaDecoderLayer):
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return super().forward(hidden_states, **kwargs) * 0.9
-
-
 class Wrapper(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -41,29 +48,6 @@ class Wrapper(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
-
-
-class HalfParameter(torch.Tensor):
-    """As quantised and sharded weights come."""
-
-
-def a_layer(model: Any) -> Any:
-    return model.model.layers[1]
-
-
-def wrap(model: Any, name: str) -> None:
-    *path, last = name.split(".")
-    owner = a_layer(model).get_submodule(".".join(path))
-    setattr(owner, last, Adapter(getattr(owner, last)))
-
-
-def own_forward(module: nn.Module) -> None:
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-
-
-def as_class(module: nn.Module, cls: type) -> None:
-    module.__class__ = cls
 
 
 def _hook(module: nn.Module) -> None:

@@ -11,9 +11,9 @@ import torch
 from support_families import family_params
 from support_fused import FUSED_FAMILIES, TWINS, forwards_of, new_model, some_prompts
 from support_fused import fusing as fusing  # a fixture
+from support_interrupts import Stop
 from support_kernels import INTERPRETED
 from support_untouched import fingerprint
-from test_generator_interrupts import Stop
 from transformers import AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator

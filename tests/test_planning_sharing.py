@@ -60,7 +60,7 @@ def segment_prefixes(plan, rows):
     return [tuple(rows[segment.prompt][: segment.end]) for segment in plan.segments]
 
 
-@settings(max_examples=900, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(rows=PROMPTS, fee=st.integers(0, 5))
 def test_plan_is_the_cheapest_of_all_subsets_of_the_tree(rows, fee):
     plan = plan_sharing(as_prompts(rows), min_shared_tokens=fee)
@@ -173,7 +173,7 @@ def check_plan(plan, rows, keys):
     assert plan.depth == max((sum(index in below for below in members) for index in range(len(rows))), default=0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(data=st.data(), rows=PROMPTS, fee=st.integers(0, 3), share=st.booleans())
 def test_plan_is_consistent(data, rows, fee, share):
     keys = data.draw(st.lists(KEYS, min_size=len(rows), max_size=len(rows)))

@@ -13,12 +13,11 @@ import pytest
 import torch
 from support_device_loop import run_over_twins
 from support_families import build
+from support_interrupts import Stop
 from support_kernels import plain
-from support_parity import assert_parity, counted_tokens, pages_of_memory
+from support_parity import assert_parity, counted_tokens, mixed_prompts, pages_of_memory
+from support_timekeeper import Clock, assert_in_order, rows_of
 from support_word_tokenizer import word_tokenizer
-from test_engine_timekeeper import Clock, assert_in_order, rows_of
-from test_generator_interrupts import Stop
-from test_generator_parity import mixed_prompts
 from transformers.generation.streamers import BaseStreamer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, RunReport, accelerated
@@ -311,7 +310,7 @@ def test_interrupts_at_any_line() -> None:
     every = Stop(0, files)
     every.during(run)
     reports = 0
-    for at in random.Random(1).sample(range(1, every.count), 40):
+    for at in random.Random(1).sample(range(1, every.count), 20):
         try:
             Stop(at, files).during(run)
         except GenerationInterrupted as interrupt:

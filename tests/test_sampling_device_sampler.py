@@ -12,8 +12,8 @@ import pytest
 import torch
 from support_distributions import assert_drawn_from, brief, processors_of
 from support_families import build
+from support_host_sampler import Discouraging, requests_of, sampler
 from support_kernels import DEVICE, GPU, kernel, plain
-from test_sampling_host_sampler import Discouraging, requests_of, sampler
 from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 from hf_batchllm.inputs.call_arguments import CallArguments

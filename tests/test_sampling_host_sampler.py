@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,40 +11,16 @@ import pytest
 import torch
 from support_distributions import assert_drawn_from, brief, expected_token, processors_of
 from support_families import build
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from support_host_sampler import LARGE, Discouraging, large_model, requests_of, sampler
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
 from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler, processor_chains
-from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens
+from hf_batchllm.sampling.host_sampler import draw_tokens
 
 FAMILY = "llama"
-LARGE = 262_144
-
-
-@cache
-def large_model() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=LARGE, **sizes))
-
-
-def sampler(seed: int | None, model: Any = None, **options: Any) -> HostSampler:
-    model = model or large_model()
-    options = {"do_sample": seed is not None, "max_new_tokens": 50, **options}
-    return HostSampler(model, [resolve_options(model, None, options)] * 10_000, seed)
-
-
-def requests_of(count: int, lengths: Sequence[tuple[int, int]] = ((3, 0),), vocabulary: int = 97) -> list[Request]:
-    """Requests with so many tokens in the prompt and so many new ones, in turn."""
-    rng = np.random.default_rng(0)
-    made = []
-    for index in range(count):
-        prompt, new = lengths[index % len(lengths)]
-        request = Request(index, rng.integers(0, vocabulary, prompt).astype(np.int32), 50)
-        request.generated = rng.integers(0, vocabulary, new).tolist()
-        made.append(request)
-    return made
 
 
 # -- inverting the distribution function -----------------------------------------------------------------------
@@ -98,8 +73,7 @@ def test_each_token_has_its_exact_share_of_the_noise(kind: str, vocabulary: int)
     assert ((found - probabilities[tokens]).abs() < 1e-5 * probabilities[tokens] + 4 * 2.0**-53).all()
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
-@pytest.mark.parametrize("options", [{"top_k": 0, "temperature": 0.7}, {"top_k": 500}], ids=brief)
+@pytest.mark.parametrize(("kind", "options"), [("flat", {"top_k": 0, "temperature": 0.7}), ("peaked", {"top_k": 500})])
 def test_a_large_vocabulary_is_drawn_from_evenly(kind: str, options: dict[str, Any]) -> None:
     scores = shaped(kind, LARGE)
     scores[scores == 20] = 9  # a third of the mass or so
@@ -235,14 +209,6 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # -- processors that look back ---------------------------------------------------------------------------------
-
-
-class Discouraging(LogitsProcessor):
-    """Of a kind that ``HostSampler`` does not know: it looks at the last token, and works in place."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[torch.arange(len(scores)), input_ids[:, -1]] -= 5
-        return scores
 
 
 def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **options: Any) -> torch.Tensor:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_families import build, family_params, random_prompts
-from support_parity import counted_tokens, pages_of_memory, watched  # noqa: F401
-from test_generator_parity import tries
+from support_families import build, random_prompts
+from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult, Generation, GenerationInterrupted
 from hf_batchllm.engine import extra_outputs
@@ -71,18 +70,7 @@ def assert_entry(entry: dict[int, float] | None, token: int, expected: torch.Ten
 # -- as a plain forward gives them -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", family_params(KINDS_OF_ATTENTION))
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"share_prefixes": False},
-        {"page_size": 3, "max_batch_tokens": 1},
-        {"max_batch_tokens": 7},
-        {"scheduler": "fifo", "max_batch_tokens": 16},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "config"), each_config_with_some(CUTS, 1, KINDS_OF_ATTENTION))
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
     result = generate(family, mixed_prompts(), **config)

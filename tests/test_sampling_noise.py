@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from support_distributions import SIDES, assert_drawn_from, brief, expected_token, processors_of
-from support_families import build, random_prompts
+from support_families import build
+from support_llama_calls import FAMILY, prompts
+from support_llama_calls import generator as generator  # a fixture
 from support_parity import pages_of_memory
 from support_parity import watched as watched  # a fixture
 from transformers import set_seed
@@ -23,18 +25,6 @@ from hf_batchllm.planning.scheduler import FifoScheduler
 from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler
 from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens, philox, uniforms
-
-FAMILY = "llama"
-
-
-def prompts(kind: str = "mixed", count: int = 14) -> list[list[int]]:
-    return random_prompts(random.Random(3), 97, kind, count)
-
-
-@pytest.fixture(scope="module")
-def generator() -> BatchGenerator:
-    return BatchGenerator(build(FAMILY), min_shared_tokens=4, page_size=8)
-
 
 # -- the distribution, end to end ------------------------------------------------------------------------------
 
@@ -52,15 +42,10 @@ def distribution(tokens: Sequence[int], prompt_tokens: int, **options: Any) -> n
     "options",
     [
         {"top_k": 0},
-        {},  # generate's default of top_k=50
         {"top_k": 0, "temperature": 0.5},
-        {"top_k": 0, "temperature": 2.5},
-        {"top_k": 5},
         {"top_k": 0, "top_p": 0.8},
-        {"top_k": 0, "min_p": 0.08},
         {"top_k": 0, "repetition_penalty": 1.6},
         {"top_k": 12, "top_p": 0.9, "temperature": 1.7, "repetition_penalty": 1.2},
-        {"top_k": 30, "min_p": 0.02, "temperature": 2.0},
         {"top_k": 0, "top_p": 0.95, "min_p": 0.05, "temperature": 2.0},
         {"top_k": 0, "temperature": 3.0, "min_new_tokens": 2, "eos_token_id": list(range(0, 101, 2))},
     ],

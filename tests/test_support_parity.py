@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from support_families import build
-from support_parity import is_greedy, reference
+from support_parity import _GREEDY, are_greedy, reference
 
 PROMPT = tuple(range(1, 13))
 
@@ -14,9 +14,13 @@ PROMPT = tuple(range(1, 13))
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """What was found with one EOS is not what another would give."""
-    is_greedy.cache_clear()
+    _GREEDY.clear()
     yield
-    is_greedy.cache_clear()
+    _GREEDY.clear()
+
+
+def is_greedy(family: str, prompt: tuple[int, ...], made: tuple[int, ...], new_tokens: int) -> bool:
+    return are_greedy(family, [(prompt, made)], new_tokens)[0]
 
 
 def test_a_row_with_another_token_is_not_greedy() -> None:
@@ -32,6 +36,6 @@ def test_a_row_of_another_length_is_not_greedy(monkeypatch: pytest.MonkeyPatch) 
     assert not is_greedy("llama", PROMPT, row[:5], 6) and not is_greedy("llama", PROMPT, row, 5)
     assert row[5] not in row[:5]
     monkeypatch.setattr(build("llama").generation_config, "eos_token_id", row[5])
-    is_greedy.cache_clear()
+    _GREEDY.clear()
     assert is_greedy("llama", PROMPT, row, 6) and is_greedy("llama", PROMPT, row, 9)
     assert not is_greedy("llama", PROMPT, row, 5)  # it ends with EOS, but beyond its limit

@@ -1,0 +1,43 @@
+"""Calls over the kernels' work lists without a GPU: the kernels' plain PyTorch twins take their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support_parity import watched as watched  # a fixture
+
+from hf_batchllm.kernels import cascade_torch, small_torch
+from hf_batchllm.model.triton_attention import AttentionKernels, StepWork, TritonBackend
+
+TWINS = AttentionKernels(
+    write=small_torch.rope_and_write,
+    attend_items=cascade_torch.attend_items,
+    merge_parts=cascade_torch.merge_parts,
+    attend_chunks=cascade_torch.attend_chunks,
+    by_page=lambda pages: pages,
+    launch_options=lambda *shape: {"tile": 64},
+    unsupported=lambda *shape: None,
+)
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Calls run over the work lists, without a GPU. What it gives says what they did."""
+    seen: dict[str, Any] = {"gates": (4, 2), "lists": [], "kernels": TWINS}
+
+    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> TritonBackend:
+        return TritonBackend(seen["kernels"], storage, device, notices, seen["gates"])
+
+    lists = StepWork.lists
+
+    def noted_lists(self: StepWork, *key: Any) -> Any:
+        new = key not in self._lists
+        work = lists(self, *key)
+        if new:
+            seen["lists"].append(work)
+        return work
+
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)
+    monkeypatch.setattr(StepWork, "lists", noted_lists)
+    return seen

@@ -1,0 +1,49 @@
+"""Samplers on the host and requests for them, without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+
+from hf_batchllm.inputs.resolve_options import resolve_options
+from hf_batchllm.planning.units import Request
+from hf_batchllm.sampling.host_sampler import HostSampler
+
+LARGE = 262_144
+
+
+@cache
+def large_model() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=LARGE, **sizes))
+
+
+def sampler(seed: int | None, model: Any = None, **options: Any) -> HostSampler:
+    model = model or large_model()
+    options = {"do_sample": seed is not None, "max_new_tokens": 50, **options}
+    return HostSampler(model, [resolve_options(model, None, options)] * 10_000, seed)
+
+
+def requests_of(count: int, lengths: Sequence[tuple[int, int]] = ((3, 0),), vocabulary: int = 97) -> list[Request]:
+    """Requests with so many tokens in the prompt and so many new ones, in turn."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        prompt, new = lengths[index % len(lengths)]
+        request = Request(index, rng.integers(0, vocabulary, prompt).astype(np.int32), 50)
+        request.generated = rng.integers(0, vocabulary, new).tolist()
+        made.append(request)
+    return made
+
+
+class Discouraging(LogitsProcessor):
+    """Of a kind that ``HostSampler`` does not know: it looks at the last token, and works in place."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[torch.arange(len(scores)), input_ids[:, -1]] -= 5
+        return scores

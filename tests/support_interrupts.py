@@ -1,0 +1,91 @@
+"""An interrupt at any line of the library, hit on purpose."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache, cached_property
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from support_untouched import NEW_TOKENS, prompts
+
+import hf_batchllm
+from hf_batchllm import BatchGenerator, GenerationInterrupted
+
+GIVEN = prompts(count=7)
+
+OPTIONS = {"max_new_tokens": NEW_TOKENS}
+
+
+class Stop:
+    """An interrupt at the ``at``-th line that is run in certain files: any place in the code, hit on purpose."""
+
+    HERE = os.path.dirname(os.path.dirname(hf_batchllm.__file__))
+    OWN = (BatchGenerator.generate.__code__, BatchGenerator.stream.__code__)
+
+    def __init__(self, at: int, files: tuple[str, ...]) -> None:
+        self.at, self.files, self.count, self.place = at, files, 0, ""
+        unknown = [name for name in files if name != "contextlib.py" and not self._named(name)]
+        assert not unknown, f"no module of the library is called {unknown}"
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not self._is_meant(frame.f_code):
+            return self._pass
+        # Where these two themselves are before their `try`, no interrupt can come: nothing is called there.
+        if event in ("call", "line") and frame.f_code not in self.OWN:
+            self.count += 1
+            if self.count == self.at:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def _pass(self, frame: FrameType, event: str, arg: Any) -> None:
+        return None
+
+    def _is_meant(self, code: CodeType) -> bool:
+        if os.path.basename(code.co_filename) == "contextlib.py":
+            return not self.files or "contextlib.py" in self.files
+        return code.co_filename in (self._named("") if not self.files else self._chosen)
+
+    @cached_property
+    def _chosen(self) -> set[str]:
+        return set().union(*map(self._named, self.files))
+
+    @classmethod
+    @cache
+    def _named(cls, ending: str) -> set[str]:
+        """The library's modules whose path ends like this: "call.py" is "engine/call.py"."""
+        parts = [os.path.join(cls.HERE, part) for part in ("hf_batchllm", "kernels", "patches")]
+        every = {str(path) for part in parts for path in Path(part).rglob("*.py")}
+        return {path for path in every if not ending or path.endswith(f"/{ending}")}
+
+    def during(self, call: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            return call()
+        finally:
+            sys.settrace(before)
+
+
+# Where a call is set up and put away: few of the lines that are run, and those that matter.
+CRITICAL = (
+    "contextlib.py",
+    "hf_batchllm/generator.py",
+    "engine/call.py",
+    "model/runner.py",
+    "patches/attention_swap.py",
+    "patches/attention_interface.py",
+    "engine/kv_memory.py",
+)
+
+
+def interrupted_or_whole(generator: BatchGenerator) -> Any:
+    try:
+        return generator.generate(GIVEN, **OPTIONS)
+    except GenerationInterrupted as interrupt:
+        return interrupt
