@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+EVERYTHING = 1 << 40  # a position behind all others
 _DENSE_SCORES = 1 << 25  # most scores that are held at once where they must be spelled out
 
 

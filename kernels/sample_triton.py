@@ -1,4 +1,4 @@
-"""From logits to the next step's inputs without the host, in Triton; the twins are in ``small_torch``.
+"""From logits to the next step's inputs without the host, in Triton; the twins are in ``sample_torch``.
 
 ``greedy`` and ``gumbel_sample`` go over blocks of the vocabulary first, then over what the blocks found. Noise is made
 from a counter: a token's depends on (seed, prompt, sample, position, token) alone, not on the batch it is drawn in.
@@ -13,21 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
-from . import recipes, small_torch
-from .recipes import RowRecipes
-from .small_torch import SAMPLE_BLOCK, Rows
+from . import sample_torch, sampling_recipes
+from .sample_torch import SAMPLE_BLOCK, Rows
+from .sampling_recipes import RowRecipes
 
 GREEDY_BLOCK = 2048  # tokens of the vocabulary
 ADVANCE_BLOCK = 64  # rows
 
-_RUNNING = tl.constexpr(small_torch.RUNNING)
-_STOPPED = tl.constexpr(small_torch.STOPPED)
-_FULL = tl.constexpr(small_torch.FULL)
-_NO_PAGE = tl.constexpr(small_torch.NO_PAGE)
-_NO_TOKEN = tl.constexpr(small_torch.NO_TOKEN)
+_RUNNING = tl.constexpr(sample_torch.RUNNING)
+_STOPPED = tl.constexpr(sample_torch.STOPPED)
+_FULL = tl.constexpr(sample_torch.FULL)
+_NO_PAGE = tl.constexpr(sample_torch.NO_PAGE)
+_NO_TOKEN = tl.constexpr(sample_torch.NO_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 _BEYOND = tl.constexpr(2**31 - 1)
-_BEST = tl.constexpr(recipes.BEST)
+_BEST = tl.constexpr(sampling_recipes.BEST)
 # A row's numbers may be a line of a table of any rows: where it lies in memory is nothing to compile kernels for.
 _OF_ROWS = ["which", "seed", "prompt", "sample", "position"]
 

@@ -20,17 +20,17 @@ from support_parity import watched as watched  # a fixture
 from test_generator_parity import KINDS_OF_ATTENTION, mixed_prompts
 
 from hf_batchllm import BatchGenerator, ConfigError
-from hf_batchllm.kernels import cascade_torch, small_torch
+from hf_batchllm.kernels import cascade_torch, layer_ops_torch, prefill_torch
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels, StepWork, TritonBackend
 from hf_batchllm.planning.units import Chunk, Request, Step
 
 NEW_TOKENS = 8
 TWINS = AttentionKernels(
-    write=small_torch.rope_and_write,
+    write=layer_ops_torch.rope_and_write,
     attend_items=cascade_torch.attend_items,
     merge_parts=cascade_torch.merge_parts,
-    attend_chunks=cascade_torch.attend_chunks,
+    attend_chunks=prefill_torch.attend_chunks,
     by_page=lambda pages: pages,
     launch_options=lambda *shape: {"tile": 64},
     unsupported=lambda *shape: None,

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator, accelerated
-from hf_batchllm.patches import fused, merged_weights
+from hf_batchllm.patches import fusion, merged_weights
 from hf_batchllm.patches.merged_weights import merge, merged, unmerge, why_not_merge
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
@@ -173,7 +173,7 @@ def test_without_memory_for_it_the_rest_is_fused(fusing: list[int], monkeypatch:
         sizes.append(len(parameters))
         return merge(parameters)
 
-    monkeypatch.setattr(fused, "merge", merge_two)
+    monkeypatch.setattr(fusion, "merge", merge_two)
     assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
     assert set(fusing) == {FORWARDS - 4} and sizes == [3, 2]
 

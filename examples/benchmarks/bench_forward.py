@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.kernels import small_torch
+from hf_batchllm.kernels import layer_ops_torch
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
@@ -47,8 +47,8 @@ from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import AttentionCall
-from hf_batchllm.patches.fused import Fusion
-from hf_batchllm.patches.fused_layers import FusedKernels
+from hf_batchllm.patches.fused_forwards import FusedKernels
+from hf_batchllm.patches.fusion import Fusion
 from hf_batchllm.planning.units import Chunk, Request, Step
 
 GPU = torch.cuda.is_available()
@@ -290,7 +290,7 @@ def main() -> None:
     shapes, length = chosen.shapes.split(","), chosen.length if GPU else 16
     counts = [int(each) for each in chosen.tokens.split(",")] if GPU else [32, 64]
     kernels = fused_kernels(BatchConfig(page_size=PAGE), torch.device(DEVICE))
-    kernels = kernels or FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+    kernels = kernels or FusedKernels(layer_ops_torch.add_rms_norm, layer_ops_torch.act_and_mul)
     print(
         f"{'shape':12s} {'tokens':>7s} {'fused ms':>9s} {'own ms':>8s} {'products':>9s} {'attention':>9s} "
         f"{'ratio':>6s} {'own ratio':>9s} {'TFLOP/s':>8s} {'MHz':>6s} {'W':>5s} {'n':>4s}"

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.kernels import small_torch
+from hf_batchllm.kernels import layer_ops_torch
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch import BatchBuilder, ModelBatch
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
@@ -40,8 +40,8 @@ from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_context
 from hf_batchllm.patches.attention_swap import AttentionSwap
-from hf_batchllm.patches.fused import FusedLayers, Fusion
-from hf_batchllm.patches.fused_layers import FusedKernels
+from hf_batchllm.patches.fused_forwards import FusedKernels
+from hf_batchllm.patches.fusion import FusedLayers, Fusion
 from hf_batchllm.planning.units import Chunk, Request, Step
 
 PAGE = 64
@@ -179,7 +179,7 @@ def exact_logits(model: Any, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 def kernels_for(device: torch.device) -> FusedKernels:
     found = fused_kernels(BatchConfig(page_size=PAGE), device)
-    return found or FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+    return found or FusedKernels(layer_ops_torch.add_rms_norm, layer_ops_torch.act_and_mul)
 
 
 def compare_errors(family: str, layers: int, trials: int, sizes: tuple[int, ...]) -> None:

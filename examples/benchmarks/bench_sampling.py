@@ -31,8 +31,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
-from hf_batchllm.kernels import cut_triton, past_triton, sample_triton
-from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels import penalties_triton, sample_triton, top_k_top_p_triton
+from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 
 SPREAD = 128 << 20  # bytes that the sets of logits have together: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
@@ -91,11 +91,13 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
     counts, minimum = numbers.int(), torch.full_like(numbers, 9, dtype=torch.int32)
     seen = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocabulary // 32)), dtype=torch.int32, device="cuda")
     eos, seed = torch.tensor([2, 7], device="cuda"), torch.tensor([5], device="cuda")
-    threshold = cut_triton.cutoffs(peaked[0], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
+    threshold = top_k_top_p_triton.cutoffs(peaked[0], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
     out = torch.empty(rows, vocabulary, device="cuda")
 
     def cut(sets: list[torch.Tensor], **options: float) -> float:
-        return over_all(sets, lambda logits: cut_triton.cutoffs(logits, temperature=TEMPERATURE, **options), replays)
+        return over_all(
+            sets, lambda logits: top_k_top_p_triton.cutoffs(logits, temperature=TEMPERATURE, **options), replays
+        )
 
     def draw(edge: torch.Tensor | None) -> float:
         return over_all(
@@ -113,7 +115,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         return RowRecipes(RecipeTable(recipes, vocabulary, "cuda"), counts % len(recipes))
 
     same, mixed = of_rows(both, both), of_rows(Recipe(temperature=0), drawn, both, nucleus)
-    mixed_edge = cut_triton.cutoffs(peaked[0], by_row=mixed)
+    mixed_edge = top_k_top_p_triton.cutoffs(peaked[0], by_row=mixed)
     kinds = of_rows(drawn, drawn)
 
     def draw_rows(by_row: RowRecipes, edge: torch.Tensor | None) -> float:
@@ -130,7 +132,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         "min-p": cut(peaked, min_p=0.05),
         "penalise": over_all(
             peaked,
-            lambda logits: past_triton.penalise(
+            lambda logits: penalties_triton.penalise(
                 logits, seen=seen, penalty=1.2, eos=eos, made=counts, minimum=minimum, out=out
             ),
             replays,
@@ -138,9 +140,9 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         "draw": draw(None),
         "cut draw": draw(threshold),
         "greedy": over_all(peaked, sample_triton.greedy, replays),
-        "r k, p": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=same), replays),
+        "r k, p": over_all(peaked, lambda logits: top_k_top_p_triton.cutoffs(logits, by_row=same), replays),
         "r draw": draw_rows(kinds, None),
-        "mix cut": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=mixed), replays),
+        "mix cut": over_all(peaked, lambda logits: top_k_top_p_triton.cutoffs(logits, by_row=mixed), replays),
         "mix draw": draw_rows(mixed, mixed_edge),
     }
     if plain:
@@ -163,7 +165,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
 
 def tune(setting: str) -> None:
     name, value = setting.split("=")
-    module = next((module for module in (cut_triton, past_triton) if hasattr(module, name)), sample_triton)
+    module = next((module for module in (top_k_top_p_triton, penalties_triton) if hasattr(module, name)), sample_triton)
     if not isinstance(getattr(module, name, None), int):
         raise SystemExit(f"{name} is no constant of the kernels")
     setattr(module, name, int(value))

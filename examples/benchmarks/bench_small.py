@@ -27,8 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 
-from hf_batchllm.kernels import sample_triton, small_triton
-from hf_batchllm.kernels.small_torch import PADDING, Rows
+from hf_batchllm.kernels import layer_ops_triton, sample_triton
+from hf_batchllm.kernels.sample_torch import PADDING, Rows
 
 Tensors = tuple[torch.Tensor, ...]
 EPS = 1e-6
@@ -91,7 +91,7 @@ def rope(model: Model, tokens: int) -> Operation:
     def ours(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
         q, k, v = merged.split([heads, kv_heads, kv_heads], dim=1)
         weights = {"q_weight": q_norm.weight, "k_weight": k_norm.weight} if model.qk_norm else {}
-        small_triton.rope_and_write(
+        layer_ops_triton.rope_and_write(
             q, k, v, cos, sin, *caches, slots, eps=EPS, norm=form_of(model), **weights
         )  # fmt: skip
         return q, *caches
@@ -115,7 +115,7 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
 
     def ours(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
         weight = inner_norm.weight if inner else None
-        normed = small_triton.add_rms_norm(
+        normed = layer_ops_triton.add_rms_norm(
             x, residual, norm.weight, EPS, form=form_of(model), inner_weight=weight
         )  # fmt: skip
         return normed, residual
@@ -143,7 +143,7 @@ def activation(model: Model, tokens: int) -> Operation:
     return Operation(
         "gelu x up" if model.gemma else "silu x up",
         lambda: (randn(tokens, 2 * model.inter),),
-        lambda merged: (small_triton.act_and_mul(merged, activation=kind),),
+        lambda merged: (layer_ops_triton.act_and_mul(merged, activation=kind),),
         plain,
         2 * 3 * tokens * model.inter,
     )
@@ -238,7 +238,7 @@ def operations(model: Model, tokens: int, sampled: int) -> list[Operation]:
 
 def tune(setting: str) -> None:
     name, value = setting.split("=")
-    module = small_triton if hasattr(small_triton, name) else sample_triton
+    module = layer_ops_triton if hasattr(layer_ops_triton, name) else sample_triton
     if not isinstance(getattr(module, name, None), int):
         raise SystemExit(f"{name} is no constant of the kernels")
     setattr(module, name, int(value))

@@ -17,7 +17,7 @@ from ..model.batch import BatchBuilder
 from ..model.choose_backend import check_backend, fused_kernels, make_backend
 from ..model.runner import ModelRunner
 from ..notices import Notices
-from ..patches.fused import FusedLayers, Fusion
+from ..patches.fusion import FusedLayers, Fusion
 from ..planning.lineup import Lineup, line_up, most_pages_alone, pages_at_once
 from ..planning.scheduler import Scheduler
 from ..planning.sharing import make_plan

@@ -12,7 +12,7 @@ from torch import nn
 from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, noise_of, signed
-from ...kernels.small_torch import exponential
+from ...kernels.sample_torch import exponential
 from ...notices import Notices
 from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
 from ...sampling.logprobs import StepTensors

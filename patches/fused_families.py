@@ -1,7 +1,7 @@
 """The families of models whose layers can be fused, as a table: in what each differs from Llama.
 
 Which code a family's modules run is said here; sizes, biases, windows and scales are read off the modules. What a row
-says is held against transformers' own code by ``tests/test_fused.py``, bit for bit.
+says is held against transformers' own code by ``tests/test_patches_fused.py``, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Family:
     folder: str = ""  # in transformers; by default the name in small letters
     model: str = "Model"  # ends the name of what runs the layers
     norm: str = "RMSNorm"  # ends the name of its norms
-    form: str = "llama"  # what they compute (see ``kernels.small_torch.rms_norm``)
+    form: str = "llama"  # what they compute (see ``kernels.layer_ops_torch.rms_norm``)
 
     # The layer: the norms before and behind attention, and before and behind the MLP.
     attention_norms: Names = ("input_layernorm", None)
@@ -45,7 +45,7 @@ class Family:
     # Attention. A single projection is one for q, k and v already.
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qk_norms: str = ""  # "heads": of each head by itself; "all": of all heads at once
-    turn: str = "llama"  # how it rotates (see ``kernels.small_torch.rope_and_write``)
+    turn: str = "llama"  # how it rotates (see ``kernels.layer_ops_torch.rope_and_write``)
     turns: Callable[[Any], bool] = lambda attention: True  # whether this one does
     # What it passes on under these names.
     window: Callable[[Any], int | None] = _none

@@ -1,4 +1,4 @@
-"""The elementwise work of a layer in three Triton kernels; the twins, of the same signatures, are in ``small_torch``.
+"""The elementwise work of a layer in three Triton kernels; their twins are in ``layer_ops_torch``.
 
 What they do costs nothing but reading and writing, so each reads its inputs once, in 16-byte pieces, and writes its
 results where they are wanted: rotated keys straight into the cache, the residual in place. They round to the tensors'

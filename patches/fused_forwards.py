@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from .attention_interface import AttentionCall, Rotation, context_in_use
-from .families import Family
-from .structure import heads_of
+from .fusable_parts import heads_of
+from .fused_families import Family
 
 Forward = Callable[..., Any]
 # Weight and bias, if there is one. A list: emptied, it holds no memory in whatever forward is still known somewhere.

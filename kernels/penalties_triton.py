@@ -1,4 +1,4 @@
-"""What looks back at a row's tokens before the next one is picked, in Triton; the twins are in ``past_torch``.
+"""What looks back at a row's tokens before the next one is picked, in Triton; the twins are in ``penalties_torch``.
 
 A bit for each token of the vocabulary says whether a row has had it. Rows may have a line of bits each, or some of them
 a line of a table.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .recipes import RowRecipes
+from .sampling_recipes import RowRecipes
 
 PENALISE_BLOCK = 2048  # tokens of the vocabulary
 MARK_BLOCK = 128  # tokens to mark

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``past_triton``: same signatures, same results."""
+"""Plain PyTorch twins of ``penalties_triton``: same signatures, same results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .recipes import RowRecipes
+from .sampling_recipes import RowRecipes
 
 WORD = 32  # tokens in each word of a row's bits
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from .attention_interface import autocast_dtype
-from .fused_layers import (
+from .fusable_parts import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .fused_forwards import (
     Forward,
     FusedKernels,
     Merged,
@@ -31,14 +32,13 @@ from .fused_layers import (
     mlp_forward,
 )
 from .merged_weights import merge, merged, unmerge
-from .plain import hook_dicts
-from .structure import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .unmodified import hook_dicts
 
 
 def triton_fused_kernels() -> FusedKernels:
-    from ..kernels import small_triton
+    from ..kernels import layer_ops_triton
 
-    return FusedKernels(small_triton.add_rms_norm, small_triton.act_and_mul)
+    return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul)
 
 
 class Fusion:

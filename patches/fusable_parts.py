@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .families import FAMILIES, Family
+from .fused_families import FAMILIES, Family
 from .merged_weights import why_not_merge, why_not_used
-from .plain import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
+from .unmodified import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
 
 NORMS, ATTENTION, MLP = "norms", "attention", "MLP"
 PARTS = (NORMS, ATTENTION, MLP)

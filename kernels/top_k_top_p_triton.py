@@ -1,4 +1,4 @@
-"""What a sampled token may be, worked out on the device without sorting, in Triton; the twins are in ``cut_torch``.
+"""Top-k, top-p and min-p on the device without sorting, in Triton; the twin is in ``top_k_top_p_torch``.
 
 Top-k, top-p and min-p each leave the tokens from some score up, so what they leave together is one number a row:
 ``cutoffs`` finds it, and ``gumbel_sample`` then draws no token below it.
@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import recipes
-from .recipes import Numbers, Recipe, RowRecipes
+from .sampling_recipes import BY_MASS, BY_RANK, BY_RATIO, Numbers, Recipe, RowRecipes
 
 SURVEY_BLOCK = 4096  # tokens of the vocabulary
 CUT_GROUP = 32  # tokens of the vocabulary whose best score is kept
@@ -25,7 +24,7 @@ CUT_LINES = 64  # groups that one block looks at together
 CUT_WARPS = 8
 
 _INFINITY = tl.constexpr(float("inf"))
-_BY_RANK, _BY_MASS = tl.constexpr(recipes.BY_RANK), tl.constexpr(recipes.BY_MASS)
+_BY_RANK, _BY_MASS = tl.constexpr(BY_RANK), tl.constexpr(BY_MASS)
 _ANYWHERE = ["which", "block_mass"]  # where these lie hangs on the number of rows: nothing to compile kernels for
 _FEW, _ALL = tl.constexpr(3), tl.constexpr(256)  # turns of a search; none takes as many as the latter
 
@@ -340,7 +339,7 @@ def cutoffs(
         return out
     if cuts == {0}:
         return out.fill_(-float("inf"))
-    kinds = {each & (recipes.BY_RANK | recipes.BY_MASS) for each in cuts}
+    kinds = {each & (BY_RANK | BY_MASS) for each in cuts}
     blocks, groups = triton.cdiv(vocabulary, SURVEY_BLOCK), triton.cdiv(vocabulary, CUT_GROUP)
     kept = 0 if kinds == {0} else rows
     group_best = torch.empty(kept, groups, dtype=logits.dtype, device=logits.device)
@@ -349,11 +348,11 @@ def cutoffs(
     shape = {"BY_ROW": by_row is not None, "VOCABULARY": vocabulary, "BLOCK": SURVEY_BLOCK, "GROUP": CUT_GROUP}
     _survey[(rows * blocks,)](
         logits, logits.stride(0), which, numbers.factor, numbers.cuts, group_best, block_best, block_mass, **shape,
-        KEEP_GROUPS=kept > 0, KEEP_MASS=recipes.BY_MASS in kinds, num_warps=4,
+        KEEP_GROUPS=kept > 0, KEEP_MASS=BY_MASS in kinds, num_warps=4,
     )  # fmt: skip
     _cut[(rows,)](
         logits, logits.stride(0), which, *numbers, group_best, listed, block_best, block_mass, out, **shape,
-        TOP_K=recipes.BY_RANK in kinds, TOP_P=recipes.BY_MASS in kinds, BOTH=recipes.BY_RANK | recipes.BY_MASS in kinds,
-        MIN_P=any(each & recipes.BY_RATIO for each in cuts), LINES=CUT_LINES, num_warps=CUT_WARPS,
+        TOP_K=BY_RANK in kinds, TOP_P=BY_MASS in kinds, BOTH=BY_RANK | BY_MASS in kinds,
+        MIN_P=any(each & BY_RATIO for each in cuts), LINES=CUT_LINES, num_warps=CUT_WARPS,
     )  # fmt: skip
     return out
