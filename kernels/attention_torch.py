@@ -163,7 +163,9 @@ def _fused(
         if mask.ndim == 2:
             mask = mask[None, None]
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found: tuple[torch.Tensor, torch.Tensor] = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return found
 
 
 def _attend_dense(

@@ -27,7 +27,8 @@ _WIDEST_BOX = 64  # tokens
 @triton.constexpr_function
 def block_of(dim: int) -> int:
     """The columns of a tile for heads of this dim: a power of two, and a product needs 16."""
-    return max(16, triton.next_power_of_2(dim))
+    columns: int = triton.next_power_of_2(dim)
+    return max(16, columns)
 
 
 @triton.constexpr_function

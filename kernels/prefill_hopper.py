@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools import tensor_descriptor
 
 from .pages_triton import block_of, boxes_of, by_page
 from .work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
@@ -391,7 +392,7 @@ def _attend_chunks(
         )  # fmt: skip
 
 
-def _pages(pages: torch.Tensor | object) -> TensorDescriptor:
+def _pages(pages: torch.Tensor | tensor_descriptor.TensorDescriptor) -> TensorDescriptor:
     """What ``by_page`` makes, as Gluon wants it."""
     made = by_page(pages)
     layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, _GLUON[made.base.dtype])
@@ -400,8 +401,8 @@ def _pages(pages: torch.Tensor | object) -> TensorDescriptor:
 
 def attend_chunks(
     q: torch.Tensor,  # [rows, heads, qk_dim]
-    k_pages: torch.Tensor | object,  # as for prefill_triton.py
-    v_pages: torch.Tensor | object,
+    k_pages: torch.Tensor | tensor_descriptor.TensorDescriptor,  # as for prefill_triton.py
+    v_pages: torch.Tensor | tensor_descriptor.TensorDescriptor,
     out: torch.Tensor,  # [rows, heads, v_dim]
     work: PrefillWork,  # of tiles with the lines of all sides
     scale: float,  # as ``in_log2`` makes them

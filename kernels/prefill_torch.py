@@ -59,8 +59,6 @@ def _attend_pages(
     if len(entry) == 0:
         nothing = q.new_zeros(*q.shape[:2], v_pages.shape[3], dtype=exact)
         return nothing, q.new_full(q.shape[:2], -torch.inf, dtype=exact)
-    mask: torch.Tensor | None = visible[:, entry, offset]  # [rows, keys]
+    mask = visible[:, entry, offset]  # [rows, keys]
     keys, values = (pages[page[entry], offset].to(exact) for pages in (k_pages, v_pages))
-    if mask.all():
-        mask = None
-    return attend(q.to(exact), keys, values, scale, mask=mask, softcap=softcap)
+    return attend(q.to(exact), keys, values, scale, mask=None if mask.all() else mask, softcap=softcap)

@@ -188,7 +188,11 @@ def _pieces(
         return ranges[0], unit[0], upto[0], short[0]
     flat = np.concatenate(ranges[::-1])  # the outermost first
     order = np.argsort(flat, kind="stable")
-    return flat[order], *(np.concatenate(values[::-1])[order] for values in (unit, upto, short))
+
+    def sorted_like(values: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(values[::-1])[order]
+
+    return flat[order], sorted_like(unit), sorted_like(upto), sorted_like(short)
 
 
 def _joins(around: np.ndarray, kept: np.ndarray) -> np.ndarray:

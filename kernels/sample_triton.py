@@ -216,13 +216,17 @@ def gumbel_sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     scores = torch.empty(rows, blocks, device=logits.device)
     by_row = isinstance(temperature, RowRecipes)
+    if isinstance(temperature, RowRecipes):
+        table, which = temperature.table, temperature.which
+        factor, some_best = table.numbers.factor, table.takes_best
+    else:
+        which, factor, some_best = scores, math.log2(math.e) / temperature, False
     given = (
-        logits, logits.stride(0), temperature.which if by_row else scores,
-        temperature.table.numbers.factor if by_row else math.log2(math.e) / temperature,
-        scores if threshold is None else threshold, seed, prompt, sample, position, scores,
+        logits, logits.stride(0), which, factor, scores if threshold is None else threshold,
+        seed, prompt, sample, position, scores,
     )  # fmt: skip
     shape = {
-        "BY_ROW": by_row, "SOME_BEST": by_row and temperature.table.takes_best, "CUT": threshold is not None,
+        "BY_ROW": by_row, "SOME_BEST": some_best, "CUT": threshold is not None,
         "SEEDS": len(seed) > 1, "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK,
     }  # fmt: skip
     if rows:

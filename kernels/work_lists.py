@@ -194,7 +194,7 @@ def build_work(
     part, in_row = _ordinals(ranges, splits, rows)
     row_parts = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(in_row, out=row_parts[1:])
-    causal = ranges.causal is not None and bool(ranges.causal.any())
+    causal = ranges.causal if ranges.causal is not None and ranges.causal.any() else None
 
     of_tile = {}
     for size, mine in zip(TILES, (small, ~small), strict=True):
@@ -218,8 +218,8 @@ def build_work(
             records[:, 3] = np.clip(full[source], low, high)
             records[:, 4] = high
             records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
-            if causal:
-                records[:, 6] = ranges.causal[source]  # type: ignore[index]
+            if causal is not None:
+                records[:, 6] = causal[source]
             of_tile[size] = records[np.argsort(low - high, kind="stable")]  # longest first
 
     work = WorkLists.room(
@@ -228,7 +228,7 @@ def build_work(
         entries=max(1, len(page)),
         parts=int(row_parts[-1]),
         device="cpu",
-        causal=causal,
+        causal=causal is not None,
         direct=direct,
     )
     work.merges = not direct or bool((in_row != 1).any())
@@ -335,12 +335,11 @@ def build_prefill(
     kv_heads: int = 1,  # which decides it, too
 ) -> PrefillWork:
     if wide is not None:
-        same = {"group": group, "page_size": page_size, "window": window, "capacity": capacity}
-        made = build_prefill(chunks, tile=wide, **same)
-        items = made.items[: int(made.count)].numpy()
-        filled = items[:, 1].sum() * group >= WIDE_FILLED * wide * len(items)
-        if filled and len(items) * kv_heads >= WIDE_BLOCKS and items[:, 8].sum() >= WIDE_PAGES * len(items):
-            return made
+        wider = build_prefill(chunks, group=group, page_size=page_size, tile=wide, window=window, capacity=capacity)
+        in_wide = wider.items[: int(wider.count)].numpy()
+        filled = in_wide[:, 1].sum() * group >= WIDE_FILLED * wide * len(in_wide)
+        if filled and len(in_wide) * kv_heads >= WIDE_BLOCKS and in_wide[:, 8].sum() >= WIDE_PAGES * len(in_wide):
+            return wider
     assert group <= tile, "the heads that share a KV head must fit a tile"
     count = len(chunks.row_begin)
     owner = np.repeat(np.arange(count), np.diff(chunks.page_begin))  # [pages]
@@ -362,7 +361,8 @@ def build_prefill(
 
     def pages_upto(which: np.ndarray, at: np.ndarray, last: np.ndarray) -> np.ndarray:
         """How many pages of those with ``at <= last`` there are, for each item; all of earlier chunks' among them."""
-        return np.searchsorted((owner * stride + at)[which], chunk * stride + last, side="right")
+        count: np.ndarray = np.searchsorted((owner * stride + at)[which], chunk * stride + last, side="right")
+        return count
 
     # Keys may come in any order. Partly filled pages stand apart: what all rows of a tile see whole is then one run.
     short = chunks.tokens < page_size

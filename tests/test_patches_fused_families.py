@@ -100,7 +100,7 @@ OBSTACLES: dict[str, tuple[str, Callable[[Any], Any], int, str]] = {
         "phi3",
         lambda model: _adapt(a_layer(model).self_attn, "qkv_proj"),
         1,
-        "attention of 1 of 3 layers: `qkv_proj` is a Adapter of fused, not a plain Linear",
+        "attention of 1 of 3 layers: `qkv_proj` is a Adapter of support_fused, not a plain Linear",
     ),
     "adapter on a projection of two": (
         "phi3",

@@ -99,7 +99,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any], Any], int, str]] = {
     "adapter in attention": (
         lambda model: wrap(model, "self_attn.q_proj"),
         FORWARDS - 1,
-        "attention of 1 of 3 layers: `q_proj` is a Adapter of fused, not a plain Linear",
+        "attention of 1 of 3 layers: `q_proj` is a Adapter of support_fused, not a plain Linear",
     ),
     "adapter in the MLP": (lambda model: wrap(model, "mlp.up_proj"), FORWARDS - 1, "MLP of 1 of 3 layers: `up_proj`"),
     "adapters elsewhere": (
@@ -162,7 +162,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any], Any], int, str]] = {
     "own class of norm": (
         lambda model: as_class(a_layer(model).input_layernorm, OwnNorm),
         FORWARDS - 1,
-        "`input_layernorm` is a OwnNorm of test_fused_obstacles, not a plain LlamaRMSNorm",
+        "`input_layernorm` is a OwnNorm of test_patches_fused_obstacles, not a plain LlamaRMSNorm",
     ),
     "own class of layer": (
         lambda model: as_class(a_layer(model), OwnLayer),
@@ -172,7 +172,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any], Any], int, str]] = {
     "own class of model": (
         lambda model: as_class(model.model, Steered),
         FORWARDS - 1,
-        "the residual between layers: the model is a Steered of test_fused_obstacles",
+        "the residual between layers: the model is a Steered of test_patches_fused_obstacles",
     ),
     "compiled": (
         lambda model: a_layer(model).mlp.compile(backend="eager"),
@@ -224,7 +224,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any], Any], int, str]] = {
     "wrapped layer": (
         lambda model: model.model.layers.__setitem__(1, Wrapper(a_layer(model))),
         FORWARDS - 3,
-        "norms of 1 of 3 layers: the layer is a Wrapper of test_fused_obstacles",
+        "norms of 1 of 3 layers: the layer is a Wrapper of test_patches_fused_obstacles",
     ),
 }
 

@@ -153,7 +153,7 @@ def test_an_error_in_the_midst_of_it(fails: int, fusing: list[int], monkeypatch:
 
     generator = BatchGenerator(model, page_size=16, min_shared_tokens=1)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "from_dlpack", failing)
+        patched.setattr(merged_weights, "from_dlpack", failing)
         with pytest.raises(KeyError):
             generate(generator)
     calls.clear()

@@ -157,9 +157,9 @@ class Forward:
 
         for stack, weights in fusion.lay_out():
             for index, layer in enumerate(stack.layers):
-                add(weights[index, "attention"][0])
+                add(weights[index, "attention"][0][0])
                 add(layer.module.self_attn.o_proj.weight.data)
-                add(weights[index, "MLP"][0])
+                add(weights[index, "MLP"][0][0])
                 add(layer.module.mlp.down_proj.weight.data)
 
     def fused(self) -> None:
