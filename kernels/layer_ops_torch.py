@@ -40,7 +40,7 @@ def rope_and_write(
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,  # [slots, kv_heads, dim]
     v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
-    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere; its q is made all the same
+    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere, and only its q is made
     *,
     q_out: torch.Tensor | None = None,  # [tokens, heads, dim]  by default q itself
     q_weight: torch.Tensor | None = None,  # [dim]  a norm over each head before the rotation
@@ -83,7 +83,7 @@ def rope_and_write(
 
 def add_rms_norm(
     x: torch.Tensor,  # [tokens, hidden]
-    residual: torch.Tensor | None,  # [tokens, hidden]  in place: what x makes of it
+    residual: torch.Tensor | None,  # [tokens, hidden]  in place: becomes the sum
     weight: torch.Tensor | None,  # [hidden]  None: no norm; the sum is the result, and the residual stays as it is
     eps: float,
     *,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .sampling_recipes import Recipe, RowRecipes
 
-# A row's status. Whoever is not RUNNING is left alone by ``advance``.
+# A row's status. ``advance`` leaves rows alone that are not RUNNING.
 RUNNING, STOPPED, FULL, NO_PAGE, NO_TOKEN, PADDING = range(6)
 
 PHILOX_ROUNDS = 10
@@ -34,9 +34,9 @@ def greedy(
 
 def gumbel_sample(
     logits: torch.Tensor,  # [rows, vocabulary]
-    temperature: float | RowRecipes,  # or of each row what it is picked by
-    seed: torch.Tensor,  # [1] or [rows] int64  of all rows, or of each
-    prompt: torch.Tensor,  # [rows] int64 or int32  of each row, as are the next two
+    temperature: float | RowRecipes,  # or each row's recipe
+    seed: torch.Tensor,  # [1] or [rows] int64  one for all rows, or one for each
+    prompt: torch.Tensor,  # [rows] int64 or int32, as are the next two
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
@@ -46,8 +46,8 @@ def gumbel_sample(
     """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
 
     The noise of a token depends on (seed, prompt, sample, position, token) alone. First a block of the vocabulary is
-    drawn, by what its tokens weigh together, then one of its tokens: noise is made for few tokens, not for all.
-    Rows whose recipe is to take the best token have what ``greedy`` gives.
+    drawn, by the sum of its tokens' weights, then one of its tokens: noise is made for few tokens, not for all.
+    Rows whose recipe is greedy get the token of ``greedy``.
     """
     rows, vocabulary = logits.shape
     size = min(SAMPLE_BLOCK, vocabulary)
@@ -63,7 +63,7 @@ def gumbel_sample(
     scores = scores.view(rows, -1, size)  # [rows, blocks, size]
     keys = [each.long().unsqueeze(1) for each in (seed, prompt, sample, position)]
     begin = torch.arange(0, vocabulary, size, device=logits.device)
-    # Of exponential variables divided by weights, each is the smallest in proportion to its weight.
+    # Of exponential variables divided by weights, each is the smallest with a probability in proportion to its weight.
     heavy = scores.logsumexp(dim=2) - exponential(begin.expand(rows, -1), *keys, second=True).log()  # [rows, blocks]
     best, block = torch.where(heavy.isnan(), float("inf"), heavy).max(dim=1)
     inside = scores[torch.arange(rows, device=logits.device), block]  # [rows, size]
@@ -74,13 +74,13 @@ def gumbel_sample(
 
 
 def exponential(
-    token: torch.Tensor,  # int64, as the others, which are broadcast to it
+    token: torch.Tensor,  # int64, as are the others, which are broadcast to it
     seed: torch.Tensor,
     prompt: torch.Tensor,
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
-    second: bool = False,  # another one, with the other two words of the token's draw
+    second: bool = False,  # a second variable, from the other two words of the token's draw
 ) -> torch.Tensor:  # float64
     """Exponential variables, never 0 and never infinite, exact in both tails down to probabilities of 2^-64."""
     counter = torch.broadcast_tensors(token, position, sample, prompt)
@@ -113,14 +113,14 @@ def _times(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """What the device keeps of the decode rows between steps. All is of shape [rows] but for the last two."""
+    """The decode rows' state on the device between steps. All tensors but the last two have the shape [rows]."""
 
     token: torch.Tensor  # int64  the model's next input
     position: torch.Tensor  # int64  of that token
     length: torch.Tensor  # int32  positions that the row sees: up to that token's; 0 once the row has ended
     slot: torch.Tensor  # int64  where that token's K and V go; -1 once the row has ended
     made: torch.Tensor  # int32  tokens generated so far
-    remaining: torch.Tensor  # int32  tokens that it may still generate
+    remaining: torch.Tensor  # int32  tokens that the row may still generate
     status: torch.Tensor  # int32
     start: torch.Tensor  # int32  position of the first token of the row's own pages
     pages: torch.Tensor  # [rows, most] int32  its own pages; -1 where there is none yet
@@ -136,8 +136,8 @@ def advance(
     """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
 
     ``eos`` ([any] int64) may be padded with -1. With ``which`` ([rows] int32) it is several such sets ([sets, any]).
-    A row that ends keeps its last input, no slot, and sees nothing more. One that needs a page that it does not have
-    moves on without a slot: with a page and a slot given, it can run again.
+    A row that ends keeps its last input, has no slot, and sees no positions any more. A row that lacks the page for its
+    token moves on without a slot: it can run again once it is given a page and a slot.
     """
     running = rows.status == RUNNING
     real = running & (sampled >= 0)

@@ -248,8 +248,7 @@ def _in_order(
     """The pages to read, range by range: first the full pages that all rows see whole, then the rest.
 
     Keys may come in any order, and the loop over the first pages needs no masks. Returns the number, the tokens and the
-    first position of each page [pages]; the first entry, the number of pages and the end of the full pages of each range
-    [ranges].
+    first position of each page [pages]; each range's first entry, number of pages and end of the full pages [ranges].
     """
     bounds = np.empty(2 * len(ranges.row_begin), dtype=np.int64)
     bounds[::2], bounds[1::2] = ranges.row_begin, ranges.row_end
