@@ -214,7 +214,7 @@ def test_bfloat16_is_refused_under_the_interpreter() -> None:
     script = """if True:
         import copy, sys; sys.path.insert(0, "tests")
         import torch
-        from families import build
+        from support_families import build
         from hf_batchllm import BatchGenerator
         prompts = [[5, 6, 7, 8] * 6 + [i] for i in range(3)]
         tokens = []
