@@ -102,7 +102,7 @@ def test_a_full_disk_and_a_limit_on_files_for_real(folder) -> None:
     """In a mount of its own where the system lets us, and with `ulimit -f`."""
     script = """
 import resource, signal, sys
-from file_runs import run, write_input
+from support_file_runs import run, write_input
 from hf_batchllm.errors import OutputWriteError
 place, limit = sys.argv[1], int(sys.argv[2])
 write_input(place + "/in.jsonl", 900)

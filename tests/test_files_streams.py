@@ -21,7 +21,7 @@ from hf_batchllm.files.store.outputs import open_output
 def stream(target: str, **options) -> subprocess.Popen:
     script = """
 import sys, time
-from file_runs import run
+from support_file_runs import run
 from hf_batchllm.errors import FilesError
 try:
     run(sys.argv[1], sys.argv[2], batch=1, seed=7, fsync="always")

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.xdist_group("kernel")  # one kernel: most of the time g
 
 SETUP = """
 import sys, time, traceback
-from families import build
+from support_families import build
 from storages import Storages
-from untouched import fingerprint, prompts
+from support_untouched import fingerprint, prompts
 storages = Storages()
 storages.watch()
 model, given, options = build("gemma2"), prompts(count=14), {"max_new_tokens": 8}

@@ -28,9 +28,9 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a source checkout needs no installation
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from attention_cases import TOLERANCE, Variant
-from decode_cases import check_decode, decode_case
-from prefill_cases import check_prefill, prefill_case
+from support_attention_cases import TOLERANCE, Variant
+from support_decode_cases import check_decode, decode_case
+from support_prefill_cases import check_prefill, prefill_case
 
 from hf_batchllm.kernels import (
     cascade_triton,
