@@ -32,7 +32,7 @@ from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
 from .notices import Notices
-from .patches.fused import Fusion
+from .patches.fusion import Fusion
 from .planning.sharing import make_plan
 from .planning.units import FinishReason, Request
 from .results.generations import BatchResult, Generation

@@ -1,4 +1,4 @@
-"""Attention in parts, in plain PyTorch: the CPU backend, and what the Triton kernels are held against.
+"""Attention in parts, in plain PyTorch: the CPU backend, and the reference for the Triton kernels.
 
 A query row may meet its keys in several parts (each shared prefix, then what it owns). A part gives the attention
 output over its keys alone and the log of the sum that the softmax divided by (LSE, natural log); ``merge_part`` joins
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-_DENSE_SCORES = 1 << 25  # most scores that are held at once where they must be spelled out
+EVERYTHING = 1 << 40  # a position behind all others
+_DENSE_SCORES = 1 << 25  # the most scores in memory at once, where torch's fused kernel cannot be used
 
 
 def write_kv(
@@ -86,7 +87,7 @@ def attend_all(
     *,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Several times some rows against the same keys: [batch * rows, heads, v_dim] and [batch * rows, heads]."""
+    """A batch of ``attend``: output [batch * rows, heads, v_dim] and LSE [batch * rows, heads]."""
     return _attend_dense(q, k, v, scale, mask, softcap)
 
 
@@ -109,7 +110,7 @@ def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
 
 
 def _has_flash(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
-    """Whether torch's fused kernel does it: several times as fast as scores spelled out, and in bf16 more exact."""
+    """Whether torch's fused kernel can do it: several times as fast as explicit scores, and more exact in bf16."""
     return softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
@@ -157,12 +158,14 @@ def _fused(
     causal: bool,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE. A row that sees nothing gets output 0 and an LSE that means nothing."""
+    """Output and LSE. A row that sees no key gets output 0 and a meaningless LSE."""
     if mask is not None:
         if mask.ndim == 2:
             mask = mask[None, None]
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found: tuple[torch.Tensor, torch.Tensor] = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return found
 
 
 def _attend_dense(
@@ -173,7 +176,7 @@ def _attend_dense(
     mask: torch.Tensor | None,  # [rows, keys] or [batch, rows, keys]
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores spelled out. Returns [batch * rows, heads, v_dim] and [batch * rows, heads]."""
+    """With explicit scores. Returns output [batch * rows, heads, v_dim] and LSE [batch * rows, heads]."""
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads

@@ -1,15 +1,15 @@
 """Decode attention over shared prefixes, in Triton: work lists, one attention kernel, one merge kernel.
 
-A decode step is cut into *ranges*: some rows (neighbours in the batch) against the pages that they all read, be it a
-shared prefix or what one row owns. A range becomes one or more *items*; an item is what one block per KV head does.
-The query rows of an item and the heads that share a KV head are packed into one tile, so that K and V are read once
-for all of them. The same source is compiled for tiles of 16 and 64 lines; each is a launch of its own with a list of
-its own, and the launches of a step may run side by side: they write to different places.
+A decode step is cut into *ranges*: some rows (neighbours in the batch) against the pages that they all read, either a
+shared prefix or one row's own pages. A range becomes one or more *items*; one block per KV head computes an item. The
+query rows of an item and the heads that share a KV head are packed into one tile, so that K and V are read once for all
+of them. The same source is compiled for tiles of 16 and 64 lines. Each size has its own launch and its own list, and
+the launches of a step may run side by side: they write to different places.
 
-The lists say *what* to do; how far a row sees is read on the device, from ``lengths``. So lists stay valid while rows
-grow, and one captured graph serves every mix of prefixes that fits their capacity. Partial results are float32 and
-normalised, with the log2 of the softmax sum (LSE); the merge writes the output. A row with a single part skips it. How
-pages are read is in pages_triton.py; the figures behind the choices are in docs/attention-notes.md.
+The lists say *which* pages to read; how far a row sees is read on the device, from ``lengths``. So lists stay valid
+while rows grow, and one captured graph serves every mix of prefixes that fits their capacity. Partial results are
+float32 and normalised, with the log2 of the softmax sum (LSE); the merge writes the output. Rows with a single part
+skip the merge. How pages are read is in pages_triton.py; the figures behind the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .pages_triton import (
     LOG2E,
-    add_box,
+    attend_box,
     block_of,
-    box_start,
     boxes_of,
     by_page,
     exact_options,
-    hide_tokens,
     in_log2,
-    load_box,
     load_query,
     read_entry,
-    score_box,
     store_lines,
 )
 from .work_lists import ITEM_FIELDS, WorkLists
@@ -98,14 +94,14 @@ def _attend_items(
     if CAUSAL:
         alone |= tl.load(record + 6) == 1
         last += rows - 1
-    # After the record, so that all these loads are under way together.
+    # Checked after the record is loaded, so that all these loads are under way together.
     if (item >= tl.load(n_items)) | (first_line >= rows * GROUP):
         return
     page, _, _ = read_entry(entries, begin)
-    # Rows of different units share nothing but what lies below them all: then no length bounds what is read, and a row
-    # that has ended (its length is 0) changes nothing for the others. Rows of one unit see up to the last one's end.
+    # Rows of different units share only complete prefixes: no length bounds the reading, and a row that has ended (its
+    # length is 0) changes nothing for the others. Rows of one unit see up to the last row's end.
     length = tl.where(alone, tl.load(lengths + last), 1 << 30)
-    # Of a row that has ended nothing is read: the list may hold pages of its own that it never came to write.
+    # A row that has ended reads nothing: the list may hold pages of its own that it has never written.
     end = tl.where(length > 0, end, begin)
     full = tl.minimum(full, end)
 
@@ -113,36 +109,32 @@ def _attend_items(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
     )
     line_row += row
-    line_length = line_row  # not looked at
+    line_length = line_row  # ignored without CAUSAL and WINDOW
     if CAUSAL or WINDOW > 0:
         line_length = tl.load(lengths + line_row, mask=valid, other=0)  # [M]
-    factor = scale
-    if SOFTCAP:
-        factor = 1.0
     acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
-    # A page's entry is read one turn ahead: with a load of the same turn in the address, nothing would be prefetched.
+    # A page's entry is read one turn ahead: if the address needed a load of the same turn, nothing would be prefetched.
     for i in tl.range(begin * BOXES, full * BOXES):
         next_page, _, _ = read_entry(entries, tl.minimum((i + 1) // BOXES, end - 1))
-        k_box, v_box = load_box(k_pages, v_pages, page, i % BOXES * BOX, kv_head, BOX, QK_DIM, V_DIM)
-        scores = score_box(query, k_box, scale, softcap, SOFTCAP)
-        acc, peak, total = add_box(acc, peak, total, scores, factor, v_box, False)
+        acc, peak, total = attend_box(
+            acc, peak, total, query, k_pages, v_pages, page, 0, 0, i % BOXES * BOX, 0, 0, False,
+            kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, CAUSAL, WINDOW, True,
+        )  # fmt: skip
         page = next_page
     _, tokens, first = read_entry(entries, tl.maximum(tl.minimum(full, end - 1), begin))
     for i in tl.range(full * BOXES, end * BOXES):
         next_page, next_tokens, next_first = read_entry(entries, tl.minimum((i + 1) // BOXES, end - 1))
-        offset = i % BOXES * BOX
-        # Nothing but its length bounds what a row sees of its own: the list may hold pages that it has yet to reach.
-        start = box_start(tl.minimum(tokens, length - first), offset, BOX)
-        k_box, v_box = load_box(k_pages, v_pages, page, start, kv_head, BOX, QK_DIM, V_DIM)
-        scores = score_box(query, k_box, scale, softcap, SOFTCAP)
-        scores = hide_tokens(scores, start, offset, line_length - first, BOX, CAUSAL, WINDOW)
-        acc, peak, total = add_box(acc, peak, total, scores, factor, v_box, True)
+        # Only its length bounds a row's view of its own pages: the list may hold pages that it has yet to reach.
+        acc, peak, total = attend_box(
+            acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, length, line_length, True,
+            kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, CAUSAL, WINDOW, False,
+        )  # fmt: skip
         page, tokens, first = next_page, next_tokens, next_first
 
-    # A line that saw nothing: output 0 and LSE -inf, both.
+    # A line that saw no token gets output 0 and LSE -inf.
     divisor = tl.where(total > 0, total, 1.0)
     acc = acc / divisor[:, None]
     if part < 0:
@@ -217,7 +209,7 @@ def attend_items(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """All items of one tile."""
+    """Run all items of one tile size."""
     items = work.items[tile]
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]

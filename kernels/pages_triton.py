@@ -1,9 +1,9 @@
-"""What the Triton attention kernels share: how a tile of query lines meets the pages of a paged cache.
+"""The code that the Triton attention kernels share: how a tile of query lines meets the pages of a paged cache.
 
-K and V are seen as [pages, page, KV heads, dim] and read by the copy engine in boxes of one page and one head (a long
-page in several boxes); a box is one tile of keys. The heads that share a KV head are packed with the query rows of an
-item into lines, ``BLOCK_M`` of them to a block; an item of more lines than that takes several blocks. Decode and
-prefill differ in their lists and in what a line sees, not in this. The figures behind the choices are in
+K and V have the shape [pages, page, KV heads, dim]. The copy engine reads them in *boxes* of one page and one head (a
+long page in several boxes); a box is one tile of keys. The query rows of an item and the heads that share a KV head are
+packed into *lines*, ``BLOCK_M`` of them to a block; an item with more lines takes several blocks. Decode and prefill
+differ in their lists and in the tokens that a line sees, not in this. The figures behind the choices are in
 docs/attention-notes.md.
 """
 
@@ -20,25 +20,26 @@ LOG2E = tl.constexpr(1.4426950408889634)
 _ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDEST_HEAD = 256  # also the most that a box can hold
-_WIDEST_BOX = 64  # tokens
+WIDEST_HEAD = 256  # dimensions; also the limit of the copy engine for a box
+_LONGEST_BOX = 64  # tokens
 
 
 @triton.constexpr_function
 def block_of(dim: int) -> int:
-    """The columns of a tile for heads of this dim: a power of two, and a product needs 16."""
-    return max(16, triton.next_power_of_2(dim))
+    """The columns of a tile for heads of this dim: a power of two, and at least 16 for a product."""
+    columns: int = triton.next_power_of_2(dim)
+    return max(16, columns)
 
 
 @triton.constexpr_function
 def boxes_of(page_size: int) -> int:
-    """How many boxes a page is read in: what fits on chip must not hang on the size of the pages."""
-    return max(1, page_size // _WIDEST_BOX)
+    """The number of boxes in a page. Long pages are split: the memory on chip must not depend on the page size."""
+    return max(1, page_size // _LONGEST_BOX)
 
 
 @triton.jit
 def read_entry(entries, at):
-    """A page, how many of its tokens are valid, and the position of the first."""
+    """An entry of the page table: a page, the number of its valid tokens, the position of its first token."""
     entry = entries + at * _ENTRY_FIELDS
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
@@ -46,7 +47,7 @@ def read_entry(entries, at):
 @triton.jit
 def load_query(
     q,  # [rows, heads, QK_DIM]
-    row,  # the item's first
+    row,  # the item's first row
     rows,
     first_line,  # of this block
     kv_head,
@@ -55,7 +56,7 @@ def load_query(
     KV_HEADS: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
-    """The lines [M, QK]; of each its row (counted from the item's first), its head, its place in ``q``, and whether
+    """The lines [M, QK]; and for each line its row (from the item's first), its head, its place in ``q``, and whether
     the item has such a line."""
     line = first_line + tl.arange(0, BLOCK_M)
     line_row = line // GROUP
@@ -69,39 +70,39 @@ def load_query(
 
 
 @triton.jit
-def load_box(k_pages, v_pages, page, start, kv_head, BOX: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """K [BOX, QK] and V [BOX, V] from the page's token ``start`` on (see ``box_start``)."""
+def _load_box(k_pages, v_pages, page, start, kv_head, BOX: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """K [BOX, QK] and V [BOX, V] from the page's token ``start`` on (see ``_box_start``)."""
     k_box = k_pages.load([page, start, kv_head, 0]).reshape(BOX, block_of(QK_DIM))
     v_box = v_pages.load([page, start, kv_head, 0]).reshape(BOX, block_of(V_DIM))
     return k_box, v_box
 
 
 @triton.jit
-def box_start(seen, offset, BOX: tl.constexpr):
-    """Where to read the box at ``offset`` of a page, of whose first ``seen`` tokens alone some line sees any.
+def _box_start(seen, offset, BOX: tl.constexpr):
+    """Where to read the box that belongs at ``offset``, when lines see only the first ``seen`` tokens of the page.
 
-    Keys may stand anywhere in a tile, so the box is moved up until it ends with the last of them. What sticks out of
-    the page comes as zeros, and costs no bytes. Beyond them a page may hold a stale NaN, and 0 x NaN is NaN: masks on
-    the scores alone would not do.
+    Keys may stand anywhere in a tile, so the box is moved towards the page's start until it ends with the last seen
+    token. The part before the page's start arrives as zeros, and costs no bytes. Tokens behind the seen ones must not
+    be read: they may hold a stale NaN, and 0 x NaN is NaN, so masking the scores would not be enough.
     """
     return tl.minimum(tl.maximum(seen, 0), offset + BOX) - BOX
 
 
 @triton.jit
-def score_box(query, k_box, scale, softcap, SOFTCAP: tl.constexpr):
-    """[M, BOX], yet to be multiplied by scale where there is no soft cap."""
+def _score_box(query, k_box, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores [M, BOX]. Without a soft cap they still have to be multiplied by ``scale``."""
     scores = tl.dot(query, tl.trans(k_box), input_precision="ieee")
-    if SOFTCAP:  # scale is what the tanh wants, softcap is in units of log2; tanh(x) = 2 sigmoid(2x) - 1
+    if SOFTCAP:  # ``in_log2`` made scale for the tanh, and softcap in units of log2; tanh(x) = 2 sigmoid(2x) - 1
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)
     return scores
 
 
 @triton.jit
-def hide_tokens(
+def _hide_tokens(
     scores,  # [M, BOX]
-    start,  # where the box was read
-    offset,  # where it belongs
-    sees,  # [M]  a line sees the page's tokens below this one (with CAUSAL), and as many of them as the window
+    start,  # the page's token at which the box was read
+    offset,  # the token at which it belongs
+    sees,  # [M]  a line sees the page's tokens below this one (with CAUSAL), at most WINDOW of them
     BOX: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -116,25 +117,65 @@ def hide_tokens(
 
 
 @triton.jit
-def add_box(
+def _add_box(
     acc,  # [M, V] float32
     peak,  # [M]  the largest score so far, times scale
     total,  # [M]  sum of exp2(score - peak)
     scores,  # [M, BOX]
-    factor,  # scale, or 1 where the scores have it
+    factor,  # scale, or 1 if the scores contain it
     v_box,  # [BOX, V]
-    MASK: tl.constexpr,  # whether a line may have seen nothing yet
+    MASKED: tl.constexpr,  # whether a line may have seen no token yet
 ):
     """One step of the online softmax."""
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     safe = new_peak
-    if MASK:  # any finite number does for the peak of nothing, and avoids inf - inf
+    if MASKED:  # before a line has seen a token any finite peak will do, and avoids inf - inf
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores * factor - safe[:, None])
     shrink = tl.exp2(peak - safe)
     total = total * shrink + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v_box.dtype), v_box, acc * shrink[:, None], input_precision="ieee")
     return acc, new_peak, total
+
+
+@triton.jit
+def attend_box(
+    acc,  # these three as in ``_add_box``
+    peak,
+    total,
+    query,  # [M, QK]
+    k_pages,
+    v_pages,
+    page,  # these three as ``read_entry`` gives them
+    tokens,
+    first,
+    offset,  # of the box in its page
+    reach,  # the position up to which some line sees
+    sees_to,  # [M]  the position up to which a line sees
+    hides,  # whether some line does not see all of the box
+    kv_head,
+    scale,
+    softcap,
+    BOX: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr,  # every line sees the whole page: tokens, first, reach, sees_to and hides are ignored
+):
+    """Attend to one box of a page: a step of the online softmax for all lines."""
+    start = offset
+    if not WHOLE:
+        start = _box_start(tl.minimum(tokens, reach - first), offset, BOX)
+    k_box, v_box = _load_box(k_pages, v_pages, page, start, kv_head, BOX, QK_DIM, V_DIM)
+    scores = _score_box(query, k_box, scale, softcap, SOFTCAP)
+    if not WHOLE and hides:
+        scores = _hide_tokens(scores, start, offset, sees_to - first, BOX, CAUSAL, WINDOW)
+    factor = scale
+    if SOFTCAP:
+        factor = 1.0
+    return _add_box(acc, peak, total, scores, factor, v_box, not WHOLE)
 
 
 @triton.jit
@@ -145,9 +186,9 @@ def store_lines(out, place, valid, acc, V_DIM: tl.constexpr):
 
 
 def by_page(pages: torch.Tensor | TensorDescriptor) -> TensorDescriptor:
-    """K or V [pages, page, kv_heads, dim], in any memory order that ends with dim, to be read by page and head.
+    """A descriptor of K or V [pages, page, kv_heads, dim], in any memory order that ends with dim, to read by box.
 
-    Whoever launches often makes it once, and lets go of it with the tensor: it holds the tensor.
+    Make it once for many launches. It keeps the tensor alive, so drop both together.
     """
     if isinstance(pages, TensorDescriptor):
         return pages
@@ -156,23 +197,23 @@ def by_page(pages: torch.Tensor | TensorDescriptor) -> TensorDescriptor:
 
 
 def in_log2(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What the kernels take as scale and soft cap: they compute with exp2."""
+    """Scale and soft cap as the kernels take them: they compute with exp2."""
     if softcap is None:
         return scale * LOG2E.value, 0.0
     return scale / softcap, softcap * LOG2E.value
 
 
 def exact_options(widest: int) -> tuple[int, int, int]:
-    """Lines of a block, warps and stages in float32, for heads of at most ``widest``.
+    """Lines of a block, warps and stages in float32, for heads of at most ``widest`` dimensions.
 
-    There are no tensor cores at full precision, so it is slow whatever is chosen. More lines, or fewer warps, would
-    spill registers by the kilobyte.
+    Tensor cores have no full precision, so float32 is slow with any choice. More lines, or fewer warps, would spill
+    kilobytes of registers.
     """
     return 16, 4 if widest <= 128 else 8, 1
 
 
 def unsupported(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, page_size: int, dtype: torch.dtype) -> str | None:
-    """Why the attention kernels cannot do this shape; None if they can."""
+    """Why the attention kernels cannot take this shape; None if they can."""
     named = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         return f"the model runs in {named}; the Triton kernels take bfloat16, float16 and float32"
@@ -185,6 +226,6 @@ def unsupported(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, page_size:
     for dim in (qk_dim, v_dim):
         if dim > WIDEST_HEAD:
             return f"a head has {dim} dimensions; the Triton kernels take at most {WIDEST_HEAD}"
-        if dim * dtype.itemsize % 16:  # what the copy engine asks of strides
+        if dim * dtype.itemsize % 16:  # the copy engine needs strides of whole 16 bytes
             return f"a head of {dim} dimensions in {named} has {dim * dtype.itemsize} bytes, not a multiple of 16"
     return None

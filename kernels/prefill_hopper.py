@@ -1,9 +1,9 @@
-"""Prefill attention for Hopper cards, in Gluon: what prefill_triton.py does, with a block's work put in order by hand.
+"""Prefill attention for Hopper cards, in Gluon: the work of prefill_triton.py, put in order by hand.
 
 A block stays on its multiprocessor and takes one item after the other. One of its warps only copies: it runs ahead
-through the pages, those of the next item too. Groups of four warps, the *sides*, each compute 64 lines of the item
-against the same pages, which are thus read from L2 once for all of them. A side multiplies the weights of one page with
-its V while it turns the scores of the next into weights, and where it waits the tensor cores have those of the others.
+through the pages, into the next item's. Groups of four warps, the *sides*, each compute 64 lines of the item against
+the same pages, which are thus read from L2 once for all sides. A side multiplies the weights of one page with its V
+while it turns the scores of the next page into weights; while it waits, the tensor cores work for the other sides.
 
 Gluon is Triton's lower language: layouts, copies, barriers and waits are written out. Triton's interpreter does not run
 it, so the kernel in prefill_triton.py stays: for other cards, other shapes, float32, and steps too small to fill the
@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools import tensor_descriptor
 
 from .pages_triton import block_of, boxes_of, by_page
 from .work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
@@ -33,18 +34,18 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
 LINES = 64  # of a side
-_SHARED = 227 * 1024 - 2048  # bytes that a block may have, less what barriers and the division into sides take
+_SHARED = 227 * 1024 - 2048  # bytes that a block may have, less room for barriers and the division into sides
 _MOST_STAGES = 4
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def sides(qk_dim: int, v_dim: int) -> int:
-    """How many a block has: three where each can do with a third of the registers."""
+    """The sides of a block: three where a third of the registers is enough for each."""
     return 3 if max(qk_dim, v_dim) <= 128 else 2
 
 
 def takes(qk_dim: int, v_dim: int, itemsize: int) -> bool:
-    """Whether the kernel is the better one for heads of these dims. Those of 64 fill a multiprocessor without it."""
+    """Whether this kernel is the faster one for heads of these dims. Heads of 64 fill a multiprocessor without it."""
     return itemsize == 2 and min(qk_dim, v_dim) > 64
 
 
@@ -60,7 +61,7 @@ def _larger(a, b):
 
 @gluon.jit
 def _forth_and_back(t, total, grid):
-    """Items come longest first. Dealt out in one direction only, the first block would get the longest of each turn."""
+    """The item of turn ``t``. Dealt out in one direction only, the first block would get the longest of each round."""
     turn = t // grid
     back = (turn % 2 == 1) & ((turn + 1) * grid <= total)
     return gl.where(back, (2 * turn + 1) * grid - 1 - t, t)
@@ -82,7 +83,7 @@ def _copy_pages(
     k_pages, v_pages, items, n_items, entries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
     STAGES: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """All boxes of all items of the block, each as soon as the sides are done with what lies in its place."""
+    """Copy all boxes of all items of the block, each as soon as the sides have read the box in its place."""
     grid = gl.num_programs(0)
     total = gl.load(n_items) * KV_HEADS
     turn = 0  # boxes so far
@@ -127,7 +128,7 @@ def _places(
     row, rows, kv_head, LINES: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Of a side's lines: where each element lies in [rows, heads, dim], and whether the item has it."""
+    """For a side's lines: the place of each element in [rows, heads, dim], and whether the item has it."""
     line = FIRST + gl.arange(0, LINES, gl.SliceLayout(1, LAYOUT))
     place = (row + line // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + line % GROUP
     at = gl.arange(0, block_of(DIM), gl.SliceLayout(0, LAYOUT))
@@ -145,7 +146,7 @@ def _lines(
 
 @gluon.jit
 def _weigh(
-    scores,  # [M, BOX], yet to be multiplied by scale
+    scores,  # [M, BOX], not multiplied by scale yet
     peak,
     total,
     scale,
@@ -159,7 +160,7 @@ def _weigh(
     BOX: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """One step of the online softmax, but for the sum over V: see pages_triton.py."""
+    """One step of the online softmax, without the sum over V: see pages_triton.py."""
     factor = scale
     if SOFTCAP:
         factor = 1.0
@@ -184,7 +185,7 @@ def _attend(
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """What one side does."""
+    """The work of one side."""
     QK: gl.constexpr = block_of(QK_DIM)
     V: gl.constexpr = block_of(V_DIM)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
@@ -268,9 +269,9 @@ def _attend(
                 scores, peak, total, scale, softcap, hides, seen, i % BOXES * BOX, position + line_row + 1 - first,
                 SOFTCAP, WINDOW, BOX, SCORES,
             )  # fmt: skip
-            # This wait is a branch, and so divides the code. Without it the assembler moves the softmax behind the
-            # next wait, and nothing runs below it. For the same reason the weights go through that wait: the product
-            # under way reads the registers into which they are to be rounded.
+            # This wait is a branch, and so divides the code. Without it the assembler would move the softmax behind
+            # the next wait, and the product would run alone. The weights pass through that next wait for the same
+            # reason: they are rounded into registers that the running product still reads.
             mbarrier.wait(k_full.index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=i + 1 < turns)
             acc, weights = warpgroup_mma_wait(0, [acc, weights])
             _together()
@@ -341,58 +342,26 @@ def _attend_chunks(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=SIDES)
         mbarrier.init(v_empty.index(i), count=SIDES)
-    # Written out in full: in a tuple with a name, constants would become values.
-    if SIDES == 2:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    q, out, items, n_items, entries, sinks, scale, softcap,
-                    queries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    0, LINES, STAGES, BOX, BOXES, GROUP, KV_HEADS, QK_DIM, V_DIM, WINDOW, SOFTCAP, SINKS,
-                )),
-                (_attend, (
-                    q, out, items, n_items, entries, sinks, scale, softcap,
-                    queries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    1, LINES, STAGES, BOX, BOXES, GROUP, KV_HEADS, QK_DIM, V_DIM, WINDOW, SOFTCAP, SINKS,
-                )),
-                (_copy_pages, (
-                    k_pages, v_pages, items, n_items, entries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    STAGES, BOX, BOXES, KV_HEADS,
-                )),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    q, out, items, n_items, entries, sinks, scale, softcap,
-                    queries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    0, LINES, STAGES, BOX, BOXES, GROUP, KV_HEADS, QK_DIM, V_DIM, WINDOW, SOFTCAP, SINKS,
-                )),
-                (_attend, (
-                    q, out, items, n_items, entries, sinks, scale, softcap,
-                    queries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    1, LINES, STAGES, BOX, BOXES, GROUP, KV_HEADS, QK_DIM, V_DIM, WINDOW, SOFTCAP, SINKS,
-                )),
-                (_attend, (
-                    q, out, items, n_items, entries, sinks, scale, softcap,
-                    queries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    2, LINES, STAGES, BOX, BOXES, GROUP, KV_HEADS, QK_DIM, V_DIM, WINDOW, SOFTCAP, SINKS,
-                )),
-                (_copy_pages, (
-                    k_pages, v_pages, items, n_items, entries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-                    STAGES, BOX, BOXES, KV_HEADS,
-                )),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+    # The sides, then the warp that copies. In one expression: in a tuple with a name, constants would become values.
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q, out, items, n_items, entries, sinks, scale, softcap,
+                queries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
+                worker, LINES, STAGES, BOX, BOXES, GROUP, KV_HEADS, QK_DIM, V_DIM, WINDOW, SOFTCAP, SINKS,
+            )) if worker < SIDES else (_copy_pages, (
+                k_pages, v_pages, items, n_items, entries, k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
+                STAGES, BOX, BOXES, KV_HEADS,
+            ))
+            for worker in (0, 1, 2, 3)[: SIDES + 1]
+        ],
+        [4, 4, 1][3 - SIDES :],  # the first side has the block's own warps
+        [REGISTERS, REGISTERS, 24][3 - SIDES :],
+    )  # fmt: skip
 
 
-def _pages(pages: torch.Tensor | object) -> TensorDescriptor:
-    """What ``by_page`` makes, as Gluon wants it."""
+def _pages(pages: torch.Tensor | tensor_descriptor.TensorDescriptor) -> TensorDescriptor:
+    """The descriptor of ``by_page``, with Gluon's layout."""
     made = by_page(pages)
     layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, _GLUON[made.base.dtype])
     return TensorDescriptor(made.base, made.shape, made.strides, made.block_shape, layout)
@@ -400,8 +369,8 @@ def _pages(pages: torch.Tensor | object) -> TensorDescriptor:
 
 def attend_chunks(
     q: torch.Tensor,  # [rows, heads, qk_dim]
-    k_pages: torch.Tensor | object,  # as for prefill_triton.py
-    v_pages: torch.Tensor | object,
+    k_pages: torch.Tensor | tensor_descriptor.TensorDescriptor,  # as for prefill_triton.py
+    v_pages: torch.Tensor | tensor_descriptor.TensorDescriptor,
     out: torch.Tensor,  # [rows, heads, v_dim]
     work: PrefillWork,  # of tiles with the lines of all sides
     scale: float,  # as ``in_log2`` makes them

@@ -1,13 +1,13 @@
 """Prefill attention in Triton: chunks of prompts, each against its whole page table, causal, in one launch.
 
 A chunk is a run of query rows of one unit, at consecutive positions. It reads the pages of the shared prefixes below
-its unit and those of the unit itself, as a decode row does. But it has rows enough of its own to make the products the
-bound: nothing is read together with other chunks, nothing is cut along the keys, and no partial result is written.
+its unit and the pages of the unit itself, as a decode row does. But it has enough rows of its own for the products to
+take most of the time: chunks share no reading, are not cut along the keys, and write no partial results.
 
 Query rows and the heads that share a KV head are packed into tiles, as for decode. A tile then holds few positions, so
-that little is wasted on the diagonal and where a chunk ends. An *item* is one tile of rows, one block for each KV head.
-Only pages that some row does not see whole pay for masks. How pages are read is in pages_triton.py; the figures behind
-the choices are in docs/attention-notes.md.
+that little is wasted on the diagonal and at a chunk's end. An *item* is one tile of rows, with one block for each KV
+head. Only pages that some row does not see whole need masks. How pages are read is in pages_triton.py; the figures
+behind the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -23,29 +23,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .pages_triton import (
     LOG2E,
-    add_box,
+    attend_box,
     block_of,
-    box_start,
     boxes_of,
     by_page,
     exact_options,
-    hide_tokens,
     in_log2,
-    load_box,
     load_query,
     read_entry,
-    score_box,
     store_lines,
 )
 from .work_lists import CHUNK_FIELDS, PrefillWork
 
 _CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
-_GLUON = ((3, 6), (3, 7))  # Gluon still changes: versions of Triton that the kernel in it has been compiled by
+_GLUON_VERSIONS = ((3, 6), (3, 7))  # Gluon still changes: versions of Triton with which the kernel has been compiled
 
 
 def for_hopper() -> ModuleType | None:
-    """The kernel for Hopper cards, if the current device is one; None too where Triton's Gluon is not the one it is
-    written in."""
+    """The kernel for Hopper cards; None on other devices, and with versions of Triton for which it is not written."""
     return _for_hopper(torch.cuda.current_device() if torch.cuda.is_available() else None)
 
 
@@ -53,8 +48,8 @@ def for_hopper() -> ModuleType | None:
 def _for_hopper(device: int | None) -> ModuleType | None:
     if triton.knobs.runtime.interpret or device is None or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON:
-        known = ", ".join(f"{major}.{minor}" for major, minor in _GLUON)
+    if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON_VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _GLUON_VERSIONS)
         warnings.warn(
             f"prompts run through a slower attention kernel: the one for Hopper GPUs is made for Triton {known}, and "
             f"this is {triton.__version__}",
@@ -69,14 +64,14 @@ def _for_hopper(device: int | None) -> ModuleType | None:
 def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[str, int]:
     """The tile, warps and stages for heads of these dims and elements of this many bytes.
 
-    ``wide`` among them is the tile of the kernel for Hopper cards, where there is one and it is made for such heads.
+    ``wide`` is the tile of the kernel for Hopper cards, if the device has it and it takes such heads.
     """
     widest = max(qk_dim, v_dim)
     if itemsize == 4:
         lines, warps, stages = exact_options(widest)
     else:
-        # Two or three blocks on a multiprocessor, so that one's products hide the other's softmax. The third stage
-        # is worth a quarter and more; where it would cost the second block, no stages at all are better than two.
+        # Two or three blocks on a multiprocessor, so that one block's products hide another's softmax. The third stage
+        # saves a quarter of the time and more; where it would cost the second block, one stage is better than two.
         lines, warps, stages = 64, 4, 3 if widest <= 128 else 1
     chosen = {"tile": lines * triton.cdiv(group, lines), "num_warps": warps, "num_stages": stages}
     hopper = for_hopper()
@@ -126,7 +121,7 @@ def _attend_chunks(
     full_from = tl.load(record + 6)
     full_to = tl.load(record + 7)
     pages = tl.load(record + 8)
-    # After the record, so that all these loads are under way together.
+    # Checked after the record is loaded, so that all these loads are under way together.
     if (item >= tl.load(n_items)) | (first_line >= rows * GROUP):
         return
     page, tokens, first = read_entry(entries, tl.where(shorts > 0, short, rest))
@@ -134,9 +129,6 @@ def _attend_chunks(
     query, line_row, head, place, valid = load_query(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
     )
-    factor = scale
-    if SOFTCAP:
-        factor = 1.0
     acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -144,19 +136,16 @@ def _attend_chunks(
         peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
 
-    # One loop for all pages: a second one would start with empty buffers. And a page's entry is read one turn ahead:
-    # with a load of the same turn in the address, nothing would be prefetched.
+    # One loop for all pages: a second one would start with empty buffers. A page's entry is read one turn ahead: if
+    # the address needed a load of the same turn, nothing would be prefetched.
     for i in tl.range(0, pages * BOXES):
         ahead = tl.minimum((i + 1) // BOXES, pages - 1)
         next_page, next_tokens, next_first = read_entry(entries, ahead + tl.where(ahead < shorts, short, rest))
-        offset = i % BOXES * BOX
-        start = box_start(tl.minimum(tokens, position + rows - first), offset, BOX)
-        k_box, v_box = load_box(k_pages, v_pages, page, start, kv_head, BOX, QK_DIM, V_DIM)
-        scores = score_box(query, k_box, scale, softcap, SOFTCAP)
-        if (i < full_from * BOXES) | (i >= full_to * BOXES):
-            sees = position + line_row + 1 - first  # [M]
-            scores = hide_tokens(scores, start, offset, sees, BOX, True, WINDOW)
-        acc, peak, total = add_box(acc, peak, total, scores, factor, v_box, True)
+        hides = (i < full_from * BOXES) | (i >= full_to * BOXES)
+        acc, peak, total = attend_box(
+            acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, position + rows,
+            position + line_row + 1, hides, kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, True, WINDOW, False,
+        )  # fmt: skip
         page, tokens, first = next_page, next_tokens, next_first
 
     store_lines(out, place, valid, acc / total[:, None], V_DIM)  # never 0: a row sees itself
@@ -178,9 +167,9 @@ def attend_chunks(
     window: int | None = None,  # as the lists were built
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
-    options: dict[str, int] | None = None,  # num_warps, num_stages, maybe wide: other than ``launch_options`` says
+    options: dict[str, int] | None = None,  # num_warps, num_stages, maybe wide; by default ``launch_options``
 ) -> None:
-    """All rows of all chunks."""
+    """Attend for all rows of all chunks."""
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]
     lines = work.tile
@@ -196,7 +185,7 @@ def attend_chunks(
         )  # fmt: skip
         return
     if options is None:
-        lines = min(lines, chosen["tile"])  # more lines than a block takes well are left to several
+        lines = min(lines, chosen["tile"])  # several blocks share an item of more lines
     slices = triton.cdiv(work.tile, lines)
     _attend_chunks[(len(work.items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out,

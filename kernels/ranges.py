@@ -1,10 +1,10 @@
-"""From units and who reads them to the ranges and chunks that work lists are made of.
+"""From units and their readers to the ranges and chunks of which work lists are made.
 
-A *unit* is a run of tokens with pages of its own; it stands on a base, which holds what comes before it and may reach
-further than is read of it. A *reader* is a run of rows of one unit: a decode row, or a few rows of a prompt. Readers of
-the same prefix that are neighbours in the batch make a *node*, and nodes nest as prefixes do. A node that pays becomes
-a range of its own: its K and V are read once for all of its rows. One that does not is joined to the ranges of the
-nodes and readers inside it. Nothing here loops over rows; what loops goes over the levels of the tree.
+A *unit* is a run of tokens with pages of its own. It stands on a base, which holds the tokens before it; the base may
+be longer than the part that the unit reads. A *reader* is a run of rows of one unit: a decode row, or a few rows of a
+prompt. Readers of the same prefix that are neighbours in the batch make a *node*, and nodes nest as prefixes do. A node
+that pays becomes a range of its own: its K and V are read once for all of its rows. Any other node is joined to the
+ranges of the nodes and readers inside it. Loops here go over the levels of the tree, never over rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 
 from .work_lists import Chunks, Ranges
 
-# What a range of its own must save in tokens, times (readers - 1) / readers: where its rows have no other one yet, so
-# that they must be merged because of it; and where they are merged anyway.
+# A node becomes a range if it saves at least so many tokens: its tokens times (readers - 1) / readers. The first limit
+# holds where this range makes a merge of its rows necessary, the second where they are merged anyway.
 GATE, GATE_MERGED = 136, 40
 
 
 @dataclass(frozen=True)
 class Units:
     base: np.ndarray  # [units]  the unit below, -1 for none
-    start: np.ndarray  # [units]  position of the first token, which is also how far the base is read
+    start: np.ndarray  # [units]  position of the first token; the base is read up to it
     page_begin: np.ndarray  # [units + 1]  a unit's pages are [page_begin[i], page_begin[i + 1])
     page: np.ndarray  # [pages]
 
@@ -33,9 +33,9 @@ class Readers:
     """Runs of rows of one unit each, in the order of the batch."""
 
     unit: np.ndarray  # [readers]
-    row: np.ndarray  # [readers]  the first one's place in the batch
-    rows: np.ndarray  # [readers]  at consecutive positions
-    end: np.ndarray  # [readers]  how many positions the last row sees, at the most while the lists are kept
+    row: np.ndarray  # [readers]  the first row's place in the batch
+    rows: np.ndarray  # [readers]  number of rows, at consecutive positions
+    end: np.ndarray  # [readers]  positions that the last row sees, at most, while the lists are in use
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def make_ranges(
     gate: float = GATE,
     gate_merged: float = GATE_MERGED,
 ) -> Ranges:
-    """With a window, what lies before it counts for nothing at the gate; it is left to the lists to leave it out."""
+    """With a window, tokens before it do not count towards the gate; `build_work` leaves their pages out."""
     assert (readers.rows > 0).all() and (window is None or window > 0)
     nodes = _nodes(units, readers)
     begin = units.start[nodes.unit]
@@ -145,7 +145,7 @@ def _nodes(units: Units, readers: Readers) -> _Nodes:
 
 
 def _kept(nodes: _Nodes, size: np.ndarray, gate: float, gate_merged: float) -> np.ndarray:
-    """Which nodes, of so many tokens, become ranges of their own [nodes]."""
+    """Whether each node, of ``size`` tokens, becomes a range of its own [nodes]."""
     readers = nodes.end - nodes.first
     saved = 1 - 1 / np.maximum(readers, 1)
     tokens = size.astype(np.float64)
@@ -155,7 +155,7 @@ def _kept(nodes: _Nodes, size: np.ndarray, gate: float, gate_merged: float) -> n
         mine = np.flatnonzero(nodes.level == level)
         if level:
             parent = nodes.parent[mine]
-            tokens[mine] += np.where(kept[parent], 0, tokens[parent])  # what was joined comes along
+            tokens[mine] += np.where(kept[parent], 0, tokens[parent])  # with the tokens that are joined to it
             merged[mine] = merged[parent]
         kept[mine] = tokens[mine] * saved[mine] >= np.where(merged[mine], gate_merged, gate)
         merged[mine] |= kept[mine]
@@ -165,10 +165,9 @@ def _kept(nodes: _Nodes, size: np.ndarray, gate: float, gate_merged: float) -> n
 def _pieces(
     nodes: _Nodes, kept: np.ndarray, mine: np.ndarray, readers: Readers
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What each range reads: units, each with the position up to which, and whether that is all that there ever is.
+    """The pieces that ranges read: (range, unit, position up to which it is read, whether the unit is final there).
 
-    The ranges are those of the nodes in ``mine``, then those of the readers. The pieces of one stand together, in order
-    of position.
+    The ranges are the nodes in ``mine``, then the readers. The pieces of a range stand together, in order of position.
     """
     count = len(mine) + len(readers.unit)
     ranges = [np.arange(count)]
@@ -188,11 +187,15 @@ def _pieces(
         return ranges[0], unit[0], upto[0], short[0]
     flat = np.concatenate(ranges[::-1])  # the outermost first
     order = np.argsort(flat, kind="stable")
-    return flat[order], *(np.concatenate(values[::-1])[order] for values in (unit, upto, short))
+
+    def sorted_like(values: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(values[::-1])[order]
+
+    return flat[order], sorted_like(unit), sorted_like(upto), sorted_like(short)
 
 
 def _joins(around: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Where there is a node around, and it is no range of its own."""
+    """Where there is an enclosing node that is not a range of its own."""
     joins = around >= 0
     joins[joins] = ~kept[around[joins]]
     return joins
@@ -207,7 +210,7 @@ def _pages(
     short: np.ndarray,  # [pieces] bool
     page_size: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """[ranges + 1] and, of each page, which it is, its tokens and the position of the first."""
+    """Where each range's pages begin [ranges + 1]; the number, tokens and first position of each page [pages]."""
     start = units.start[unit]
     pages = -(-(upto - start) // page_size)  # [pieces]
     assert (pages <= units.page_begin[unit + 1] - units.page_begin[unit]).all(), "a unit lacks pages"
@@ -215,7 +218,7 @@ def _pages(
     nth = np.arange(int(pages.sum()), dtype=np.int64)
     page = units.page[nth + np.repeat(units.page_begin[unit] - begin, pages)]
     first = nth * page_size + np.repeat(start - begin * page_size, pages)
-    # A unit that may still grow into its last page has all of it: how far a row sees is read on the device.
+    # A unit that may still grow into its last page counts all of it: how far a row sees is read on the device.
     last = np.where(short, upto, np.iinfo(np.int64).max // 2)
     tokens = np.minimum(np.repeat(last, pages) - first, page_size)
     page_begin = np.zeros(ranges + 1, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""From logits to the next step's inputs without the host, in Triton; the twins are in ``small_torch``.
+"""From logits to the next step's inputs without the host, in Triton; the twins are in ``sample_torch``.
 
-``greedy`` and ``gumbel_sample`` go over blocks of the vocabulary first, then over what the blocks found. Noise is made
-from a counter: a token's depends on (seed, prompt, sample, position, token) alone, not on the batch it is drawn in.
-``advance`` takes the tokens into the rows' state: a step may be launched before the host has seen the last one's.
+``greedy`` and ``gumbel_sample`` go over blocks of the vocabulary first, then over the blocks' results. Noise comes from
+a counter: a token's noise depends on (seed, prompt, sample, position, token) alone, not on the batch. ``advance`` takes
+the tokens into the rows' state, so that a step can be launched before the host has seen the last step's tokens.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 import triton
 import triton.language as tl
 
-from . import recipes, small_torch
-from .recipes import RowRecipes
-from .small_torch import SAMPLE_BLOCK, Rows
+from . import sample_torch, sampling_recipes
+from .sample_torch import SAMPLE_BLOCK, Rows
+from .sampling_recipes import RowRecipes
 
 GREEDY_BLOCK = 2048  # tokens of the vocabulary
 ADVANCE_BLOCK = 64  # rows
 
-_RUNNING = tl.constexpr(small_torch.RUNNING)
-_STOPPED = tl.constexpr(small_torch.STOPPED)
-_FULL = tl.constexpr(small_torch.FULL)
-_NO_PAGE = tl.constexpr(small_torch.NO_PAGE)
-_NO_TOKEN = tl.constexpr(small_torch.NO_TOKEN)
+_RUNNING = tl.constexpr(sample_torch.RUNNING)
+_STOPPED = tl.constexpr(sample_torch.STOPPED)
+_FULL = tl.constexpr(sample_torch.FULL)
+_NO_PAGE = tl.constexpr(sample_torch.NO_PAGE)
+_NO_TOKEN = tl.constexpr(sample_torch.NO_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 _BEYOND = tl.constexpr(2**31 - 1)
-_BEST = tl.constexpr(recipes.BEST)
-# A row's numbers may be a line of a table of any rows: where it lies in memory is nothing to compile kernels for.
+_BEST = tl.constexpr(sampling_recipes.BEST)
+# These may start anywhere in a table: without this, kernels would be compiled again for each alignment in memory.
 _OF_ROWS = ["which", "seed", "prompt", "sample", "position"]
 
 
 @triton.jit
 def _best(scores, token):
-    """The highest of some scores and its token, the lowest among equals. None is NaN."""
+    """The highest of some scores and its token, the lowest among equals. No score may be NaN."""
     best = tl.max(scores, 0)
     return best, tl.min(tl.where(scores == best, token, _BEYOND), 0)
 
@@ -93,7 +93,7 @@ def _kept(scores, threshold, row, CUT: tl.constexpr):
 
 @triton.jit
 def _noisy_weight(scores, factor, threshold, seed, token, prompt, sample, position, row, CUT: tl.constexpr):
-    """Of tokens together; infinity if a score is NaN or infinite."""
+    """The noisy weight of several tokens together; infinity if a score is NaN or infinite."""
     scores = _kept(scores, threshold, row, CUT) * factor  # in units of log2, as all scores here
     peak = tl.max(scores, 0)
     peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
@@ -194,9 +194,9 @@ def greedy(
 
 def gumbel_sample(
     logits: torch.Tensor,  # [rows, vocabulary]
-    temperature: float | RowRecipes,  # or of each row what it is picked by
-    seed: torch.Tensor,  # [1] or [rows] int64  of all rows, or of each
-    prompt: torch.Tensor,  # [rows] int64 or int32  of each row, as are the next two
+    temperature: float | RowRecipes,  # or each row's recipe
+    seed: torch.Tensor,  # [1] or [rows] int64  one for all rows, or one for each
+    prompt: torch.Tensor,  # [rows] int64 or int32, as are the next two
     sample: torch.Tensor,
     position: torch.Tensor,
     *,
@@ -206,8 +206,8 @@ def gumbel_sample(
     """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
 
     The noise of a token depends on (seed, prompt, sample, position, token) alone. First a block of the vocabulary is
-    drawn, by what its tokens weigh together, then one of its tokens: noise is made for few tokens, not for all.
-    Rows whose recipe is to take the best token have what ``greedy`` gives.
+    drawn, by the sum of its tokens' weights, then one of its tokens: noise is made for few tokens, not for all.
+    Rows whose recipe is greedy get the token of ``greedy``.
     Scores are float32: of two whose noisy scores are nearer than about 1e-6 of their size, either may be drawn.
     """
     rows, vocabulary = logits.shape
@@ -216,13 +216,17 @@ def gumbel_sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     scores = torch.empty(rows, blocks, device=logits.device)
     by_row = isinstance(temperature, RowRecipes)
+    if isinstance(temperature, RowRecipes):
+        table, which = temperature.table, temperature.which
+        factor, some_best = table.numbers.factor, table.takes_best
+    else:
+        which, factor, some_best = scores, math.log2(math.e) / temperature, False
     given = (
-        logits, logits.stride(0), temperature.which if by_row else scores,
-        temperature.table.numbers.factor if by_row else math.log2(math.e) / temperature,
-        scores if threshold is None else threshold, seed, prompt, sample, position, scores,
+        logits, logits.stride(0), which, factor, scores if threshold is None else threshold,
+        seed, prompt, sample, position, scores,
     )  # fmt: skip
     shape = {
-        "BY_ROW": by_row, "SOME_BEST": by_row and temperature.table.takes_best, "CUT": threshold is not None,
+        "BY_ROW": by_row, "SOME_BEST": some_best, "CUT": threshold is not None,
         "SEEDS": len(seed) > 1, "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK,
     }  # fmt: skip
     if rows:
@@ -283,8 +287,8 @@ def advance(
     """Append each row's ``sampled`` token ([rows] int64), see whether that ends it, and move on to it.
 
     ``eos`` ([any] int64) may be padded with -1. With ``which`` ([rows] int32) it is several such sets ([sets, any]).
-    A row that ends keeps its last input, no slot, and sees nothing more. One that needs a page that it does not have
-    moves on without a slot: with a page and a slot given, it can run again.
+    A row that ends keeps its last input, has no slot, and sees no positions any more. A row that lacks the page for its
+    token moves on without a slot: it can run again once it is given a page and a slot.
     """
     assert rows.pages.is_contiguous() and rows.produced.is_contiguous()
     count = len(rows.token)

@@ -1,8 +1,8 @@
-"""Work lists: what the attention kernels of a step are to do, made on the host in NumPy.
+"""Work lists: the work of a step for the attention kernels, listed on the host in NumPy.
 
-For decode rows a step is cut into *ranges*: some rows (neighbours in the batch) against the pages that they all read,
-be it a shared prefix or what one row owns. For prompts it is *chunks*: rows at consecutive positions of one unit
-against their whole page table. Both become *items*: what one block for each KV head does.
+Decode rows are cut into *ranges*: some rows (neighbours in the batch) against the pages that they all read, either a
+shared prefix or one row's own pages. Prompts are cut into *chunks*: rows at consecutive positions of one unit against
+their whole page table. Both become *items*: the work of one block for each KV head.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-PAGE_SIZES = (16, 32, 64, 128)  # that the Triton kernels can do
+PAGE_SIZES = (16, 32, 64, 128)  # that the Triton kernels take
 TILES = (16, 64)  # lines of a decode tile: query rows x the heads that share a KV head
 ITEM_FIELDS = 8  # row, rows, begin, full, end, part, causal, and a spare: a record is one 32-byte sector
 CHUNK_FIELDS = 12  # row, rows, position, short, shorts, rest, full_from, full_to, pages, and three spare
 ENTRY_FIELDS = 4  # page, tokens, first, and one spare
-# Large tiles for prefill, from how many blocks on, how many pages for each, and what share of their lines in use.
+# A large prefill tile pays from this many blocks on, with this many pages for each, and this share of lines in use.
 WIDE_BLOCKS, WIDE_PAGES, WIDE_FILLED = 200, 6, 0.75
-BLOCKS, MIN_PAGES = {16: 4, 64: 2}, 4  # to split: blocks for each multiprocessor, but no items below so many pages
+# Ranges are split into so many blocks (for each tile) on a multiprocessor, but not into items of fewer pages than this.
+BLOCKS, MIN_PAGES = {16: 4, 64: 2}, 4
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Which rows read which pages together. Ranges nest: of one ``level``, no two share a row.
+    """Which rows read which pages together. Ranges nest: two ranges of one ``level`` share no row.
 
-    All rows of a range see all of it, unless it is a single row, or ``causal``: a few rows at consecutive positions of
-    one unit, each of which sees as far as its length.
+    All rows of a range see all of it. Two kinds are bounded by the rows' lengths: a single row, and a ``causal`` range,
+    a few rows at consecutive positions of one unit.
     """
 
     row_begin: np.ndarray  # [ranges]
@@ -37,11 +38,11 @@ class Ranges:
     page: np.ndarray  # [pages]
     tokens: np.ndarray  # [pages]  valid ones; all of the page where the unit may still grow into it
     first: np.ndarray  # [pages]  position of the page's first token; a range may have holes in position
-    causal: np.ndarray | None = None  # [ranges] bool; None: none of them is
+    causal: np.ndarray | None = None  # [ranges] bool; None: no range is causal
 
 
 class NoRoom(ValueError):
-    """Lists are longer than those that they are to go into."""
+    """Lists are longer than the lists that are to be filled with them."""
 
 
 class WorkLists:
@@ -54,7 +55,7 @@ class WorkLists:
         self,
         packed: torch.Tensor,
         rows: int,
-        room: dict[int, int],  # of each tile: items
+        room: dict[int, int],  # from tile to items
         entries: int,
         *,
         parts: int,
@@ -66,10 +67,10 @@ class WorkLists:
         self.rows = rows
         self.parts = parts  # partial results in all
         self.merges = merges  # False where no row has more than one part
-        self.causal = causal  # whether some item has several rows that do not all see the same
-        self.direct = direct  # whether a row's only part is its output
-        self.counts: dict[int, torch.Tensor] = {}  # of each tile: [1], the items that there are
-        self.items: dict[int, torch.Tensor] = {}  # of each tile: [room, ITEM_FIELDS], longest first
+        self.causal = causal  # whether the rows of some item see different numbers of positions
+        self.direct = direct  # whether a row's only part is written as its output
+        self.counts: dict[int, torch.Tensor] = {}  # for each tile: [1], the number of its items
+        self.items: dict[int, torch.Tensor] = {}  # for each tile: [room, ITEM_FIELDS], longest first
         for tile, size in room.items():
             at = _sections(rows, room, entries)[tile]
             self.counts[tile] = packed[at : at + 1]
@@ -91,17 +92,17 @@ class WorkLists:
         causal: bool = False,
         direct: bool = True,
     ) -> WorkLists:
-        """Lists without work, to be filled again and again: what a captured graph reads."""
+        """Lists without work, to be filled again and again: a captured graph reads them."""
         size = _sections(rows, items, entries)["end"]
         if torch.device(device).type == "cpu":
-            # NumPy makes the zeros: torch would start its threads for them, which takes longer than all other lists.
+            # NumPy makes the zeros: torch would start threads for them, which takes longer than making all lists.
             packed = torch.from_numpy(np.zeros(size, dtype=np.int32))
-        else:  # made there: a copy would wait for all that the device has been given
+        else:  # made on the device: a copy would wait for all work in its queue
             packed = torch.zeros(size, dtype=torch.int32, device=device)
         return cls(packed, rows, items, entries, parts=parts, merges=True, causal=causal, direct=direct)
 
     def fill(self, work: WorkLists) -> None:
-        """Take over the work of other lists, in place; NoRoom if they are longer. Rows that those lack get zeros."""
+        """Take over the work of other lists, in place; NoRoom if they are longer. Further rows get no work."""
         self.packed.copy_(self.fitted(work).packed, non_blocking=True)
 
     def fitted(self, work: WorkLists) -> WorkLists:
@@ -117,7 +118,7 @@ class WorkLists:
             if needed > there:
                 raise NoRoom(f"{needed} {name} do not fit into lists with room for {there}")
         if work.causal > self.causal or work.direct != self.direct:
-            raise ValueError("lists that were made for other kernels")
+            raise ValueError("the lists differ in `causal` or `direct`: they were made for other kernels")
         made = WorkLists.room(
             rows=self.rows, items=have, entries=len(self.entries), parts=self.parts,
             device="cpu", causal=self.causal, direct=self.direct,
@@ -144,7 +145,7 @@ class WorkLists:
 
 
 def sent(tensor: torch.Tensor, device: torch.device | str, non_blocking: bool = True) -> torch.Tensor:
-    """On the device. Without blocking, the host does not wait until all that was launched before has ended."""
+    """The tensor on the device. Without blocking, the host does not wait for the work launched before."""
     if non_blocking and torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=non_blocking)
@@ -165,17 +166,17 @@ def _sections(rows: int, items: dict[int, int], entries: int) -> dict[int | str,
 
 def build_work(
     ranges: Ranges,
-    lengths: np.ndarray,  # [rows]  how many positions each row sees as the lists are made
+    lengths: np.ndarray,  # [rows]  positions that each row sees when the lists are made
     *,
     kv_heads: int,
     group: int,  # query heads for each KV head
     page_size: int,
     multiprocessors: int,  # of the device
-    most_pages: int | None = None,  # for one item; by default a fair share of what runs at once
+    most_pages: int | None = None,  # for one item; by default a fair share of the blocks that run at once
     window: int | None = None,
     ahead: int = 0,  # with a window: the lists must hold until the rows have grown by this much
     capacity: int = 1,  # room in each list for this many times its items
-    direct: bool = True,  # False: rows with one part go through the merge too (sinks are applied there)
+    direct: bool = True,  # False: rows with one part go through the merge, too (it applies sinks)
 ) -> WorkLists:
     rows = len(lengths)
     assert group <= TILES[-1], "the heads that share a KV head must fit a tile"
@@ -194,7 +195,7 @@ def build_work(
     part, in_row = _ordinals(ranges, splits, rows)
     row_parts = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(in_row, out=row_parts[1:])
-    causal = ranges.causal is not None and bool(ranges.causal.any())
+    causal = ranges.causal if ranges.causal is not None and ranges.causal.any() else None
 
     of_tile = {}
     for size, mine in zip(TILES, (small, ~small), strict=True):
@@ -218,8 +219,8 @@ def build_work(
             records[:, 3] = np.clip(full[source], low, high)
             records[:, 4] = high
             records[:, 5] = np.where(direct & (in_row[row] == 1), -1, part[source] + nth_split)
-            if causal:
-                records[:, 6] = ranges.causal[source]  # type: ignore[index]
+            if causal is not None:
+                records[:, 6] = causal[source]
             of_tile[size] = records[np.argsort(low - high, kind="stable")]  # longest first
 
     work = WorkLists.room(
@@ -228,7 +229,7 @@ def build_work(
         entries=max(1, len(page)),
         parts=int(row_parts[-1]),
         device="cpu",
-        causal=causal,
+        causal=causal is not None,
         direct=direct,
     )
     work.merges = not direct or bool((in_row != 1).any())
@@ -244,10 +245,10 @@ def build_work(
 def _in_order(
     ranges: Ranges, lengths: np.ndarray, page_size: int, window: int | None, ahead: int
 ) -> tuple[np.ndarray, ...]:
-    """The pages to read, range by range, those first of which all rows see all that a page can hold.
+    """The pages to read, range by range: first the full pages that all rows see whole, then the rest.
 
-    Keys may come in any order, and the loop over the first ones then needs no masks. Returns what each page is, its
-    tokens and first position [pages]; where each range's begin, how many they are, and where those end [ranges].
+    Keys may come in any order, and the loop over the first pages needs no masks. Returns the number, the tokens and the
+    first position of each page [pages]; each range's first entry, number of pages and end of the full pages [ranges].
     """
     bounds = np.empty(2 * len(ranges.row_begin), dtype=np.int64)
     bounds[::2], bounds[1::2] = ranges.row_begin, ranges.row_end
@@ -273,7 +274,7 @@ def _in_order(
 
 
 def _ordinals(ranges: Ranges, splits: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each range's first part among its rows' parts [ranges]; how many parts each row has [rows]."""
+    """The place of each range's first part among its rows' parts [ranges]; the number of parts of each row [rows]."""
     part = np.zeros(len(splits), dtype=np.int64)
     in_row = np.zeros(rows, dtype=np.int64)
     for level in range(int(ranges.level.max(initial=-1)) + 1):
@@ -304,7 +305,7 @@ class PrefillWork:
     """One step's work, for all layers that attend in the same way."""
 
     items: torch.Tensor  # [capacity, CHUNK_FIELDS] int32, longest first
-    count: torch.Tensor  # [1] int32, the items that there are
+    count: torch.Tensor  # [1] int32, the number of items
     entries: torch.Tensor  # [entries, ENTRY_FIELDS] int32
     tile: int  # lines: query rows x the heads that share a KV head
 
@@ -332,15 +333,14 @@ def build_prefill(
     window: int | None = None,
     capacity: int = 1,  # room for this many times the items (a graph's bucket)
     wide: int | None = None,  # a larger tile, to be used if that pays
-    kv_heads: int = 1,  # which decides it, too
+    kv_heads: int = 1,  # only to decide about `wide`
 ) -> PrefillWork:
     if wide is not None:
-        same = {"group": group, "page_size": page_size, "window": window, "capacity": capacity}
-        made = build_prefill(chunks, tile=wide, **same)
-        items = made.items[: int(made.count)].numpy()
-        filled = items[:, 1].sum() * group >= WIDE_FILLED * wide * len(items)
-        if filled and len(items) * kv_heads >= WIDE_BLOCKS and items[:, 8].sum() >= WIDE_PAGES * len(items):
-            return made
+        wider = build_prefill(chunks, group=group, page_size=page_size, tile=wide, window=window, capacity=capacity)
+        in_wide = wider.items[: int(wider.count)].numpy()
+        filled = in_wide[:, 1].sum() * group >= WIDE_FILLED * wide * len(in_wide)
+        if filled and len(in_wide) * kv_heads >= WIDE_BLOCKS and in_wide[:, 8].sum() >= WIDE_PAGES * len(in_wide):
+            return wider
     assert group <= tile, "the heads that share a KV head must fit a tile"
     count = len(chunks.row_begin)
     owner = np.repeat(np.arange(count), np.diff(chunks.page_begin))  # [pages]
@@ -361,10 +361,11 @@ def build_prefill(
     stride = int(max(ends.max(initial=0), high.max(initial=0))) + 2
 
     def pages_upto(which: np.ndarray, at: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """How many pages of those with ``at <= last`` there are, for each item; all of earlier chunks' among them."""
-        return np.searchsorted((owner * stride + at)[which], chunk * stride + last, side="right")
+        """For each item, the number of pages with ``at <= last``, counting all pages of earlier chunks."""
+        count: np.ndarray = np.searchsorted((owner * stride + at)[which], chunk * stride + last, side="right")
+        return count
 
-    # Keys may come in any order. Partly filled pages stand apart: what all rows of a tile see whole is then one run.
+    # Keys may come in any order. Partly filled pages stand apart, so that pages seen whole by a whole tile are one run.
     short = chunks.tokens < page_size
     shorts_begin = pages_upto(short, ends, low_from)
     shorts = pages_upto(short, chunks.first, high) - shorts_begin
@@ -372,7 +373,7 @@ def build_prefill(
     full_end = pages_upto(~short, ends, low + 1)
     full_begin = np.minimum(pages_upto(~short, chunks.first, high_from - 1), full_end)
     pages = shorts + pages_upto(~short, chunks.first, high) - begin
-    rest = begin - shorts + int(short.sum())  # the place of a page that is not short, less its number in the item
+    rest = begin - shorts + int(short.sum())  # a page that is not short stands at `rest` + its number in the item
     full_from, full_to = shorts + full_begin - begin, shorts + full_end - begin
     entries = np.zeros((max(1, len(owner)), ENTRY_FIELDS), dtype=np.int32)
     for field, values in enumerate((chunks.page, chunks.tokens, chunks.first)):

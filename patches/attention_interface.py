@@ -1,6 +1,7 @@
-"""The attention function that transformers calls, registered once by name, and the context that carries a step to it.
+"""The attention function that transformers calls, and the context that carries a step to it.
 
-The context is a context variable, not a keyword argument of the model: some architectures drop those on the way.
+A pass through the model runs inside ``attention_context(context)``. Each layer calls ``attention_forward``, which packs
+its states into an ``AttentionCall`` and hands that to the context.
 """
 
 from __future__ import annotations
@@ -17,83 +18,11 @@ from transformers import AttentionInterface
 
 from ..errors import UnsupportedModelError
 
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What torch's own attention would be given here; None outside autocast."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return None
-
-
-# Names that contain "flash", "sdpa" or "flex_attention" mean something to transformers; this one must not. As it is
-# not known to the mask interface either, transformers builds no attention mask at all.
+# transformers treats names that contain "flash", "sdpa" or "flex_attention" in a special way; this one must not match.
+# The mask interface does not know it either, so transformers builds no attention mask at all.
 ATTENTION_NAME = "hf_batchllm"
-# Tensors that reach the function beside the states and change nothing about who attends to whom.
-_HARMLESS = frozenset(["position_ids", "cache_position"])
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """What is still to be done to q and k, where a fused layer leaves it to whoever writes them to the cache."""
-
-    cos: torch.Tensor | None  # [tokens, rotary_dim]
-    sin: torch.Tensor | None
-    q_weight: torch.Tensor | None = None  # [qk_dim]  an RMSNorm of each head before the rotation
-    k_weight: torch.Tensor | None = None
-    eps: float = 1e-6
-    norm: str = "llama"  # forms that the kernels know
-    turn: str = "llama"
-
-    def options(self) -> dict[str, Any]:
-        """As the kernels' keyword arguments."""
-        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "norm", "turn")}
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One layer's call, in packed form."""
-
-    layer: nn.Module
-    q: torch.Tensor  # [tokens, heads, qk_dim]
-    k: torch.Tensor  # [tokens, kv_heads, qk_dim]
-    v: torch.Tensor  # [tokens, kv_heads, v_dim]
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # [heads]
-    mask: torch.Tensor | None = None  # only where the context takes masks
-    rotation: Rotation | None = None  # None: q and k are as they are
-
-
-class AttentionContext(Protocol):
-    """What a pass through the model is about, for all of its layers."""
-
-    takes_masks: bool
-    calls: int  # of layers, so far
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
-        """Write the call's K and V, and attend."""
-
-
-_context: ContextVar[AttentionContext | None] = ContextVar("hf_batchllm_attention", default=None)
-
-
-@contextmanager
-def attention_context(context: AttentionContext) -> Iterator[None]:
-    token = _context.set(context)
-    try:
-        yield
-    finally:
-        _context.reset(token)
-
-
-def context_in_use() -> AttentionContext | None:
-    return _context.get()
-
-
-def use_context(context: AttentionContext | None) -> None:
-    _context.set(context)
+# Tensors that arrive beside the states and change nothing about which tokens a row sees.
+_HARMLESS_TENSORS = frozenset(["position_ids", "cache_position"])
 
 
 def attention_forward(
@@ -121,7 +50,7 @@ def attention_forward(
     if attention_mask is not None and not context.takes_masks:
         raise UnsupportedModelError(f"{name} passes an attention mask of its own making; such masks are not supported")
     for given, tensor in kwargs.items():
-        if isinstance(tensor, torch.Tensor) and given not in _HARMLESS:
+        if isinstance(tensor, torch.Tensor) and given not in _HARMLESS_TENSORS:
             raise UnsupportedModelError(f"{name} hands `{given}` to its attention; that is not supported")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
@@ -143,6 +72,77 @@ def attention_forward(
         )
     )
     return out.unsqueeze(0), None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast would give torch's own attention here; None outside autocast."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's call, in packed form."""
+
+    layer: nn.Module
+    q: torch.Tensor  # [tokens, heads, qk_dim]
+    k: torch.Tensor  # [tokens, kv_heads, qk_dim]
+    v: torch.Tensor  # [tokens, kv_heads, v_dim]
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [heads]
+    mask: torch.Tensor | None = None  # only where the context takes masks
+    rotation: Rotation | None = None  # None: q and k are ready
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The norm and rotation that q and k still need: a fused layer leaves both to the code that writes the cache."""
+
+    cos: torch.Tensor | None  # [tokens, rotary_dim]
+    sin: torch.Tensor | None
+    q_weight: torch.Tensor | None = None  # [qk_dim]  an RMSNorm of each head before the rotation
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    norm: str = "llama"  # one of ``layer_ops_torch.NORM_FORMS``
+    turn: str = "llama"  # one of ``layer_ops_torch.TURNS``
+
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of ``rope_and_write``."""
+        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "norm", "turn")}
+
+
+class AttentionContext(Protocol):
+    """One pass through the model: its batch, and how all layers attend."""
+
+    takes_masks: bool
+    calls: int  # layers that have attended so far
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
+        """Write the call's K and V, and attend."""
+
+
+_context: ContextVar[AttentionContext | None] = ContextVar("hf_batchllm_attention", default=None)
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def context_in_use() -> AttentionContext | None:
+    return _context.get()
+
+
+def use_context(context: AttentionContext | None) -> None:
+    _context.set(context)
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 # Where transformers keeps the name; the public property would also walk (and set) sub-configs on its own.
 _FIELD = "_attn_implementation_internal"
 _ABSENT = object()
-# By the id of a model's first config: whoever swaps, in whatever thread, waits for who has swapped before.
+# By the id of a model's first config: a swap waits until a swap in another thread has ended.
 _locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -25,11 +25,11 @@ class AttentionSwap:
         self._configs = attention_configs(model)
         self._lock = _locks.setdefault(id(self._configs[0]), threading.RLock())
         self._before: list[Any] | None = None
-        self._locked = False  # or about to be
+        self._locked = False  # set before the lock is acquired
 
     @contextmanager
     def applied(self, name: str) -> Iterator[None]:
-        """While the block runs, the model uses the attention registered as ``name``; then what it used before."""
+        """While the block runs, the model uses the attention registered as ``name``; then the one it used before."""
         self._locked = True
         self._lock.acquire()
         self._before = [config.__dict__.get(_FIELD, _ABSENT) for config in self._configs]
@@ -42,16 +42,16 @@ class AttentionSwap:
 
     @contextmanager
     def others_wait(self) -> Iterator[str | None]:
-        """While the block runs, no other thread swaps. Gives the attention in use: this thread may have swapped it."""
+        """While the block runs, no other thread swaps. Yields the attention in use: this thread may have swapped it."""
         with self._lock:
             try:
                 yield self._configs[0].__dict__.get(_FIELD)
             finally:
-                if not self._lock._is_owned():  # `restore` after an interrupt just before `applied` acquired it, too
+                if not self._lock._is_owned():  # an interrupted `applied` released it, without having acquired it
                     self._lock.acquire()
 
     def restore(self) -> None:
-        """What was there before, if it is not there yet."""
+        """Put back the attention that was used before, if that has not been done."""
         for config, value in zip(self._configs, self._before or (), strict=self._before is not None):
             if value is _ABSENT:
                 config.__dict__.pop(_FIELD, None)
@@ -59,11 +59,11 @@ class AttentionSwap:
                 config.__dict__[_FIELD] = value
         if not self._locked:
             return
-        # In one line, and without `suppress`, in whose code an interrupt might come: none comes between the two.
+        # On one line, so that no interrupt comes between the two; `suppress` would run code of its own.
         try:
             self._before, self._locked = None, False; self._lock.release()  # noqa: E702 # fmt: skip
         except RuntimeError:
-            pass  # it never was ours: an interrupt came while it waited
+            pass  # it was never acquired: an interrupt came while it waited
 
 
 def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
@@ -71,7 +71,7 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
     found: dict[int, PreTrainedConfig] = {}
     owners = (getattr(module, "config", None) for module in model.modules())
     waiting = [config for config in owners if isinstance(config, PreTrainedConfig)]
-    waiting.reverse()  # taken from the end: the model's own comes first
+    waiting.reverse()  # taken from the end, so that the model's own config comes first
     while waiting:
         config = waiting.pop()
         if id(config) not in found:

@@ -1,7 +1,7 @@
-"""What a model means by its attention masks, read off without building one.
+"""Which tokens a model's attention masks show, read off without building a mask.
 
-transformers describes a mask by a function of (batch, head, query, key) and lets each attention implementation
-build what it needs from that. The one registered here builds nothing: it keeps the function, to be asked.
+transformers describes a mask by a function of (batch, head, query, key), and each attention implementation builds what
+it needs from that. The implementation registered here builds nothing: it keeps the function and answers with it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ MASK_PROBE_NAME = "hf_batchllm_masks"
 @dataclass(frozen=True)
 class NotedMask:
     function: Callable[..., torch.Tensor]
-    marker: torch.Tensor  # stands for the mask on its way through the model; held, so that its id stays its own
+    marker: torch.Tensor  # the model passes it on as the mask; kept alive so that no other tensor gets its id
 
     def sees(self, query: int, key: int) -> bool:
         zero = torch.tensor(0)
         return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
 
 
-# Of the thread at hand: several may look at their models at a time.
+# For each thread: several may probe their models at a time.
 _noted: ContextVar[dict[int, NotedMask]] = ContextVar("hf_batchllm_masks")
 
 
 @contextmanager
 def attention_masks_noted() -> Iterator[dict[int, NotedMask]]:
-    """Masks asked for while the block runs, by the id of the tensor that a layer receives for each."""
+    """Collects the masks that the model asks for while the block runs, by the id of the tensor that layers receive."""
     masks: dict[int, NotedMask] = {}
     token = _noted.set(masks)
     try:

@@ -1,11 +1,10 @@
 """Weights that multiply the same input, laid end to end: one matrix product where there were two or three.
 
-The Parameters stay the user's: the same objects, values, types and strides; only where their numbers lie changes. Each
-gets a storage of its own over its part of the memory (by way of DLPack), not a slice of a common one: whatever looks at
-storages would take slices for tied weights. Saving a model would then clone them all on the device first.
+The Parameters stay the user's: the same objects, values, types and strides; only their place in memory changes. Each
+gets a storage of its own over its part of the memory (by way of DLPack), not a slice of a common storage: code that
+compares storages would take slices for tied weights. Saving a model would then clone them all on the device first.
 
-Nothing here keeps the memory alive but the Parameters themselves. A model that is moved, cast or dropped takes its old
-weights with it, as ever.
+Only the Parameters keep the memory alive. A model that is moved, cast or dropped frees its old weights as usual.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The address of each part -> the memory that it is a part of.
+# From each part's address to the memory that contains it.
 _parts: dict[int, StorageWeakRef] = {}
 
 
-def why_not_used(parameter: nn.Parameter) -> str | None:
-    """What about a weight keeps it from being used outside of its module, in words that follow on "it"."""
+def why_not_used(parameter: torch.Tensor) -> str | None:
+    """Why a kernel cannot read the weight outside its module, in words that follow "it"; None if it can."""
     if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
         return "is sharded or quantised"
     return None if parameter.dtype in _DTYPES else f"is {str(parameter.dtype).removeprefix('torch.')}"
 
 
-def why_not_merge(parameters: Sequence[nn.Parameter]) -> str | None:
-    """What about these weights is in the way, in words that follow on "they"."""
+def why_not_merge(parameters: Sequence[torch.Tensor]) -> str | None:
+    """Why these weights cannot be merged, in words that follow "they"; None if they can."""
     first = parameters[0]
     for each in parameters:
         if type(each) is not nn.Parameter or type(each.data) is not torch.Tensor:
@@ -51,7 +51,7 @@ def why_not_merge(parameters: Sequence[nn.Parameter]) -> str | None:
     return None
 
 
-def merged(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:  # [sum of rows, ...]
+def merged(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:  # [sum of rows, ...]
     """All of them as one tensor, if they lie end to end."""
     whole = _whole(parameters[0])
     at = parameters[0].data_ptr()
@@ -66,11 +66,12 @@ def merged(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:  # [sum o
         return None
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=first.dtype, device=first.device)
-        return empty.set_(storage, 0, (sum(map(len, parameters)), *first.shape[1:]))
+        shape = (sum(map(len, parameters)), *first.shape[1:])
+        return empty.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]  # strides are optional
 
 
-def merge(parameters: Sequence[nn.Parameter]) -> torch.Tensor:  # [sum of rows, ...]
-    """Lay them end to end. Broken off half-way, each holds its values as before: in its new place or in its old one."""
+def merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:  # [sum of rows, ...]
+    """Lay them end to end. Interrupted half-way, each keeps its values, in its new place or in its old one."""
     for address in [address for address, whole in _parts.items() if whole.expired()]:
         del _parts[address]
     with torch.no_grad(), torch.inference_mode(False):
@@ -78,15 +79,15 @@ def merge(parameters: Sequence[nn.Parameter]) -> torch.Tensor:  # [sum of rows, 
         whole = StorageWeakRef(flat.untyped_storage())
         for each, numbers in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
             _parts[numbers.data_ptr()] = whole
-            # Flat on the way: DLPack has its own idea of the strides of a dimension of one.
-            each.data = torch.from_dlpack(numbers).view(each.shape)
+            # Passed on flat: DLPack changes the strides of dimensions of size one.
+            each.data = from_dlpack(numbers).view(each.shape)
         return flat.view(-1, *parameters[0].shape[1:])
 
 
-def unmerge(parameter: nn.Parameter) -> bool:
-    """Give it memory of its own again, if it has none. Says whether it did.
+def unmerge(parameter: torch.Tensor) -> bool:
+    """Give it memory of its own again, if it lies in merged memory. Returns whether it did.
 
-    Where somebody else holds its memory too (a state_dict() that is kept), it stays: that tie is the owner's.
+    It stays where it is if something else holds the memory, too (a state_dict() that is kept): the owner made that tie.
     """
     if type(parameter) is not nn.Parameter or _whole(parameter) is None or _is_held_elsewhere(parameter):
         return False
@@ -95,16 +96,16 @@ def unmerge(parameter: nn.Parameter) -> bool:
     return True
 
 
-def _whole(parameter: nn.Parameter) -> StorageWeakRef | None:
-    """The memory that it is a part of."""
+def _whole(parameter: torch.Tensor) -> StorageWeakRef | None:
+    """The merged memory that contains it, if that is still alive."""
     whole = _parts.get(parameter.data_ptr())
     return None if whole is None or whole.expired() else whole
 
 
-def _is_held_elsewhere(parameter: nn.Parameter) -> bool:
+def _is_held_elsewhere(parameter: torch.Tensor) -> bool:
     return _references(parameter) > _references(torch.empty(0))
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """How many tensors there are over the same memory, and what holds it in asking."""
+    """How many tensors share its memory, including the reference that the question itself holds."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""What the random cases of ``decode_cases`` and ``prefill_cases`` share: kinds of kernels, tensors, and the reference.
+"""Shared by the random decode and prefill cases: kinds of kernels, tensors, and the reference.
 
 Whatever no row may see is NaN in the caches, and all outputs are NaN before a kernel runs: a key that should not have
 been read shows, and so does an element that was left out, or written though nothing belongs there. A kernel is held

@@ -22,7 +22,7 @@ from support_parity import NEAR_TIE, Row
 from hf_batchllm import BatchResult
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.kernels.small_torch import exponential
+from hf_batchllm.kernels.sample_torch import exponential
 from hf_batchllm.model.triton_attention import TritonBackend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

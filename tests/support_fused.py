@@ -12,10 +12,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult
-from hf_batchllm.kernels import small_torch
+from hf_batchllm.kernels import layer_ops_torch
 from hf_batchllm.model.runner import ModelRunner
-from hf_batchllm.patches.fused import FusedLayers, Fusion
-from hf_batchllm.patches.fused_layers import FusedKernels
+from hf_batchllm.patches.fused_forwards import FusedKernels
+from hf_batchllm.patches.fusion import FusedLayers, Fusion
 
 # Each row of the table, by models of it; those with experts keep their own MLPs.
 WITH_EXPERTS = ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss"]
@@ -41,7 +41,7 @@ def said_of(family: str) -> str:
     return f"{layers} of {layers} layers" + (", but for their experts" if family in WITH_EXPERTS else "")
 
 
-TWINS = FusedKernels(small_torch.add_rms_norm, small_torch.act_and_mul)
+TWINS = FusedKernels(layer_ops_torch.add_rms_norm, layer_ops_torch.act_and_mul)
 
 
 @pytest.fixture

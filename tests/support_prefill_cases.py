@@ -24,7 +24,7 @@ from support_attention_cases import (
     tokens_of,
 )
 
-from hf_batchllm.kernels import cascade_torch
+from hf_batchllm.kernels import prefill_torch
 from hf_batchllm.kernels import work_lists as wl
 
 
@@ -150,7 +150,7 @@ def check_prefill(
     beyond.copy_(work.items[:1].expand_as(beyond))
     beyond[:, 2] = 0
     outputs = []
-    for module, given, at in ((kernels, tensors.to(device), device), (cascade_torch, exact, here)):
+    for module, given, at in ((kernels, tensors.to(device), device), (prefill_torch, exact, here)):
         shape = (case.rows + 2 * guard, variant.heads, variant.v_dim)
         guarded = torch.full(shape, NAN, dtype=given.q.dtype, device=at)
         out = guarded[guard : len(guarded) - guard]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_batchllm.kernels import cut_torch, small_torch
-from hf_batchllm.kernels.small_torch import FULL, NO_PAGE, NO_TOKEN, PADDING, RUNNING, STOPPED, Rows
+from hf_batchllm.kernels import sample_torch, top_k_top_p_torch
+from hf_batchllm.kernels.sample_torch import FULL, NO_PAGE, NO_TOKEN, PADDING, RUNNING, STOPPED, Rows
 
 
 def keys(rng: np.random.Generator, rows: int) -> dict[str, torch.Tensor]:
@@ -24,16 +24,16 @@ def keys(rng: np.random.Generator, rows: int) -> dict[str, torch.Tensor]:
 
 def gap(scores: torch.Tensor, given: dict[str, torch.Tensor], row: int, *tokens: int) -> float:
     """How near two tokens were to each other: within their block, or their blocks if there are two."""
-    size = small_torch.SAMPLE_BLOCK
+    size = sample_torch.SAMPLE_BLOCK
     blocks = [token // size for token in tokens]
     seed = given["seed"][row if len(given["seed"]) > 1 else 0]
     mine = [seed, *(given[name][row : row + 1] for name in ("prompt", "sample", "position"))]
     if blocks[0] == blocks[1]:
-        noisy = scores[list(tokens)] - small_torch.exponential(torch.tensor(tokens), *mine).log()
+        noisy = scores[list(tokens)] - sample_torch.exponential(torch.tensor(tokens), *mine).log()
     else:
         weights = torch.stack([part.logsumexp(0) for part in scores.split(size)])
         begin = torch.tensor(blocks) * size
-        noisy = weights[blocks] - small_torch.exponential(begin, *mine, second=True).log()
+        noisy = weights[blocks] - sample_torch.exponential(begin, *mine, second=True).log()
     return abs(float(noisy[0] - noisy[1]))
 
 
@@ -98,7 +98,7 @@ def rows_of(kind: str, rows: int, vocabulary: int, seed: int) -> torch.Tensor:
 def masses(scores: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Of one row's tokens, after temperature and top-k."""
     best = scores.double() / options.get("temperature", 1.0)
-    left = scores >= cut_torch.cutoffs(scores[None], top_k=options.get("top_k"))
+    left = scores >= top_k_top_p_torch.cutoffs(scores[None], top_k=options.get("top_k"))
     return torch.where(left, best, -INF).softmax(dim=-1)
 
 

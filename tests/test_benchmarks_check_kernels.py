@@ -26,12 +26,12 @@ def test_a_kernel_that_is_off_is_named() -> None:
     broken = """
 import sys
 import check_kernels
-from check_kernels import sample_triton, small_torch, small_triton
+from check_kernels import layer_ops_torch, layer_ops_triton, sample_torch, sample_triton
 
 for name in ("attention", "rope", "advancing"):
     setattr(check_kernels, name, lambda case: iter(()))
-sample_triton.greedy = lambda logits, out: out.copy_(small_torch.greedy(logits) + 1)
-small_triton.act_and_mul = lambda gate, up, activation, out: out
+sample_triton.greedy = lambda logits, out: out.copy_(sample_torch.greedy(logits) + 1)
+layer_ops_triton.act_and_mul = lambda gate, up, activation, out: out
 sys.argv[1:] = ["--cases", "1"]
 sys.exit(check_kernels.main())
 """

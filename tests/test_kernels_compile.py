@@ -11,8 +11,8 @@ import triton
 from support_kernels import plain
 from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import cut_triton, past_triton, prefill_hopper, sample_triton, small_triton
-from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels import layer_ops_triton, penalties_triton, prefill_hopper, sample_triton, top_k_top_p_triton
+from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
 pytestmark = [
@@ -72,23 +72,23 @@ def test_what_goes_before_and_after_sampling(compiled: list[str]) -> None:
     sample_triton.greedy(logits)
     recipes = [Recipe(1.2, 0.5, 40, 0.9, 0.1), Recipe(temperature=0)]
     by_row = RowRecipes(RecipeTable(recipes, VOCABULARY, "cpu"), which)
-    cut_triton.cutoffs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, by_row=by_row)
+    top_k_top_p_triton.cutoffs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, by_row=by_row)
     eos, minimum = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int32)
-    past_triton.penalise(
+    penalties_triton.penalise(
         logits, by_row=by_row, seen=seen, line=line, penalty=1.2, eos=eos, made=minimum, minimum=minimum
     )
-    past_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
+    penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
 
 
 @pytest.mark.parametrize("case", range(0, len(ROPE), 2))
 def test_rotation(compiled: list[str], case: int) -> None:
     given = rope_case(case, ROPE[case], BF16, 4)
-    small_triton.rope_and_write(*parts(given.pop("merged"), ROPE[case]), **given)
+    layer_ops_triton.rope_and_write(*parts(given.pop("merged"), ROPE[case]), **given)
 
 
 @pytest.mark.parametrize("case", range(0, len(NORM), 2))
 def test_norm(compiled: list[str], case: int) -> None:
-    small_triton.add_rms_norm(**norm_case(case, NORM[case], BF16, 4))
+    layer_ops_triton.add_rms_norm(**norm_case(case, NORM[case], BF16, 4))
 
 
 def test_prefill_in_gluon(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

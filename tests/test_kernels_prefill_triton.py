@@ -12,7 +12,7 @@ from support_attention_cases import Variant
 from support_kernels import DEVICE, kernel, plain
 from support_prefill_cases import PrefillCase, check_prefill, prefill_case
 
-from hf_batchllm.kernels import cascade_torch
+from hf_batchllm.kernels import prefill_torch
 from hf_batchllm.kernels import prefill_triton as pt
 from hf_batchllm.kernels import work_lists as wl
 
@@ -38,7 +38,7 @@ def plain_case(case: int) -> PrefillCase:
 @pytest.mark.parametrize("case", range(PLAIN_CASES))
 def test_twin(case: int) -> None:
     made = plain_case(case)
-    check_prefill(cascade_torch, made, max([16, 64, 128][case % 3], made.variant.group), "cpu")
+    check_prefill(prefill_torch, made, max([16, 64, 128][case % 3], made.variant.group), "cpu")
 
 
 # -- the kernel under the interpreter ------------------------------------------------------------------------------

@@ -21,9 +21,16 @@ from support_sampling_cases import (
     rows_of,
 )
 
-from hf_batchllm.kernels import cut_torch, cut_triton, past_torch, past_triton, sample_triton, small_torch
-from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
-from hf_batchllm.kernels.small_torch import Rows
+from hf_batchllm.kernels import (
+    penalties_torch,
+    penalties_triton,
+    sample_torch,
+    sample_triton,
+    top_k_top_p_torch,
+    top_k_top_p_triton,
+)
+from hf_batchllm.kernels.sample_torch import Rows
+from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 
 INF, NAN = float("inf"), float("nan")
 KINDS = ["normal", "flat", "peaked", "bfloat16", "many ties", "forbidden", "sorted"]
@@ -71,8 +78,8 @@ def check_picking(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
     narrow = {name: each if name == "seed" else each.to(torch.int32) for name, each in given.items()}
     found = {}
     for name, cut, draw, device in (
-        ("twins", cut_torch, small_torch, "cpu"),
-        ("kernels", cut_triton, sample_triton, DEVICE),
+        ("twins", top_k_top_p_torch, sample_torch, "cpu"),
+        ("kernels", top_k_top_p_triton, sample_triton, DEVICE),
     ):
         mine, by_row = logits.to(device), of_rows(recipes, which, vocabulary, device)
         edge = cut.cutoffs(mine, by_row=by_row)
@@ -121,7 +128,7 @@ def test_greedy_rows_take_the_lowest_of_the_best_and_drawn_ones_need_numbers() -
     which = torch.arange(10, dtype=torch.int32) % 2
     given = keys(np.random.default_rng(0), 10)
     recipes = [Recipe(temperature=0), Recipe(temperature=1.0, top_k=1)]
-    for cut, draw, device in ((cut_torch, small_torch, "cpu"), (cut_triton, sample_triton, DEVICE)):
+    for cut, draw, device in ((top_k_top_p_torch, sample_torch, "cpu"), (top_k_top_p_triton, sample_triton, DEVICE)):
         by_row = of_rows(recipes, which, 4500, device)
         edge = cut.cutoffs(logits.to(device), by_row=by_row)
         picked = draw.gumbel_sample(logits.to(device), by_row, **copies(given, device), threshold=edge).tolist()
@@ -135,7 +142,10 @@ def test_rows_of_temperatures_alone_and_rows_that_are_all_greedy() -> None:
     logits, given = rows_of("normal", 6, 2100, 1), keys(rng, 6)
     which = torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.int32)
     for recipes in ([Recipe(temperature=0.5), Recipe(temperature=2.0)], [Recipe(temperature=0)] * 2):
-        for cut, draw, device in ((cut_torch, small_torch, "cpu"), (cut_triton, sample_triton, DEVICE)):
+        for cut, draw, device in (
+            (top_k_top_p_torch, sample_torch, "cpu"),
+            (top_k_top_p_triton, sample_triton, DEVICE),
+        ):
             by_row, mine = of_rows(recipes, which, 2100, device), logits.to(device)
             assert cut.cutoffs(mine, by_row=by_row).tolist() == [-INF] * 6
             picked = draw.gumbel_sample(mine, by_row, **copies(given, device))
@@ -152,11 +162,14 @@ def test_what_is_close_to_nothing_asked_for() -> None:
     for options in ({"top_p": 1 - 1e-12}, {"temperature": 1e30}, {"min_p": 1e-300}, {"top_p": 1e-300}):
         recipes = [Recipe(**options), Recipe(temperature=0)]
         by_row = of_rows(recipes, torch.tensor([0, 1]), 3000, "cpu")
-        assert cut_torch.cutoffs(logits, by_row=by_row).tolist()[0] == cut_torch.cutoffs(logits, **options).tolist()[0]
+        assert (
+            top_k_top_p_torch.cutoffs(logits, by_row=by_row).tolist()[0]
+            == top_k_top_p_torch.cutoffs(logits, **options).tolist()[0]
+        )
         given = keys(np.random.default_rng(0), 2)
-        got = small_torch.gumbel_sample(logits, by_row, **given).tolist()
+        got = sample_torch.gumbel_sample(logits, by_row, **given).tolist()
         assert got == [
-            small_torch.gumbel_sample(logits, recipes[0].temperature, **given).tolist()[0],
+            sample_torch.gumbel_sample(logits, recipes[0].temperature, **given).tolist()[0],
             int(logits[1].argmax()),
         ]
 
@@ -186,9 +199,9 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
     if seed % 4 != 2:
         given |= {"eos": eos, "made": made, "minimum": minimum}
 
-    theirs = past_torch.penalise(logits, by_row=of_rows(recipes, which, vocabulary, "cpu"), **given)
+    theirs = penalties_torch.penalise(logits, by_row=of_rows(recipes, which, vocabulary, "cpu"), **given)
     by_row = of_rows(recipes, which, vocabulary, DEVICE)
-    ours = past_triton.penalise(logits.to(DEVICE), by_row=by_row, **copies(given, DEVICE))
+    ours = penalties_triton.penalise(logits.to(DEVICE), by_row=by_row, **copies(given, DEVICE))
     assert torch.equal(ours.cpu().nan_to_num(nan=123.0), theirs.nan_to_num(nan=123.0))
     for row in range(rows):
         number, own = int(which[row]), {}
@@ -196,13 +209,13 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
             own |= {"seen": seen[line[row]][None], "penalty": recipes[number].penalty}
         if "eos" in given:
             own |= {"eos": eos[number], "made": made[row : row + 1], "minimum": minimum[row : row + 1]}
-        alone = past_torch.penalise(logits[row : row + 1], **own)
+        alone = penalties_torch.penalise(logits[row : row + 1], **own)
         assert torch.equal(theirs[row : row + 1].nan_to_num(nan=123.0), alone.nan_to_num(nan=123.0))
 
     new = torch.from_numpy(rng.integers(-1, vocabulary + 1, rows))
     marked = seen.to(DEVICE, copy=True)
-    past_triton.mark_seen(marked, new.to(DEVICE), vocabulary, line.to(DEVICE))
-    past_torch.mark_seen(seen, new, vocabulary, line)
+    penalties_triton.mark_seen(marked, new.to(DEVICE), vocabulary, line.to(DEVICE))
+    penalties_torch.mark_seen(seen, new, vocabulary, line)
     assert torch.equal(marked.cpu(), seen)
     for row in range(rows):
         if line[row] >= 0 and 0 <= new[row] < vocabulary:
@@ -238,10 +251,10 @@ def check_advance(seed: int, most: int) -> None:
     ours = ours.to(DEVICE)
     sampled = torch.from_numpy(rng.integers(-1, 12, count))
     sample_triton.advance(ours, sampled.to(DEVICE), eos.to(DEVICE), PAGE, which.to(DEVICE))
-    small_torch.advance(theirs, sampled, eos, PAGE, which)
+    sample_torch.advance(theirs, sampled, eos, PAGE, which)
     for row in range(count):
         alone = Rows(*(each[row : row + 1].clone() for each in vars(start).values()))
-        small_torch.advance(alone, sampled[row : row + 1], eos[which[row]], PAGE)
+        sample_torch.advance(alone, sampled[row : row + 1], eos[which[row]], PAGE)
         for field in dataclasses.fields(Rows):
             want = getattr(alone, field.name)
             assert torch.equal(getattr(theirs, field.name)[row : row + 1], want), field.name

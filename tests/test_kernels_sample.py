@@ -10,8 +10,8 @@ import torch
 from support_kernels import DEVICE, copies, draw, kernel, plain
 from support_sampling_cases import PAGE, gap, keys, random_rows
 
-from hf_batchllm.kernels import sample_triton, small_torch
-from hf_batchllm.kernels.small_torch import FULL, NO_PAGE, NO_TOKEN, RUNNING, STOPPED, Rows
+from hf_batchllm.kernels import sample_torch, sample_triton
+from hf_batchllm.kernels.sample_torch import FULL, NO_PAGE, NO_TOKEN, RUNNING, STOPPED, Rows
 
 NAN = float("nan")
 
@@ -38,7 +38,7 @@ def check_greedy(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
         logits[torch.from_numpy(rng.random(logits.shape) < 2 / vocabulary)] = float("inf")
         logits[rng.integers(0, rows)] = -float("inf")
     got = sample_triton.greedy(logits.to(DEVICE), out=torch.full((rows,), -7, device=DEVICE))
-    assert got.tolist() == small_torch.greedy(logits).tolist()
+    assert got.tolist() == sample_torch.greedy(logits).tolist()
     if kind != 3:
         assert got.tolist() == logits.argmax(dim=-1).tolist()
 
@@ -71,7 +71,7 @@ def check_gumbel(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
         given["seed"] = torch.from_numpy(rng.integers(-(2**63), 2**63, rows))
     out = torch.full((rows,), -7, device=DEVICE)
     got = sample_triton.gumbel_sample(logits.to(DEVICE), temperature, **copies(given, DEVICE), out=out).cpu()
-    want = small_torch.gumbel_sample(logits, temperature, **given)
+    want = sample_torch.gumbel_sample(logits, temperature, **given)
     for row in (got != want).nonzero().flatten().tolist():  # float32 may see two as equal
         assert gap(logits[row].double() / temperature, given, row, int(got[row]), int(want[row])) < 3e-5
 
@@ -98,7 +98,7 @@ def test_there_may_be_nothing_to_draw_from() -> None:
     logits[2] = -float("inf")
     logits[3, 1:] = -float("inf")
     given = keys(np.random.default_rng(0), 5)
-    for module, device in ((small_torch, "cpu"), (sample_triton, DEVICE)):
+    for module, device in ((sample_torch, "cpu"), (sample_triton, DEVICE)):
         got = module.gumbel_sample(logits.to(device), 1.0, **copies(given, device)).tolist()
         assert got[:4] == [-1, -1, -1, 0]
         assert got[4] >= 0
@@ -158,7 +158,7 @@ def check_distribution(module: Any, rows: int, device: str, vocabulary: int = 30
 
 @plain
 def test_draws_follow_the_softmax() -> None:
-    check_distribution(small_torch, 100_000, "cpu")
+    check_distribution(sample_torch, 100_000, "cpu")
 
 
 @pytest.mark.gpu
@@ -208,15 +208,15 @@ def test_philox_is_philox() -> None:
     ]
     for counter, key, want in cases:
         one, other = (torch.tensor([each]) for each in key)
-        assert tuple(map(int, small_torch.philox([torch.tensor([each]) for each in counter], (one, other)))) == want
+        assert tuple(map(int, sample_torch.philox([torch.tensor([each]) for each in counter], (one, other)))) == want
 
 
 @plain
 def test_noise_is_never_0_or_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     for word in (0, 1, 0xFFFFFFFE, 0xFFFFFFFF):
-        monkeypatch.setattr(small_torch, "philox", lambda *_, word=word: [torch.full((1,), word)] * 4)
-        noise = small_torch.exponential(zero, zero, zero, zero, zero)
+        monkeypatch.setattr(sample_torch, "philox", lambda *_, word=word: [torch.full((1,), word)] * 4)
+        noise = sample_torch.exponential(zero, zero, zero, zero, zero)
         assert 0 < float(noise) < 50
 
 
@@ -233,7 +233,7 @@ def check_advance(seed: int, most: int, steps: int = 4) -> None:
     for _ in range(steps):
         sampled = torch.from_numpy(rng.integers(-1 if rng.random() < 0.3 else 0, 12, count))
         sample_triton.advance(ours, sampled.to(DEVICE), EOS.to(DEVICE), PAGE)
-        small_torch.advance(theirs, sampled, EOS, PAGE)
+        sample_torch.advance(theirs, sampled, EOS, PAGE)
         for name, want in vars(theirs).items():
             assert torch.equal(getattr(ours, name).cpu(), want), name
 
@@ -267,17 +267,17 @@ def one_row(**changes: Any) -> Rows:
 @plain
 def test_a_row_moves_on_until_it_ends() -> None:
     rows = one_row()
-    small_torch.advance(rows, torch.tensor([6]), EOS, PAGE)
+    sample_torch.advance(rows, torch.tensor([6]), EOS, PAGE)
     assert (int(rows.token), int(rows.position), int(rows.length), int(rows.slot)) == (6, 11, 12, 43)
-    small_torch.advance(rows, torch.tensor([8]), EOS, PAGE)
+    sample_torch.advance(rows, torch.tensor([8]), EOS, PAGE)
     assert (int(rows.token), int(rows.position), int(rows.slot)) == (8, 12, 12), "the first slot of its next page"
     assert rows.produced.tolist() == [[8, 6]], "the second and the third token"
-    small_torch.advance(rows, torch.tensor([7]), EOS, PAGE)
+    sample_torch.advance(rows, torch.tensor([7]), EOS, PAGE)
     assert (int(rows.status), int(rows.made), int(rows.slot), int(rows.token)) == (STOPPED, 4, -1, 8)
     assert int(rows.length) == 0, "it reads nothing more"
     assert rows.produced.tolist() == [[8, 7]], "the token that ends it is one of its tokens"
     frozen = one_row(**{name: value[0].tolist() for name, value in vars(rows).items()})
-    small_torch.advance(rows, torch.tensor([9]), EOS, PAGE)
+    sample_torch.advance(rows, torch.tensor([9]), EOS, PAGE)
     assert all(torch.equal(getattr(rows, name), value) for name, value in vars(frozen).items())
 
 
@@ -289,7 +289,7 @@ def test_how_a_row_ends() -> None:
     ]  # fmt: skip
     for changes, token, status in cases:
         rows = one_row(**changes)
-        small_torch.advance(rows, torch.tensor([token]), EOS, PAGE)
+        sample_torch.advance(rows, torch.tensor([token]), EOS, PAGE)
         assert (int(rows.status), int(rows.slot)) == (status, -1), changes
         assert int(rows.made) == (1 if status == NO_TOKEN else 2)
         moved = int(rows.position) - int(one_row(**changes).position)

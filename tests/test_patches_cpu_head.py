@@ -119,8 +119,8 @@ def test_an_exception_leaves_nothing_behind() -> None:
 
 
 def test_the_engine_uses_it_and_the_tokens_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_head, "_WIDE", 1)
-    monkeypatch.setattr(cpu_head, "_FEW", 1)
+    monkeypatch.setattr(cpu_head, "_SMALLEST_VOCABULARY", 1)
+    monkeypatch.setattr(cpu_head, "_FEWEST_ROWS", 1)
     used = []
     forward = HeadSwap._forward
     monkeypatch.setattr(HeadSwap, "_forward", lambda self, hidden: used.append(1) or forward(self, hidden))

@@ -37,7 +37,7 @@ from support_untouched import fingerprint
 from torch import nn
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.patches.fused import Fusion
+from hf_batchllm.patches.fusion import Fusion
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 NEW_TOKENS = 6
@@ -219,7 +219,7 @@ def test_an_exception_in_a_step_leaves_nothing_behind(fusing: list[int]) -> None
 def test_interrupts_at_any_line(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_generator_interrupts.GIVEN", some_prompts())
     model = new_model()
-    files = ("contextlib.py", "runner.py", "fused.py", "fused_layers.py", "merged_weights.py", "structure.py")
+    files = ("contextlib.py", "runner.py", "fusion.py", "fused_forwards.py", "merged_weights.py", "fusable_parts.py")
     with BatchGenerator(model, page_size=8, max_batch_tokens=40) as generator:
         expected = generator.generate(some_prompts(), max_new_tokens=8, progress=False).token_ids
         before = fingerprint(model)

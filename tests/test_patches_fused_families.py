@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import GELUTanh
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.patches.fused import Fusion
+from hf_batchllm.patches.fusion import Fusion
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 

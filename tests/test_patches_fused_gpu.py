@@ -15,7 +15,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_context
 from hf_batchllm.patches.attention_swap import AttentionSwap
-from hf_batchllm.patches.fused import triton_fused_kernels
+from hf_batchllm.patches.fusion import triton_fused_kernels
 
 pytestmark = pytest.mark.gpu
 

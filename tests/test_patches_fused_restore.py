@@ -17,9 +17,9 @@ from support_untouched import fingerprint
 from transformers import AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.patches import families
-from hf_batchllm.patches.fused import FusedLayers, Fusion
-from hf_batchllm.patches.structure import stacks
+from hf_batchllm.patches import fused_families
+from hf_batchllm.patches.fusable_parts import stacks
+from hf_batchllm.patches.fusion import FusedLayers, Fusion
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 # One model for each row of the table.
@@ -78,7 +78,7 @@ def plainly(model: Any) -> list[list[int]]:
 
 def test_there_is_a_model_for_each_row() -> None:
     found = [next(iter(stacks(new_model(name)))).family for name in ROWS]
-    assert found == sorted(families.FAMILIES, key=found.index) and len(set(found)) == len(ROWS)
+    assert found == sorted(fused_families.FAMILIES, key=found.index) and len(set(found)) == len(ROWS)
 
 
 @pytest.mark.parametrize("family", family_params(ROWS))
@@ -140,7 +140,7 @@ class TestEveryRow:
             with fusions[-1].merge(TWINS).applied():
                 pass
 
-        files = ("fused.py", "fused_layers.py", "merged_weights.py", "structure.py")
+        files = ("fusion.py", "fused_forwards.py", "merged_weights.py", "fusable_parts.py")
         every = Stop(0, files)
         every.during(fuse)
         fusions[-1].unmerge()

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from hf_batchllm import BatchGenerator, accelerated
-from hf_batchllm.patches import fused, merged_weights
+from hf_batchllm.patches import fusion, merged_weights
 from hf_batchllm.patches.merged_weights import merge, merged, unmerge, why_not_merge
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
@@ -153,7 +153,7 @@ def test_an_error_in_the_midst_of_it(fails: int, fusing: list[int], monkeypatch:
 
     generator = BatchGenerator(model, page_size=16, min_shared_tokens=1)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "from_dlpack", failing)
+        patched.setattr(merged_weights, "from_dlpack", failing)
         with pytest.raises(KeyError):
             generate(generator)
     calls.clear()
@@ -173,7 +173,7 @@ def test_without_memory_for_it_the_rest_is_fused(fusing: list[int], monkeypatch:
         sizes.append(len(parameters))
         return merge(parameters)
 
-    monkeypatch.setattr(fused, "merge", merge_two)
+    monkeypatch.setattr(fusion, "merge", merge_two)
     assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
     assert set(fusing) == {FORWARDS - 4} and sizes == [3, 2]
 

@@ -146,7 +146,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("kernels/recipes.py", "from ..config import BatchConfig"),
+        ("kernels/sampling_recipes.py", "from ..config import BatchConfig"),
         ("hf_batchllm/planning/radix.py", "if TYPE_CHECKING:\n    from ..engine.call import Call"),
         ("hf_batchllm/wording.py", "def late():\n    from .results import run_report"),
         ("hf_batchllm/engine/loop.py", "from .. import run_file"),

@@ -37,8 +37,8 @@ from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_context
 from hf_batchllm.patches.attention_swap import AttentionSwap
-from hf_batchllm.patches.fused import FusedLayers, Fusion
-from hf_batchllm.patches.fused_layers import FusedKernels
+from hf_batchllm.patches.fused_forwards import FusedKernels
+from hf_batchllm.patches.fusion import FusedLayers, Fusion
 from hf_batchllm.planning.step import Chunk, Step
 from hf_batchllm.planning.units import Request
 

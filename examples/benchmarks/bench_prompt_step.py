@@ -45,8 +45,8 @@ from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import AttentionCall
-from hf_batchllm.patches.fused import Fusion
-from hf_batchllm.patches.fused_layers import FusedKernels
+from hf_batchllm.patches.fused_forwards import FusedKernels
+from hf_batchllm.patches.fusion import Fusion
 from hf_batchllm.planning.step import Chunk, Step
 from hf_batchllm.planning.units import Request
 
@@ -130,9 +130,9 @@ class Forward:
 
         for stack, weights in fusion.lay_out():
             for index, layer in enumerate(stack.layers):
-                add(weights[index, "attention"][0])
+                add(weights[index, "attention"][0][0])
                 add(layer.module.self_attn.o_proj.weight.data)
-                add(weights[index, "MLP"][0])
+                add(weights[index, "MLP"][0][0])
                 add(layer.module.mlp.down_proj.weight.data)
 
     def fused(self) -> None:

@@ -29,8 +29,8 @@ from bench_support.options import add_json_option, add_tune_option, set_constant
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_batchllm.bench.machine_rates import copy_rate
-from hf_batchllm.kernels import cut_triton, past_triton, sample_triton
-from hf_batchllm.kernels.recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels import penalties_triton, sample_triton, top_k_top_p_triton
+from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 
 SETS_BYTES = 128 << 20  # of all sets of logits: more than the L2 cache holds
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.95
@@ -83,11 +83,13 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
     counts, minimum = numbers.int(), torch.full_like(numbers, 9, dtype=torch.int32)
     seen = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocabulary // 32)), dtype=torch.int32, device="cuda")
     eos, seed = torch.tensor([2, 7], device="cuda"), torch.tensor([5], device="cuda")
-    threshold = cut_triton.cutoffs(peaked[0], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
+    threshold = top_k_top_p_triton.cutoffs(peaked[0], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
     out = torch.empty(rows, vocabulary, device="cuda")
 
     def cut(sets: list[torch.Tensor], **options: float) -> float:
-        return over_all(sets, lambda logits: cut_triton.cutoffs(logits, temperature=TEMPERATURE, **options), replays)
+        return over_all(
+            sets, lambda logits: top_k_top_p_triton.cutoffs(logits, temperature=TEMPERATURE, **options), replays
+        )
 
     def draw(edge: torch.Tensor | None) -> float:
         return over_all(
@@ -105,7 +107,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         return RowRecipes(RecipeTable(recipes, vocabulary, "cuda"), counts % len(recipes))
 
     same, mixed = of_rows(both, both), of_rows(Recipe(temperature=0), drawn, both, nucleus)
-    mixed_edge = cut_triton.cutoffs(peaked[0], by_row=mixed)
+    mixed_edge = top_k_top_p_triton.cutoffs(peaked[0], by_row=mixed)
     all_drawn = of_rows(drawn, drawn)
 
     def draw_rows(by_row: RowRecipes, edge: torch.Tensor | None) -> float:
@@ -122,7 +124,7 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         "min-p": cut(peaked, min_p=0.05),
         "penalise": over_all(
             peaked,
-            lambda logits: past_triton.penalise(
+            lambda logits: penalties_triton.penalise(
                 logits, seen=seen, penalty=1.2, eos=eos, made=counts, minimum=minimum, out=out
             ),
             replays,
@@ -130,9 +132,9 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, copy: float, replays
         "draw": draw(None),
         "cut draw": draw(threshold),
         "greedy": over_all(peaked, sample_triton.greedy, replays),
-        "r k, p": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=same), replays),
+        "r k, p": over_all(peaked, lambda logits: top_k_top_p_triton.cutoffs(logits, by_row=same), replays),
         "r draw": draw_rows(all_drawn, None),
-        "mix cut": over_all(peaked, lambda logits: cut_triton.cutoffs(logits, by_row=mixed), replays),
+        "mix cut": over_all(peaked, lambda logits: top_k_top_p_triton.cutoffs(logits, by_row=mixed), replays),
         "mix draw": draw_rows(mixed, mixed_edge),
     }
     if plain:
@@ -164,7 +166,7 @@ def main() -> None:
     add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
-    set_constants(options.tune, (cut_triton, past_triton, sample_triton))
+    set_constants(options.tune, (top_k_top_p_triton, penalties_triton, sample_triton))
     torch.manual_seed(0)
     copy = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)

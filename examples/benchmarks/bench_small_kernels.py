@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from hf_batchllm.bench.machine_rates import copy_rate
 from hf_batchllm.bench.shapes import SHAPES
-from hf_batchllm.kernels import sample_triton, small_triton
-from hf_batchllm.kernels.small_torch import PADDING, Rows
+from hf_batchllm.kernels import layer_ops_triton, sample_triton
+from hf_batchllm.kernels.sample_torch import PADDING, Rows
 
 Tensors = tuple[torch.Tensor, ...]
 EPS = 1e-6
@@ -101,7 +101,7 @@ def rope(model: Model, tokens: int) -> Operation:
     def ours(merged: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *caches: torch.Tensor) -> Tensors:
         q, k, v = merged.split([heads, kv_heads, kv_heads], dim=1)
         weights = {"q_weight": q_norm.weight, "k_weight": k_norm.weight} if model.qk_norm else {}
-        small_triton.rope_and_write(
+        layer_ops_triton.rope_and_write(
             q, k, v, cos, sin, *caches, slots, eps=EPS, norm=form_of(model), **weights
         )  # fmt: skip
         return q, *caches
@@ -125,7 +125,7 @@ def norms(model: Model, tokens: int, inner: bool) -> Operation:
 
     def ours(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
         weight = inner_norm.weight if inner else None
-        normed = small_triton.add_rms_norm(
+        normed = layer_ops_triton.add_rms_norm(
             x, residual, norm.weight, EPS, form=form_of(model), inner_weight=weight
         )  # fmt: skip
         return normed, residual
@@ -153,7 +153,7 @@ def activation(model: Model, tokens: int) -> Operation:
     return Operation(
         "gelu x up" if model.gemma else "silu x up",
         lambda: (randn(tokens, 2 * model.inter),),
-        lambda merged: (small_triton.act_and_mul(merged, activation=kind),),
+        lambda merged: (layer_ops_triton.act_and_mul(merged, activation=kind),),
         plain,
         2 * 3 * tokens * model.inter,
     )
@@ -254,7 +254,7 @@ def main() -> None:
     add_json_option(parser)
     options = parser.parse_args()
     need_gpu()
-    set_constants(options.tune, (small_triton, sample_triton))
+    set_constants(options.tune, (layer_ops_triton, sample_triton))
     torch.manual_seed(0)
     copy = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {copy / 1e12:.2f} TB/s", *options.tune)

@@ -19,7 +19,7 @@ from bench_support.gpu_timing import need_gpu
 
 from hf_batchllm import BatchConfig
 from hf_batchllm.model.choose_backend import fused_kernels
-from hf_batchllm.patches.fused import Fusion
+from hf_batchllm.patches.fusion import Fusion
 
 
 def main() -> None:

@@ -32,7 +32,14 @@ from support_attention_cases import TOLERANCE, Variant
 from support_decode_cases import check_decode, decode_case
 from support_prefill_cases import check_prefill, prefill_case
 
-from hf_batchllm.kernels import cascade_triton, prefill_triton, sample_triton, small_torch, small_triton
+from hf_batchllm.kernels import (
+    cascade_triton,
+    layer_ops_torch,
+    layer_ops_triton,
+    prefill_triton,
+    sample_torch,
+    sample_triton,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -115,7 +122,7 @@ def rope(case: int) -> Errors:
     }
     if norm:
         given |= {"q_weight": draw(rng, dim, dtype=dtype), "k_weight": draw(rng, dim, dtype=dtype)}
-    yield from compare("rope_and_write", small_triton.rope_and_write, small_torch.rope_and_write, given)
+    yield from compare("rope_and_write", layer_ops_triton.rope_and_write, layer_ops_torch.rope_and_write, given)
 
 
 def norm(case: int) -> Errors:
@@ -126,12 +133,12 @@ def norm(case: int) -> Errors:
         "residual": draw(rng, tokens, hidden, dtype=dtype) if case % 4 else None,
         "weight": draw(rng, hidden, dtype=dtype),
         "eps": 1e-5,
-        "form": small_torch.NORM_FORMS[case // 2 % 4],
+        "form": layer_ops_torch.NORM_FORMS[case // 2 % 4],
         "multiplier": [1.0, 0.7][case % 5 == 2],
         "inner_weight": draw(rng, hidden, dtype=dtype) if case % 3 == 1 else None,
         "out": torch.full((tokens, hidden), NAN, dtype=dtype),
     }
-    yield from compare("add_rms_norm", small_triton.add_rms_norm, small_torch.add_rms_norm, given)
+    yield from compare("add_rms_norm", layer_ops_triton.add_rms_norm, layer_ops_torch.add_rms_norm, given)
 
 
 def activation(case: int) -> Errors:
@@ -143,7 +150,7 @@ def activation(case: int) -> Errors:
         "activation": ["silu", "gelu_tanh"][case // 2 % 2],
         "out": torch.full((tokens, inter), NAN, dtype=dtype),
     }
-    yield from compare("act_and_mul", small_triton.act_and_mul, small_torch.act_and_mul, given)
+    yield from compare("act_and_mul", layer_ops_triton.act_and_mul, layer_ops_torch.act_and_mul, given)
 
 
 def sampling(case: int) -> Errors:
@@ -151,7 +158,7 @@ def sampling(case: int) -> Errors:
     rows, vocabulary = int(rng.integers(1, 9)), [5003, 37, 32000][case % 3]
     logits = draw(rng, rows, vocabulary, dtype=dtype)
     out = torch.full((rows,), -7)
-    yield from compare("greedy", sample_triton.greedy, small_torch.greedy, {"logits": logits, "out": out})
+    yield from compare("greedy", sample_triton.greedy, sample_torch.greedy, {"logits": logits, "out": out})
     given = {
         "logits": logits,
         "temperature": 0.7,
@@ -159,7 +166,7 @@ def sampling(case: int) -> Errors:
         **{key: torch.from_numpy(rng.integers(0, 10**6, rows)) for key in ("prompt", "sample", "position")},
         "out": out,
     }
-    yield from compare("gumbel_sample", sample_triton.gumbel_sample, small_torch.gumbel_sample, given)
+    yield from compare("gumbel_sample", sample_triton.gumbel_sample, sample_torch.gumbel_sample, given)
 
 
 def advancing(case: int) -> Errors:
@@ -180,7 +187,7 @@ def advancing(case: int) -> Errors:
         "slot": whole(pages[np.arange(rows), offset // page_size] * page_size + offset % page_size, torch.int64),
         "made": whole(rng.integers(0, 9, rows)),
         "remaining": whole(rng.integers(1, 4, rows)),
-        "status": whole(rng.integers(small_torch.RUNNING, small_torch.PADDING + 1, rows) * (rng.random(rows) < 0.5)),
+        "status": whole(rng.integers(sample_torch.RUNNING, sample_torch.PADDING + 1, rows) * (rng.random(rows) < 0.5)),
         "start": whole(start),
         "pages": whole(pages),
         "produced": torch.full((rows, 3), -7),
@@ -190,11 +197,11 @@ def advancing(case: int) -> Errors:
 
     def by(advance: Callable[..., None]) -> Callable[..., None]:
         def called(sampled: torch.Tensor, eos: torch.Tensor, **state: torch.Tensor) -> None:
-            advance(small_torch.Rows(**state), sampled, eos, page_size)
+            advance(sample_torch.Rows(**state), sampled, eos, page_size)
 
         return called
 
-    yield from compare("advance", by(sample_triton.advance), by(small_torch.advance), given)
+    yield from compare("advance", by(sample_triton.advance), by(sample_torch.advance), given)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from ..errors import PromptError
 from ..model.architecture import Architecture
 from ..model.model_in_use import ModelInUse
 from ..notices import Notices
-from ..patches.fused import Fusion
+from ..patches.fusion import Fusion
 from ..planning.call_plan import CallPlan
 from ..planning.lineup import Lineup
 from ..planning.step import Step

@@ -12,8 +12,8 @@ from ..config import BatchConfig
 from ..errors import ConfigError
 from ..kernels.work_lists import PAGE_SIZES
 from ..notices import Notices
-from ..patches.fused import triton_fused_kernels
-from ..patches.fused_layers import FusedKernels
+from ..patches.fused_forwards import FusedKernels
+from ..patches.fusion import triton_fused_kernels
 from .attention_backend import AttentionBackend
 from .kv_storage import KVStorage
 from .torch_attention import TorchBackend

@@ -10,7 +10,7 @@ from ..config import BatchConfig
 from ..inputs.adapters import adapter_configs
 from ..notices import Notices
 from ..patches.adapter_swap import AdapterSwap, active_in, adapted_layers
-from ..patches.fused import FusedLayers, Fusion
+from ..patches.fusion import FusedLayers, Fusion
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .batch import BatchBuilder

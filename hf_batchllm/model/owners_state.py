@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..patches.attention_interface import autocast_dtype
-from ..patches.plain import IDLE_HOOKS
+from ..patches.unmodified import IDLE_HOOKS
 
 
 def not_in_graphs(model: nn.Module) -> str | None:

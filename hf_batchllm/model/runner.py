@@ -21,7 +21,7 @@ from ..patches.attention_interface import (
 )
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_head import HeadSwap
-from ..patches.fused import FusedLayers
+from ..patches.fusion import FusedLayers
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend

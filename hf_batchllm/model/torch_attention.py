@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention_torch import apply_sinks, attend, attend_each, merge_part, write_kv
-from ..kernels.small_torch import rope_and_write
+from ..kernels.layer_ops_torch import rope_and_write
 from ..patches.attention_interface import AttentionCall
 from .attention_backend import AttentionBackend
 from .batch import AttentionBatch, Span

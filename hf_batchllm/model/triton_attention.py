@@ -44,7 +44,7 @@ class AttentionKernels:
 
 
 def triton_kernels(interpreted: bool = False) -> AttentionKernels:
-    from ..kernels import cascade_triton, pages_triton, prefill_triton, small_triton
+    from ..kernels import cascade_triton, layer_ops_triton, pages_triton, prefill_triton
 
     def unsupported(*shape: Any) -> str | None:
         if interpreted and shape[-1] == torch.bfloat16:
@@ -52,7 +52,7 @@ def triton_kernels(interpreted: bool = False) -> AttentionKernels:
         return pages_triton.unsupported(*shape)
 
     return AttentionKernels(
-        write=small_triton.rope_and_write,
+        write=layer_ops_triton.rope_and_write,
         attend_items=cascade_triton.attend_items,
         merge_parts=cascade_triton.merge_parts,
         attend_chunks=prefill_triton.attend_chunks,

@@ -19,7 +19,7 @@ from transformers.generation import logits_process as processors
 from ..inputs.base_model import base_model
 from ..inputs.options import Options, make_processors
 from ..inputs.seeds import as_int64
-from ..kernels.recipes import Recipe, RecipeTable, RowRecipes
+from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from .processor_chains import MINIMUM_LENGTHS
 from .sampling_kernels import SamplingKernels
 

@@ -22,28 +22,28 @@ class SamplingKernels:
 
 
 def triton_sampling() -> SamplingKernels:
-    from ..kernels import cut_triton, past_triton, sample_triton
+    from ..kernels import penalties_triton, sample_triton, top_k_top_p_triton
 
     return SamplingKernels(
         greedy=sample_triton.greedy,
         gumbel_sample=sample_triton.gumbel_sample,
-        cutoffs=cut_triton.cutoffs,
-        penalise=past_triton.penalise,
-        mark_seen=past_triton.mark_seen,
+        cutoffs=top_k_top_p_triton.cutoffs,
+        penalise=penalties_triton.penalise,
+        mark_seen=penalties_triton.mark_seen,
         advance=sample_triton.advance,
     )
 
 
 def torch_sampling() -> SamplingKernels:
-    from ..kernels import cut_torch, past_torch, small_torch
+    from ..kernels import penalties_torch, sample_torch, top_k_top_p_torch
 
     return SamplingKernels(
-        greedy=small_torch.greedy,
-        gumbel_sample=small_torch.gumbel_sample,
-        cutoffs=cut_torch.cutoffs,
-        penalise=past_torch.penalise,
-        mark_seen=past_torch.mark_seen,
-        advance=small_torch.advance,
+        greedy=sample_torch.greedy,
+        gumbel_sample=sample_torch.gumbel_sample,
+        cutoffs=top_k_top_p_torch.cutoffs,
+        penalise=penalties_torch.penalise,
+        mark_seen=penalties_torch.mark_seen,
+        advance=sample_torch.advance,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
-from ...kernels.small_torch import exponential
+from ...kernels.sample_torch import exponential
 from ...notices import Notices
 from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
 from ...sampling.processor_chains import ChainLayout, ProcessorChains, apply_blind, apply_looking_back

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.small_torch import PADDING, RUNNING, STOPPED, Rows
+from ...kernels.sample_torch import PADDING, RUNNING, STOPPED, Rows
 from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner

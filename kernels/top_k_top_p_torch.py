@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``cut_triton``: same signatures, same results but for the rounding of masses."""
+"""Plain PyTorch twins of ``top_k_top_p_triton``: same signatures, same results but for the rounding of masses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .recipes import BY_MASS, BY_RANK, BY_RATIO, Recipe, RowRecipes
+from .sampling_recipes import BY_MASS, BY_RANK, BY_RATIO, Recipe, RowRecipes
 
 
 def cutoffs(

@@ -1,7 +1,7 @@
-"""The families of models whose layers can be fused, as a table: in what each differs from Llama.
+"""The families of models whose layers can be fused, as a table: how each differs from Llama.
 
-Which code a family's modules run is said here; sizes, biases, windows and scales are read off the modules. What a row
-says is held against transformers' own code by ``tests/test_fused.py``, bit for bit.
+A row says which code a family's modules run; sizes, biases, windows and scales are read off the modules.
+``tests/test_patches_fused.py`` compares each row with transformers' own code, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,52 +10,56 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+
+from .module_types import Attention
 
 Names = tuple[str | None, str | None]
 
 
-def _none(attention: Any) -> None:
+def _none(attention: Attention) -> None:
     return None
 
 
-def _own_window(attention: Any) -> int | None:
+def _own_window(attention: Attention) -> int | None:
     return attention.sliding_window
 
 
-def _config_window(attention: Any) -> int | None:
-    return getattr(attention.config, "sliding_window", None)
+def _config_window(attention: Attention) -> int | None:
+    window: int | None = getattr(attention.config, "sliding_window", None)
+    return window
 
 
 @dataclass(frozen=True)
 class Family:
-    name: str  # with which its classes begin
+    name: str  # its classes' names begin with it
     folder: str = ""  # in transformers; by default the name in small letters
-    model: str = "Model"  # ends the name of what runs the layers
-    norm: str = "RMSNorm"  # ends the name of its norms
-    form: str = "llama"  # what they compute (see ``kernels.small_torch.rms_norm``)
+    model: str = "Model"  # ends the name of the class that runs the layers
+    norm: str = "RMSNorm"  # ends the name of its norms' class
+    form: str = "llama"  # of its norms (see ``kernels.layer_ops_torch.rms_norm``)
 
-    # The layer: the norms before and behind attention, and before and behind the MLP.
+    # The layer: the names of the norms (before, behind) attention, and (before, behind) the MLP.
     attention_norms: Names = ("input_layernorm", None)
     mlp_norms: Names = ("post_attention_layernorm", None)
     parallel: bool = False  # attention and MLP take the same input
-    multiplier: str | None = None  # the layer's name for what results are multiplied by before they are added
-    dropouts: Names = (None, None)  # of the results of attention and MLP
+    multiplier: str | None = None  # the layer's attribute by which results are multiplied before they are added
+    dropouts: Names = (None, None)  # names of the dropouts of the results of attention and MLP
 
-    # Attention. A single projection is one for q, k and v already.
+    # Attention. A single name is one projection for q, k and v together.
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qk_norms: str = ""  # "heads": of each head by itself; "all": of all heads at once
-    turn: str = "llama"  # how it rotates (see ``kernels.small_torch.rope_and_write``)
-    turns: Callable[[Any], bool] = lambda attention: True  # whether this one does
-    # What it passes on under these names.
-    window: Callable[[Any], int | None] = _none
-    softcap: Callable[[Any], float | None] = _none
-    sinks: Callable[[Any], Any] = _none
+    turn: str = "llama"  # how it rotates (see ``kernels.layer_ops_torch.rope_and_write``)
+    turns: Callable[[Attention], bool] = lambda attention: True  # whether this layer rotates at all
+    # The values that its attention passes on under these names.
+    window: Callable[[Attention], int | None] = _none
+    softcap: Callable[[Attention], float | None] = _none
+    sinks: Callable[[Attention], torch.Tensor | None] = _none
 
     # The MLP.
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
-    experts: str = ""  # ends the name of MLPs that are left to their own code: mixtures of experts
+    experts: str = ""  # ends the class name of its mixtures of experts, which run their own code
 
     @property
     def home(self) -> str:
@@ -67,11 +71,12 @@ class Family:
         return self.name + self.norm
 
     def norms(self) -> list[str]:
-        """The layer's names for them, in the order in which they are run."""
+        """The names of a layer's norms, in the order in which they run."""
         return [name for name in (*self.attention_norms, *self.mlp_norms) if name is not None]
 
     def eps(self, norm: nn.Module) -> float:
-        return getattr(norm, "eps" if self.form == "gemma" else "variance_epsilon")
+        eps: float = getattr(norm, "eps" if self.form == "gemma" else "variance_epsilon")
+        return eps
 
 
 def _sandwich(name: str, **rest: Any) -> Family:

@@ -1,11 +1,11 @@
 """Fused layers: put into a model for a step, and taken out again.
 
-    fusion = Fusion(model)             # looks only
-    fused = fusion.merge(kernels)      # once for a call: the weights are laid end to end
+    fusion = Fusion(model)             # changes nothing
+    fused = fusion.merge(kernels)      # once for a call: lays the weights end to end
     with fused.applied(): model(...)   # once for a step
     fusion.unmerge()                   # at the end of all calls
 
-Between steps the model is as its owner left it, but for where in memory the merged weights lie.
+Between steps the model is as its owner left it, except that merged weights lie elsewhere in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from .attention_interface import autocast_dtype
-from .fused_layers import (
+from .fusable_parts import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .fused_forwards import (
     Forward,
     FusedKernels,
     Merged,
@@ -31,38 +32,37 @@ from .fused_layers import (
     mlp_forward,
 )
 from .merged_weights import merge, merged, unmerge
-from .plain import hook_dicts
-from .structure import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .unmodified import hook_dicts
 
 
 def triton_fused_kernels() -> FusedKernels:
-    from ..kernels import small_triton
+    from ..kernels import layer_ops_triton
 
-    return FusedKernels(small_triton.add_rms_norm, small_triton.act_and_mul)
+    return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul)
 
 
 class Fusion:
-    """What of a model can be fused.
+    """The parts of a model that can be fused.
 
-    ``reasons`` says why the rest cannot, one line for each kind of obstacle; ``summary`` all of it in one.
+    ``reasons`` has a line for each kind of obstacle in the rest; ``summary`` says all of it in one line.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.paused: str | None = None  # why nothing was fused in the last step
+        self.paused: str | None = None  # why nothing was fused in the last step, if nothing was
         self._note([])
 
     def look(self) -> None:
-        """Changes nothing but what is said about the model. Each ``merge`` looks, too."""
+        """Update ``reasons`` and ``summary``; the model stays as it is. Each ``merge`` does so, too."""
         self._note(list(stacks(self.model)))
 
     def merge(self, kernels: FusedKernels) -> FusedLayers:
-        """Ready for steps. Weights that lie end to end already, from an earlier call, stay where they are."""
+        """Prepare steps. Weights that an earlier call has laid end to end stay where they are."""
         self.paused = None
         return FusedLayers(self, kernels)
 
     def lay_out(self) -> list[tuple[Stack, dict[tuple[int, str], Merged]]]:
-        """Look, and merge what is not merged. Gives each stack with the merged weights by (layer, part)."""
+        """Merge the weights that are not merged yet. Returns each stack with its merged weights by (layer, part)."""
         found, self._moved, full = list(stacks(self.model)), False, False
         result = []
         for stack in found:
@@ -83,7 +83,7 @@ class Fusion:
         return result
 
     def _merged(self, layer: Layer, part: str, full: bool) -> Merged:
-        """One group of weights after the other: beside the model there need be room for the largest of them only."""
+        """Merge one group of weights after the other, so that only the largest needs room beside the model."""
         wholes = []
         for group in layer.weights(part):
             whole = merged(group)
@@ -92,7 +92,7 @@ class Fusion:
             if whole is None:
                 whole, self._moved = merge(group), True
             wholes.append(whole)
-        return [wholes[0], wholes[1] if len(wholes) > 1 else None]
+        return [(wholes[0], wholes[1] if len(wholes) > 1 else None)]
 
     def unmerge(self) -> None:
         """Give each parameter memory of its own again. May be called again and again."""
@@ -102,7 +102,7 @@ class Fusion:
 
     @property
     def summary(self) -> str:
-        """What is fused, or why it is not, for a report."""
+        """The layers that are fused, and what keeps the rest from it, for a report."""
         if self.paused is not None:
             return f"nothing: {self.paused}"
         layers = f"{self._whole} of {self._layers} layers" + (", but for their experts" if self._has_experts else "")
@@ -127,29 +127,29 @@ class Fusion:
             if stack.norm_why_not is not None:
                 self.reasons.append(f"the last norm: it {stack.norm_why_not}")
         if not found:
-            inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            inner = getattr(self.model, "get_base_model", lambda: self.model)()  # without PEFT's wrapper
             self.reasons = [f"there are no fused layers for {type(inner).__name__}"]
 
     def _give_back_memory(self) -> None:
-        """Where the weights were before: the allocator would keep it, in pieces that nothing else fits into."""
+        """Free the weights' old places: the allocator would keep them, in pieces too small for anything else."""
         if any(parameter.device.type == "cuda" for parameter in self.model.parameters()):
             torch.cuda.empty_cache()
 
 
 class FusedLayers:
-    """What a call puts into a model. ``restore`` may be called again and again: an interrupt may come in its midst."""
+    """A call's forwards for a model. ``restore`` may be called again and again: an interrupt may come in its midst."""
 
     def __init__(self, fusion: Fusion, kernels: FusedKernels) -> None:
         self._fusion = fusion
         self._kernels = kernels
         self._residual = Residual()
         self._applied: list[tuple[dict[str, Any], Forward]] = []
-        self.version = 0  # moves when weights or forwards do: what a CUDA graph has captured is good for one
+        self.version = 0  # grows when weights or forwards change: a CUDA graph is valid for one version
         self._make()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """While the block runs, layers are run fused; all that can be asked of the model then is its logits."""
+        """While the block runs, layers run fused, and the model returns nothing but its logits."""
         if self._is_out_of_date():
             self._make()
         self._fusion.paused = self._pause()
@@ -172,7 +172,7 @@ class FusedLayers:
         self._residual.forget()
 
     def release(self) -> None:
-        """After the last step. Whoever still knows of this, or of a forward of it, holds no merged weights by it."""
+        """After the last step: references to this object or to its forwards then keep no merged weights alive."""
         self.restore()
         for weights in self._weights:
             weights.clear()
@@ -187,11 +187,11 @@ class FusedLayers:
     # -- while nothing is applied ------------------------------------------------------------------------------
 
     def _make(self) -> None:
-        """Merge what is not merged, and prepare what is put in place for each step."""
+        """Merge the weights that are not merged yet, and make the forwards."""
         self._forwards: list[tuple[dict[str, Any], Forward]] = []
         self._weights: list[Merged] = []
         self._devices = {parameter.device for parameter in self._fusion.model.parameters()}
-        # What must stay as it is for that to be right: who is where, whom nobody watches, where the weights lie.
+        # The forwards are right as long as these stay: modules in their places, no hooks on them, weights' addresses.
         self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._bypassed: list[nn.Module] = []
         self._addresses: list[tuple[dict[str, Any], str, int | None]] = []
@@ -247,7 +247,7 @@ class FusedLayers:
                 self._addresses.append((linear._parameters, name, _address(parameter)))
 
     def _is_out_of_date(self) -> bool:
-        """Owners may change their model while a stream is open."""
+        """Whether the owner has changed the model since: that may happen while a stream is open."""
         return (
             any(children.get(name) is not child for children, name, child in self._places)
             or any("forward" in own for own, _ in self._forwards)

@@ -1,7 +1,7 @@
-"""Which parts of a model's layers are as transformers made them, and may be run by fused code instead.
+"""Which parts of a model's layers are as transformers wrote them, so that fused code may run instead.
 
-A layer has three parts that are fused each for itself: the norms with the residual (which takes the layer's own code),
-attention, and the MLP. An adapter in the attention does not keep the MLP from being fused.
+A layer has three parts: the norms with the residual (fused code then replaces the layer's own forward), attention, and
+the MLP. Each is fused or left by itself: an adapter in the attention does not keep the MLP from being fused.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
-from .families import FAMILIES, Family
+from .fused_families import FAMILIES, Family
 from .merged_weights import why_not_merge, why_not_used
-from .plain import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
+from .module_types import Attention, Decoder, DecoderLayer, Mlp
+from .unmodified import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
 
 NORMS, ATTENTION, MLP = "norms", "attention", "MLP"
 PARTS = (NORMS, ATTENTION, MLP)
@@ -30,33 +32,35 @@ _ACTIVATIONS = {
 
 @dataclass
 class Layer:
-    module: nn.Module
+    module: DecoderLayer
     family: Family | None
-    why_not: dict[str, str] = field(default_factory=dict)  # by part
-    has_experts: bool = False  # its MLP is left to its own code, and that is no obstacle
+    why_not: dict[str, str] = field(default_factory=dict)  # from a part to the obstacle
+    has_experts: bool = False  # a mixture of experts runs its own code; that is no obstacle
 
     def fuses(self, part: str) -> bool:
         return part not in self.why_not and not (part == MLP and self.has_experts)
 
     def linears(self, part: str) -> list[nn.Linear]:
-        """Those that make up one product."""
+        """The projections that become one matrix product."""
         assert self.family is not None
         if part == ATTENTION:
             return [getattr(self.module.self_attn, name) for name in self.family.qkv]
         return [getattr(self.module.mlp, name) for name in self.family.gate_up] if part == MLP else []
 
-    def weights(self, part: str) -> list[list[nn.Parameter]]:
-        """The weights that are to be merged, and the biases if there are any."""
+    def weights(self, part: str) -> list[list[torch.Tensor]]:
+        """The weights to merge, then the biases if there are any."""
         linears = self.linears(part)
         if len(linears) < 2:
             return []
-        biases = [[linear.bias for linear in linears]] if linears[0].bias is not None else []
-        return [[linear.weight for linear in linears], *biases]
+        weights: list[list[torch.Tensor]] = [[linear.weight for linear in linears]]
+        if linears[0].bias is not None:
+            weights.append([linear.bias for linear in linears])
+        return weights
 
     def bypassed(self, part: str) -> list[tuple[nn.Module, str]]:
-        """Modules that are not called where the part is fused, each as (the module that has it, its name).
+        """The modules that fused code replaces or relies on, each as (its parent, its name).
 
-        Projections that are one already, and dropouts, are called. But what they give is relied upon.
+        A projection that is one already, and dropouts, are still called; but fused code relies on their results.
         """
         layer, family = self.module, self.family
         assert family is not None
@@ -72,22 +76,22 @@ class Layer:
 class Stack:
     """The layers of a model, and the norm behind them."""
 
-    owner: nn.Module
+    owner: Decoder
     layers: list[Layer]
     family: Family
     norm_why_not: str | None = None  # why the last norm is left as it is
-    chain_why_not: str | None = None  # why each layer adds up its own residual
+    chain_why_not: str | None = None  # why each layer adds to the residual itself
 
 
-def activation_of(mlp: nn.Module, family: Family) -> str | None:
+def activation_of(mlp: Mlp, family: Family) -> str | None:
     activation = getattr(mlp, family.activation)
     if getattr(getattr(activation, "act", None), "__name__", "") == "_gelu_tanh_python":
-        return None  # rounds after each step of the formula
+        return None  # it rounds after each step of the formula
     return _ACTIVATIONS.get((type(activation).__module__, type(activation).__name__))
 
 
 def stacks(model: nn.Module) -> Iterator[Stack]:
-    """Looks, and changes nothing."""
+    """The stacks of layers in a model. Changes nothing."""
     uses = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     compiled = [set(module.modules()) for module in model.modules() if is_compiled(module)]
     for owner in model.modules():
@@ -95,7 +99,7 @@ def stacks(model: nn.Module) -> Iterator[Stack]:
         if not isinstance(layers, nn.ModuleList):
             continue
         run = layers[: getattr(getattr(owner, "config", None), "num_hidden_layers", None)]
-        found = [Layer(layer, _family(type(layer), "DecoderLayer")) for layer in run]
+        found = [Layer(cast(DecoderLayer, layer), _family(type(layer), "DecoderLayer")) for layer in run]
         family = _family(type(owner), "") or next((layer.family for layer in found if layer.family), None)
         if family is not None and found:
             for layer in found:
@@ -104,7 +108,7 @@ def stacks(model: nn.Module) -> Iterator[Stack]:
                 else:
                     layer.why_not = _why_not_layer(layer, owner, uses)
             yield Stack(
-                owner,
+                cast(Decoder, owner),
                 found,
                 family,
                 norm_why_not=why_not_plain(getattr(owner, "norm", None), family.home, family.norm_class),
@@ -113,7 +117,7 @@ def stacks(model: nn.Module) -> Iterator[Stack]:
 
 
 def _family(cls: type, ending: str) -> Family | None:
-    """The family of a layer, or of what runs the layers if no ending is given."""
+    """The family of a layer; with an empty ending, that of a class that runs the layers."""
     for base in cls.__mro__:
         for family in FAMILIES:
             if is_class(base, family.home, family.name + (ending or family.model)):
@@ -147,10 +151,11 @@ def _why_not_norms(layer: nn.Module, family: Family, owner: nn.Module) -> str | 
         why = _why_not_norm(layer, name, family)
         if why is not None:
             return why
-    for name in family.dropouts:
-        why = None if name is None else why_not_plain(getattr(layer, name, None), nn.Dropout.__module__, "Dropout")
-        if why is not None:
-            return f"`{name}` {why}"
+    for dropout in family.dropouts:
+        if dropout is not None:
+            why = why_not_plain(getattr(layer, dropout, None), nn.Dropout.__module__, "Dropout")
+            if why is not None:
+                return f"`{dropout}` {why}"
     return None
 
 
@@ -171,7 +176,7 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
     if why is not None:
         return f"`self_attn` {why}"
     rotary = getattr(sys.modules[family.home], "apply_rotary_pos_emb", None)
-    # transformers itself makes a module of it where the package `kernels` is installed.
+    # With the package `kernels` installed, transformers itself turns the function into a module.
     if not is_function(rotary, family.home, "apply_rotary_pos_emb") and not hasattr(rotary, "kernel_layer_name"):
         return "its rotary embedding has been replaced"
     if family.qk_norms:
@@ -192,10 +197,11 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
     return None
 
 
-def heads_of(attention: nn.Module, family: Family) -> tuple[int, int]:
-    """How many heads, and how many of K and V."""
+def heads_of(attention: Attention, family: Family) -> tuple[int, int]:
+    """The number of query heads and of KV heads."""
     if len(family.qkv) == 1:
-        return attention.config.num_attention_heads, attention.num_key_value_heads
+        heads: int = attention.config.num_attention_heads
+        return heads, attention.num_key_value_heads
     return attention.q_proj.out_features // attention.head_dim, attention.k_proj.out_features // attention.head_dim
 
 

@@ -1,8 +1,8 @@
-"""What a layer runs instead of its own code: fewer, larger operations, with the same results.
+"""The forwards that layers run in place of their own: fewer, larger operations, with the same results.
 
-Each of the functions here makes a ``forward`` for one module of transformers, of the same signature, by what the table
-of families says of it. Modules are called as modules wherever their own code calls them and they are not merged into
-something larger: adapters, quantised projections and hooks in there go on working.
+Each ``..._forward`` function makes a ``forward`` for one module of transformers, with the same signature, following the
+table of families. Submodules that are not merged are called as modules, as the layer's own code calls them: adapters,
+quantised projections and hooks in them keep working.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from .attention_interface import AttentionCall, Rotation, context_in_use
-from .families import Family
-from .structure import heads_of
+from .fusable_parts import heads_of
+from .fused_families import Family
+from .module_types import Attention, DecoderLayer, Mlp, Norm
 
 Forward = Callable[..., Any]
-# Weight and bias, if there is one. A list: emptied, it holds no memory in whatever forward is still known somewhere.
-Merged = list[torch.Tensor | None]
+# One pair: weight, and bias if there is one. Emptying the list frees the memory, even if something still holds a
+# forward that was made with it.
+Merged = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,18 @@ class FusedKernels:
 
 
 class Made(NamedTuple):
-    """What a part of a layer made, and what is to be done to it before it is added to the residual."""
+    """The result of a part of a layer, and the operations still due before it is added to the residual."""
 
     states: torch.Tensor  # [1, tokens, hidden]
-    norm: nn.Module | None = None
+    norm: Norm | None = None
     multiplier: float = 1.0
-    first: torch.Tensor | None = None  # what another part made of the same input, to be added before
+    first: torch.Tensor | None = None  # another part's result from the same input, to be added before this one
 
 
 class Residual:
-    """What a layer leaves to the next one of the same pass: its result, not yet added to the residual.
+    """Hands a layer's result to the next layer of the same pass before it is added to the residual.
 
-    The tensor that goes from layer to layer then is the result alone, and the norm that comes next adds the two.
+    The tensor that goes from layer to layer is then the result alone, and the next norm adds the two.
     """
 
     def __init__(self) -> None:
@@ -70,45 +71,48 @@ class Residual:
 
 
 def layer_forward(
-    layer: nn.Module, family: Family, kernels: FusedKernels, residual: Residual, takes: bool, leaves: bool
+    layer: DecoderLayer, family: Family, kernels: FusedKernels, residual: Residual, takes: bool, leaves: bool
 ) -> Forward:
-    """``takes``: the layer before left its result apart from the residual; ``leaves``: so does this one."""
+    """``takes``: the layer before leaves its result unadded in ``residual``; ``leaves``: so does this layer."""
     norms = Norms(family, kernels)
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(type(layer).forward).parameters.items()
         if parameter.default is not parameter.empty
     }
-    child = layer._modules.get  # None if the family has no name for it
-    before, behind = zip(family.attention_norms, family.mlp_norms, strict=True)
+    norm_named = cast("dict[str, Norm | None]", layer._modules).get
+    # No module has an empty name: where the family has no name, there is no module.
+    names = zip(family.attention_norms, family.mlp_norms, strict=True)
+    before, behind = (tuple(name or "" for name in both) for both in names)
 
     def made(part: int, states: torch.Tensor, first: torch.Tensor | None = None) -> Made:
-        """What attention (part 0) or the MLP (1) made."""
-        if layer.training and family.dropouts[part] is not None:
-            states = child(family.dropouts[part])(states)
+        """The result ``states`` of attention (part 0) or the MLP (part 1)."""
+        dropout = layer._modules.get(family.dropouts[part] or "") if layer.training else None
+        if dropout is not None:
+            states = dropout(states)
         multiplier = 1.0 if family.multiplier is None else getattr(layer, family.multiplier)
-        return Made(states, child(behind[part]), multiplier, first)
+        return Made(states, norm_named(behind[part]), multiplier, first)
 
     def forward(hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:  # [1, tokens, hidden]
         if takes:
-            states, stream = norms.add(*residual.take(hidden_states), child(before[0]))
+            states, stream = norms.add(*residual.take(hidden_states), norm_named(before[0]))
         else:
-            states, stream = norms.begin(hidden_states, child(before[0]))
-        # What the layer's own code takes by name and hands on.
+            states, stream = norms.begin(hidden_states, norm_named(before[0]))
+        # The defaults are arguments that the layer's own forward names and hands on.
         attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
         if family.parallel:
             result = made(1, layer.mlp(states), first=attended)
         else:
-            states, stream = norms.add(made(0, attended), stream, child(before[1]))
+            states, stream = norms.add(made(0, attended), stream, norm_named(before[1]))
             states = layer.mlp(states)
-            result = made(1, states[0] if isinstance(states, tuple) else states)  # experts may give scores, too
+            result = made(1, states[0] if isinstance(states, tuple) else states)  # experts may return scores, too
         return residual.leave(result, stream) if leaves else norms.sum(result, stream)
 
     return forward
 
 
-def final_norm_forward(norm: nn.Module, family: Family, kernels: FusedKernels, residual: Residual) -> Forward:
-    """Of the norm behind a last layer that leaves its result apart from the residual."""
+def final_norm_forward(norm: Norm, family: Family, kernels: FusedKernels, residual: Residual) -> Forward:
+    """For the norm behind a last layer that leaves its result unadded in ``residual``."""
     norms = Norms(family, kernels)
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -124,20 +128,20 @@ class Norms:
         self.family = family
         self.kernels = kernels
 
-    def begin(self, x: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of what comes into a first layer, and a residual to add to."""
+    def begin(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of a first layer's input, and a residual to add to."""
         if norm is None:  # then sums are new tensors
             return x, x
-        stream = x.clone()  # it is added to in place, and the original may be somebody's
+        stream = x.clone()  # sums are made in it, and the input may be somebody's
         if not _alike(x, norm.weight):
             return type(norm).forward(norm, x), stream
         form, eps = self.family.form, self.family.eps(norm)
         return self.kernels.add_rms_norm(_flat(x), None, norm.weight, eps, form=form).view(x.shape), stream
 
     def add(
-        self, made: Made, stream: torch.Tensor, norm: nn.Module | None, keep: bool = True
+        self, made: Made, stream: torch.Tensor, norm: Norm | None, keep: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of the sum, and the sum, which takes the place of ``stream`` unless it is not to be kept."""
+        """The norm of the sum, and the sum, which replaces ``stream`` in place if it is to be kept."""
         if norm is None:
             summed = self.sum(made, stream)
             return summed, summed
@@ -147,7 +151,7 @@ class Norms:
         return self._run(made, stream, norm.weight, self.family.eps(norm), keep), stream
 
     def sum(self, made: Made, stream: torch.Tensor) -> torch.Tensor:
-        """In new memory."""
+        """The sum, in new memory."""
         if self._fit(made, stream, None) and (made.norm is not None or made.multiplier != 1 or made.first is not None):
             return self._run(made, stream, None, 0.0, keep=False)
         return self._sum_in_torch(made, stream)
@@ -170,8 +174,8 @@ class Norms:
         )
         return out.view(states.shape)
 
-    def _fit(self, made: Made, stream: torch.Tensor, norm: nn.Module | None) -> bool:
-        """Adapters and quantised projections may give what they like, and hooks one row in place of all."""
+    def _fit(self, made: Made, stream: torch.Tensor, norm: Norm | None) -> bool:
+        """Whether kernels can take them: adapters, quantised projections and hooks may return any dtype or shape."""
         return (
             stream.shape == made.states.shape
             and (made.first is None or stream.shape == made.first.shape)
@@ -188,10 +192,10 @@ class Norms:
         return (stream if made.first is None else stream + made.first) + states
 
 
-def attention_forward(attention: nn.Module, family: Family, qkv: Merged | None, kernels: FusedKernels) -> Forward:
-    """Norms of heads, rotation and the writing of K and V are left to whoever attends.
+def attention_forward(attention: Attention, family: Family, qkv: Merged | None, kernels: FusedKernels) -> Forward:
+    """Leaves the norms of heads, the rotation and the writing of K and V to the attention backend.
 
-    ``qkv``: the merged projections; None where it is a single one that can be called.
+    ``qkv``: the merged projections; None where a single projection can be called.
     """
     own = type(attention).forward
     dim = attention.head_dim
@@ -207,25 +211,25 @@ def attention_forward(attention: nn.Module, family: Family, qkv: Merged | None, 
     ) -> tuple[torch.Tensor, None]:
         context = context_in_use()
         usual = attention_mask is None and past_key_values is None and attention.is_causal
-        if context is None or not usual or len(hidden_states) != 1:  # to be refused, in the words of before
-            return own(attention, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        if context is None or not usual or len(hidden_states) != 1:  # `attention_interface` refuses the call
+            given = hidden_states, position_embeddings, attention_mask, past_key_values
+            refused: tuple[torch.Tensor, None] = own(attention, *given, **kwargs)
+            return refused
         if qkv is None:
             states = getattr(attention, family.qkv[0])(hidden_states)[0]  # [tokens, (heads + 2 * kv_heads) * dim]
         else:
-            states = functional.linear(hidden_states[0], *qkv)
+            states = functional.linear(hidden_states[0], *qkv[0])
         if norm_of_all:
             q, k = states.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)[:2]
             for norm, part in ((attention.q_norm, q), (attention.k_norm, k)):
                 kernels.add_rms_norm(part, None, norm.weight, family.eps(norm), form=family.form, out=part)
         q, k, v = states.view(len(states), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
-        tables = [None, None]
-        if family.turns(attention):
-            tables = [table[0] for table in position_embeddings]
-        rotation = Rotation(*tables, turn=family.turn)
+        cos, sin = (table[0] for table in position_embeddings) if family.turns(attention) else (None, None)
+        rotation = Rotation(cos, sin, turn=family.turn)
         if family.qk_norms and not norm_of_all:
             q_norm, k_norm = attention.q_norm, attention.k_norm
-            weights = q_norm.weight, k_norm.weight, family.eps(q_norm)
-            rotation = Rotation(*tables, *weights, norm=family.form, turn=family.turn)
+            eps = family.eps(q_norm)
+            rotation = Rotation(cos, sin, q_norm.weight, k_norm.weight, eps, norm=family.form, turn=family.turn)
         out = context.attend(
             AttentionCall(
                 layer=attention,
@@ -244,15 +248,14 @@ def attention_forward(attention: nn.Module, family: Family, qkv: Merged | None, 
     return forward
 
 
-def mlp_forward(
-    mlp: nn.Module, family: Family, gate_up: Merged | None, kernels: FusedKernels, activation: str
-) -> Forward:
-    """``gate_up``: the merged projections; None where it is a single one that can be called."""
+def mlp_forward(mlp: Mlp, family: Family, gate_up: Merged | None, kernels: FusedKernels, activation: str) -> Forward:
+    """``gate_up``: the merged projections; None where a single projection can be called."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:  # [1, tokens, hidden]
-        both = getattr(mlp, family.gate_up[0])(x) if gate_up is None else functional.linear(x, *gate_up)
+        both = getattr(mlp, family.gate_up[0])(x) if gate_up is None else functional.linear(x, *gate_up[0])
         product = kernels.act_and_mul(both.view(-1, both.shape[-1]), activation=activation)
-        return mlp.down_proj(product.view(*both.shape[:-1], -1))
+        out: torch.Tensor = mlp.down_proj(product.view(*both.shape[:-1], -1))
+        return out
 
     return forward
 

@@ -1,4 +1,4 @@
-"""The kernels of ``cut_triton`` against their plain twins, and the twins against transformers' processors."""
+"""The kernels of ``top_k_top_p_triton`` against their plain twins, and the twins against transformers' processors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from support_sampling_cases import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from hf_batchllm.kernels import cut_torch, cut_triton, past_torch, past_triton, sample_triton, small_torch
+from hf_batchllm.kernels import (
+    penalties_torch,
+    penalties_triton,
+    sample_torch,
+    sample_triton,
+    top_k_top_p_torch,
+    top_k_top_p_triton,
+)
 
 # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -65,7 +72,7 @@ def test_what_stays_is_what_transformers_leaves(options: dict[str, Any], kind: s
     warpers = processors_of(model(), 1, **options)
     for seed, vocabulary in ((1, 3000), (2, 3000), (3, 17)):
         scores = rows_of(kind, 4, vocabulary, seed)
-        edge = cut_torch.cutoffs(scores, **options)[:, None]
+        edge = top_k_top_p_torch.cutoffs(scores, **options)[:, None]
         ours = (scores >= edge) & (scores > -INF)
         # In float64 its rounding decides nothing; in float32, as in use, what lies within rounding of a nucleus' edge.
         for dtype, doubt in ((torch.float64, 0.0), (torch.float32, 1e-5)):
@@ -82,9 +89,9 @@ def test_what_stays_is_what_transformers_leaves(options: dict[str, Any], kind: s
 
 def kept(scores: list[float], **options: Any) -> list[int]:
     row = torch.tensor([scores])
-    edge = cut_torch.cutoffs(row, **options)
+    edge = top_k_top_p_torch.cutoffs(row, **options)
     if DEVICE == "cuda" or INTERPRETED:
-        assert torch.equal(cut_triton.cutoffs(row.to(DEVICE), **options).cpu(), edge)
+        assert torch.equal(top_k_top_p_triton.cutoffs(row.to(DEVICE), **options).cpu(), edge)
     return (row >= edge[:, None])[0].nonzero()[:, 0].tolist()
 
 
@@ -109,9 +116,9 @@ def test_rows_without_a_distribution_are_left_to_the_draw() -> None:
     rows[0, 3], rows[1, 699], rows[2], rows[3, 1:] = NAN, INF, -INF, -INF
     rows[5] = NAN
     for options in ({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}):
-        every = [cut_torch.cutoffs(rows, **options)]
+        every = [top_k_top_p_torch.cutoffs(rows, **options)]
         if DEVICE == "cuda" or INTERPRETED:
-            every.append(cut_triton.cutoffs(rows.to(DEVICE), **options).cpu())
+            every.append(top_k_top_p_triton.cutoffs(rows.to(DEVICE), **options).cpu())
         for edge in every:
             assert edge[[0, 1, 2, 5]].tolist() == [-INF] * 4
             assert edge[4] > -INF and edge[3] <= rows[3, 0]
@@ -131,8 +138,10 @@ def check_cutoffs(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
     if rng.random() < 0.2:
         logits[rng.integers(0, rows), rng.integers(0, vocabulary)] = rng.choice([NAN, INF, -INF])
     wide = torch.empty(rows, vocabulary + 16, dtype=dtype, device=DEVICE)[:, :vocabulary]  # a stride of its own
-    got = cut_triton.cutoffs(wide.copy_(logits), **options, out=torch.full((rows,), -7.0, device=DEVICE)).tolist()
-    want = cut_torch.cutoffs(logits, **options).tolist()
+    got = top_k_top_p_triton.cutoffs(
+        wide.copy_(logits), **options, out=torch.full((rows,), -7.0, device=DEVICE)
+    ).tolist()
+    want = top_k_top_p_torch.cutoffs(logits, **options).tolist()
     for row in range(rows):
         if got[row] != want[row]:
             assert_near_the_edge(logits[row], got[row], want[row], options)
@@ -160,9 +169,9 @@ def test_cutoffs_native(case: int) -> None:
 def test_cutoffs_do_not_depend_on_the_batch() -> None:
     rows = rows_of("normal", 5, 3000, 0)
     for options in ({"top_k": 40, "top_p": 0.8}, {"top_p": 0.9}):
-        every = cut_triton.cutoffs(rows.to(DEVICE), **options).tolist()
-        assert cut_triton.cutoffs(rows[[3, 1]].to(DEVICE), **options).tolist() == [every[3], every[1]]
-    assert cut_triton.cutoffs(rows[:0].to(DEVICE), top_k=3).shape == (0,)
+        every = top_k_top_p_triton.cutoffs(rows.to(DEVICE), **options).tolist()
+        assert top_k_top_p_triton.cutoffs(rows[[3, 1]].to(DEVICE), **options).tolist() == [every[3], every[1]]
+    assert top_k_top_p_triton.cutoffs(rows[:0].to(DEVICE), top_k=3).shape == (0,)
 
 
 # -- gumbel_sample with a threshold ----------------------------------------------------------------------------
@@ -174,11 +183,11 @@ def check_gumbel(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
     logits = rows_of(["normal", "flat", "bfloat16", "forbidden"][seed % 4], rows, vocabulary, seed).to(dtype)
     logits[:, 0] = 9.0  # whatever is forbidden, something is left
     options, given = random_options(rng, vocabulary), keys(rng, rows)
-    temperature, edge = options["temperature"], cut_torch.cutoffs(logits, **options)
+    temperature, edge = options["temperature"], top_k_top_p_torch.cutoffs(logits, **options)
     got = sample_triton.gumbel_sample(
         logits.to(DEVICE), temperature, **copies(given, DEVICE), threshold=edge.to(DEVICE)
     ).cpu()
-    want = small_torch.gumbel_sample(logits, temperature, **given, threshold=edge)
+    want = sample_torch.gumbel_sample(logits, temperature, **given, threshold=edge)
     chosen = logits.gather(1, got[:, None])[:, 0].float()
     assert (chosen >= edge).all() and (chosen > -INF).all()
     for row in (got != want).nonzero().flatten().tolist():  # float32 may see two as equal
@@ -205,7 +214,7 @@ def test_a_threshold_hides_no_logit_that_is_no_number() -> None:
     logits = torch.zeros(4, 2100)
     logits[0, 3], logits[1, 2090], logits[2] = NAN, INF, -INF
     given, edge = keys(np.random.default_rng(0), 4), torch.tensor([-INF, -INF, -INF, 0.5])
-    for module, device in ((small_torch, "cpu"), (sample_triton, DEVICE)):
+    for module, device in ((sample_torch, "cpu"), (sample_triton, DEVICE)):
         drawn = module.gumbel_sample(logits.to(device), 1.0, **copies(given, device), threshold=edge.to(device))
         assert drawn.tolist() == [-1, -1, -1, -1]
 
@@ -248,13 +257,13 @@ WARPED: list[dict[str, Any]] = [
 @plain
 @pytest.mark.parametrize(("options", "draws"), [(WARPED[0], 3_000), (WARPED[2], 2_000)])
 def test_draws_follow_what_is_left(options: dict[str, Any], draws: int) -> None:
-    check_distribution(small_torch, cut_torch.cutoffs, draws, "cpu", **options)
+    check_distribution(sample_torch, top_k_top_p_torch.cutoffs, draws, "cpu", **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", WARPED, ids=brief)
 def test_draws_follow_what_is_left_native(options: dict[str, Any]) -> None:
-    check_distribution(sample_triton, cut_triton.cutoffs, 1_000_000, "cuda", **options)
+    check_distribution(sample_triton, top_k_top_p_triton.cutoffs, 1_000_000, "cuda", **options)
 
 
 # -- what looks back -------------------------------------------------------------------------------------------
@@ -269,7 +278,9 @@ def test_penalties_are_those_of_transformers(penalty: float) -> None:
         scores = rows_of("forbidden", 6, vocabulary, 3) + torch.randint(-9, 9, (6, vocabulary)).float()
         want = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(ids), scores.clone())
         before = scores.clone()
-        assert torch.equal(past_torch.penalise(scores, seen=bits_of(ids.tolist(), vocabulary), penalty=penalty), want)
+        assert torch.equal(
+            penalties_torch.penalise(scores, seen=bits_of(ids.tolist(), vocabulary), penalty=penalty), want
+        )
         assert torch.equal(scores, before)
 
 
@@ -283,15 +294,15 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
     tokens = torch.from_numpy(rng.integers(-2, vocabulary + 2, (rows, int(rng.integers(1, 300)))))
     words = -(-vocabulary // 32)
     ours = torch.zeros(rows, words + 3, dtype=torch.int32, device=DEVICE)[:, :words]
-    past_triton.mark_seen(ours, tokens.to(DEVICE), vocabulary)
+    penalties_triton.mark_seen(ours, tokens.to(DEVICE), vocabulary)
     some = torch.from_numpy(rng.integers(-1, vocabulary, rows))
-    past_triton.mark_seen(ours, some.to(DEVICE), vocabulary)
+    penalties_triton.mark_seen(ours, some.to(DEVICE), vocabulary)
     tokens = torch.cat((tokens, some[:, None]), 1)
     marked = [[token for token in row if 0 <= token < vocabulary] for row in tokens.tolist()]
     seen = bits_of(marked, vocabulary)
     assert torch.equal(ours.cpu(), seen)
     theirs = torch.zeros_like(seen)
-    past_torch.mark_seen(theirs, tokens, vocabulary)
+    penalties_torch.mark_seen(theirs, tokens, vocabulary)
     assert torch.equal(theirs, seen)
 
     given: dict[str, Any] = {}
@@ -301,9 +312,9 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
         given["eos"] = torch.from_numpy(rng.integers(0, vocabulary, int(rng.integers(1, 4))))
         given["made"] = torch.from_numpy(rng.integers(0, 4, rows)).to([torch.int32, torch.int64][seed % 2])
         given["minimum"] = torch.from_numpy(rng.integers(0, 4, rows)).to(torch.int32)
-    want = past_torch.penalise(logits, **given)
+    want = penalties_torch.penalise(logits, **given)
     mine = logits.to(DEVICE)
-    got = past_triton.penalise(mine, **copies(given, DEVICE), out=mine if dtype == torch.float32 else None)
+    got = penalties_triton.penalise(mine, **copies(given, DEVICE), out=mine if dtype == torch.float32 else None)
     assert got.dtype == torch.float32
     assert torch.equal(got.cpu().nan_to_num(nan=123.0), want.nan_to_num(nan=123.0))
 

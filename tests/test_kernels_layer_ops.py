@@ -1,4 +1,4 @@
-"""The kernels of ``small_triton`` against their plain twins, and the twins against transformers' modules."""
+"""The kernels of ``layer_ops_triton`` against their plain twins, and the twins against transformers' modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from support_kernels import DEVICE, copies, draw, kernel, plain
 from support_small_cases import NAN, NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import small_torch, small_triton
+from hf_batchllm.kernels import layer_ops_torch, layer_ops_triton
 
 # The whole range of what rounding may do: parts of a row's largest value, and the share of elements that differ at all.
 # Natively exp, rsqrt and the order of sums differ in their last bit; that changes few elements in half precision.
@@ -51,10 +51,10 @@ def check_rope(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int)
     given = rope_case(seed, shape, dtype, most)
 
     def ours(merged: torch.Tensor, **rest: Any) -> None:
-        small_triton.rope_and_write(*parts(merged, shape), **rest)
+        layer_ops_triton.rope_and_write(*parts(merged, shape), **rest)
 
     def twin(merged: torch.Tensor, **rest: Any) -> None:
-        small_torch.rope_and_write(*parts(merged, shape), **rest)
+        layer_ops_torch.rope_and_write(*parts(merged, shape), **rest)
 
     # Products and sums alone are rounded one by one in every dtype; a norm's sum has an order of its own.
     compare(ours, twin, given, exact="q_weight" not in given)
@@ -80,7 +80,7 @@ def test_rope_and_write_native(case: int) -> None:
 
 
 def check_norm(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> None:
-    compare(small_triton.add_rms_norm, small_torch.add_rms_norm, norm_case(seed, shape, dtype, most))
+    compare(layer_ops_triton.add_rms_norm, layer_ops_torch.add_rms_norm, norm_case(seed, shape, dtype, most))
 
 
 @kernel
@@ -121,11 +121,11 @@ def test_the_norms_twin_is_the_module_bit_for_bit(family: str, dtype: torch.dtyp
     module, inner = norm_of(family, 96, rng, dtype), norm_of(family, 96, rng, dtype)
     x, residual, first = (draw(rng, 7, 96, dtype=dtype) for _ in range(3))
     with torch.no_grad():
-        assert torch.equal(small_torch.add_rms_norm(x, None, module.weight, 1e-5, form=form), module(x))
+        assert torch.equal(layer_ops_torch.add_rms_norm(x, None, module.weight, 1e-5, form=form), module(x))
         given = {"form": form, "inner_weight": inner.weight, "multiplier": 0.22, "first": first}
         summed = residual + first + inner(x) * 0.22
-        assert torch.equal(small_torch.add_rms_norm(x, residual, None, 1e-5, **given), summed)
-        got = small_torch.add_rms_norm(x, residual, module.weight, 1e-5, **given)
+        assert torch.equal(layer_ops_torch.add_rms_norm(x, residual, None, 1e-5, **given), summed)
+        got = layer_ops_torch.add_rms_norm(x, residual, module.weight, 1e-5, **given)
         assert torch.equal(residual, summed)
         assert torch.equal(got, module(summed))
 
@@ -147,7 +147,7 @@ def test_the_rotations_twin_is_the_attention_modules_bit_for_bit(family: str) ->
     apply = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
     want_q, want_k = apply(plain_q, plain_k, given["cos"], given["sin"], unsqueeze_dim=1)
     given["q_out"] = torch.empty_like(q)
-    small_torch.rope_and_write(q, k, v, **given)
+    layer_ops_torch.rope_and_write(q, k, v, **given)
     assert torch.equal(given["q_out"], want_q)
     assert torch.equal(given["k_cache"][: len(q)], want_k)
     assert torch.equal(given["v_cache"][: len(q)], v)
@@ -156,7 +156,7 @@ def test_the_rotations_twin_is_the_attention_modules_bit_for_bit(family: str) ->
 @plain
 def test_forms_that_there_are_none_of() -> None:
     x = torch.zeros(1, 1, 4)
-    for module in (small_torch, small_triton):
+    for module in (layer_ops_torch, layer_ops_triton):
         with pytest.raises(ValueError, match="'mistral'"):
             module.add_rms_norm(x[0], None, x[0, 0], 1e-6, form="mistral")
         with pytest.raises(ValueError, match="'mistral'"):
@@ -184,7 +184,7 @@ def check_act(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
         "activation": activation,
         "out": torch.full((tokens, inter), NAN, dtype=dtype) if rng.random() < 0.5 else None,
     }
-    compare(small_triton.act_and_mul, small_torch.act_and_mul, given)
+    compare(layer_ops_triton.act_and_mul, layer_ops_torch.act_and_mul, given)
 
 
 @kernel
@@ -208,8 +208,8 @@ def test_the_activations_twin_is_the_module_bit_for_bit(name: str, activation: s
     rng = np.random.default_rng(2)
     gate, up = draw(rng, 9, 50, dtype=torch.bfloat16), draw(rng, 9, 50, dtype=torch.bfloat16)
     want = ACT2FN[name](gate) * up
-    assert torch.equal(small_torch.act_and_mul(gate, up, activation=activation), want)
-    assert torch.equal(small_torch.act_and_mul(torch.cat((gate, up), 1), activation=activation), want)
-    for module in (small_torch, small_triton):
+    assert torch.equal(layer_ops_torch.act_and_mul(gate, up, activation=activation), want)
+    assert torch.equal(layer_ops_torch.act_and_mul(torch.cat((gate, up), 1), activation=activation), want)
+    for module in (layer_ops_torch, layer_ops_triton):
         with pytest.raises(ValueError, match="'relu' is neither"):
             module.act_and_mul(gate, up, activation="relu")

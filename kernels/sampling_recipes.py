@@ -1,7 +1,7 @@
-"""What a row's token is picked by, as numbers for the kernels: the same for all rows, or a line of a table for each.
+"""How a row's token is sampled, as numbers for the kernels: one recipe for all rows, or a table with a line for each.
 
-Numbers are worked out here, in float64, once: a kernel gets the same ones whether they come with the launch or out of
-a table, so that a row's token does not depend on what other rows are picked by.
+The numbers are computed here, once, in float64. A kernel gets the same numbers with the launch or from a table, so a
+row's token does not depend on the recipes of other rows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-BY_RANK, BY_MASS, BY_RATIO = 1, 2, 4  # what a row's tokens are cut by: top-k, top-p, min-p
+BY_RANK, BY_MASS, BY_RATIO = 1, 2, 4  # bits that say which cuts a row has: top-k, top-p, min-p
 BEST = -1.0  # the factor of rows that take the best token
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a token is picked; the values that ask for nothing are those of ``GenerationConfig``."""
+    """How a token is sampled. As in ``GenerationConfig``, the defaults change nothing."""
 
     penalty: float = 1.0
-    temperature: float = 1.0  # 0: the best token, and nothing of what follows
+    temperature: float = 1.0  # 0: the best token; the fields below are ignored
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -38,15 +38,15 @@ class Recipe:
 
 
 class Numbers(NamedTuple):
-    """Of one recipe, for the kernels; or a tensor [recipes] for each of them."""
+    """One recipe's numbers for the kernels; or, for a table, a tensor [recipes] in each field."""
 
     factor: Any  # float32  from logits to the log2 of weights
     cuts: Any  # int32
     top_k: Any  # int32
     top_p: Any  # float32
-    log_tail: Any  # float32  log2 of the share of what top-p leaves out that one token has if all have the same
+    log_tail: Any  # float32  log2 of a token's share if all tokens divide evenly what top-p leaves out
     shift: Any  # float32  from the best logit to min-p's edge
-    shift_rest: Any  # float32  what float32 leaves out of that
+    shift_rest: Any  # float32  the rounding error of ``shift``
 
     @classmethod
     def of(cls, recipe: Recipe, vocabulary: int) -> Numbers:
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
 
 
 def shift_of(recipe: Recipe, vocabulary: int) -> float:
-    """-inf where min-p cuts nothing off."""
+    """The distance from the best logit to min-p's edge; -inf where min-p cuts nothing off."""
     asked = recipe.min_p is not None and recipe.cuts(vocabulary) & BY_RATIO
     return recipe.temperature * math.log(recipe.min_p) if asked else -math.inf  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ class RecipeTable:
         self.numbers = Numbers(*columns)
         self.penalty = self._tensor([recipe.penalty for recipe in recipes], torch.float32)
 
-    # What the twins take, as exact as Python's own numbers.
+    # For the twins, in float64, as exact as Python's own numbers.
 
     @cached_property
     def temperature(self) -> torch.Tensor:
@@ -98,7 +98,7 @@ class RecipeTable:
         return self._tensor([shift_of(recipe, self._vocabulary) for recipe in self._recipes], torch.float64)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):  # steps may run outside
+        with torch.inference_mode(False):  # steps may run outside of inference mode
             return torch.tensor(list(values), dtype=dtype).to(self._device)
 
 

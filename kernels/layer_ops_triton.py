@@ -1,11 +1,11 @@
-"""The elementwise work of a layer in three Triton kernels; the twins, of the same signatures, are in ``small_torch``.
+"""The elementwise work of a layer in three Triton kernels; their twins are in ``layer_ops_torch``.
 
-What they do costs nothing but reading and writing, so each reads its inputs once, in 16-byte pieces, and writes its
-results where they are wanted: rotated keys straight into the cache, the residual in place. They round to the tensors'
-dtype wherever the modules of transformers do. Then only the order of a sum, and the last bit of exp or rsqrt, can make
-a difference. The compiler does not respect that by itself: it sees that a product rounded to half precision can be made
-in half precision, and then fuses it with the sum that follows, which drops the rounding. ``enable_fp_fusion=False``
-forbids it wherever there is such a sum. The figures behind the choices are in docs/attention-notes.md.
+Their time is reading and writing, so each reads its inputs once, in 16-byte pieces, and writes its results where they
+are needed: rotated keys straight into the cache, the residual in place. They round to the tensors' dtype wherever the
+modules of transformers do. Then only the order of a sum, and the last bit of exp or rsqrt, can make a difference. The
+compiler alone would not keep the rounding: it makes a product that is rounded to half precision in half precision, and
+fuses it with the sum that follows, which drops the rounding. ``enable_fp_fusion=False`` forbids that wherever there is
+such a sum. The figures behind the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def rope_and_write(
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,  # [slots, kv_heads, dim]
     v_cache: torch.Tensor,  # [slots, kv_heads, v_dim]
-    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere; its q is made all the same
+    slots: torch.Tensor,  # [tokens] int64  where a token's k and v go; negative: nowhere, and only its q is made
     *,
     q_out: torch.Tensor | None = None,  # [tokens, heads, dim]  by default q itself
     q_weight: torch.Tensor | None = None,  # [dim]  an RMSNorm over each head before the rotation
@@ -256,7 +256,7 @@ def _add_rms_norm(
 
 def add_rms_norm(
     x: torch.Tensor,  # [tokens, hidden]
-    residual: torch.Tensor | None,  # [tokens, hidden]  in place: what x makes of it
+    residual: torch.Tensor | None,  # [tokens, hidden]  in place: becomes the sum
     weight: torch.Tensor | None,  # [hidden]  None: no norm; the sum is the result, and the residual stays as it is
     eps: float,
     *,

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of ``past_triton``: same signatures, same results."""
+"""Plain PyTorch twins of ``penalties_triton``: same signatures, same results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .recipes import RowRecipes
+from .sampling_recipes import RowRecipes
 
 WORD = 32  # tokens in each word of a row's bits
 
@@ -16,12 +16,12 @@ def penalise(
     *,
     seen: torch.Tensor
     | None = None,  # [lines, vocabulary / 32, rounded up] int32, a bit for each token; None: no penalty
-    line: torch.Tensor | None = None,  # [rows] int32  its line of each row, -1 for none; by default they are rows
+    line: torch.Tensor | None = None,  # [rows] int32  each row's line, -1 for none; by default line i is row i's
     penalty: float = 1.0,
-    by_row: RowRecipes | None = None,  # with penalties in place of that
+    by_row: RowRecipes | None = None,  # with penalties in place of ``penalty``
     eos: torch.Tensor | None = None,  # [any] int64, or [recipes, any] if ``by_row``; None: a row may end at any length
     made: torch.Tensor | None = None,  # [rows]  tokens generated so far
-    minimum: torch.Tensor | None = None,  # [rows]  how many they have to be before a token of ``eos`` may come
+    minimum: torch.Tensor | None = None,  # [rows]  tokens to generate before a token of ``eos`` may come
     out: torch.Tensor | None = None,  # [rows, vocabulary] float32  may be ``logits`` itself
 ) -> torch.Tensor:  # [rows, vocabulary] float32
     """Logits after the repetition penalty of the tokens seen, and without EOS in rows that are not long enough yet."""
@@ -44,7 +44,7 @@ def penalise(
 
 def mark_seen(
     seen: torch.Tensor,  # [lines, words] int32
-    tokens: torch.Tensor,  # [rows] or [rows, any] int64  negative ones are none
+    tokens: torch.Tensor,  # [rows] or [rows, any] int64  negative: no token
     vocabulary: int,
     line: torch.Tensor | None = None,  # [rows] int32  as for ``penalise``
 ) -> None:

@@ -1,7 +1,7 @@
-"""What looks back at a row's tokens before the next one is picked, in Triton; the twins are in ``past_torch``.
+"""The repetition penalty, and no EOS before a minimum length, in Triton; the twins are in ``penalties_torch``.
 
-A bit for each token of the vocabulary says whether a row has had it. Rows may have a line of bits each, or some of them
-a line of a table.
+A bit for each token of the vocabulary says whether a row has had it. Each row has a line of bits, or some rows have a
+line of a table.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .recipes import RowRecipes
+from .sampling_recipes import RowRecipes
 
 PENALISE_BLOCK = 2048  # tokens of the vocabulary
 MARK_BLOCK = 128  # tokens to mark
 
 _INFINITY = tl.constexpr(float("inf"))
-# A row's numbers may be a line of a table of any rows: where it lies in memory is nothing to compile kernels for.
+# These may start anywhere in a table: without this, kernels would be compiled again for each alignment in memory.
 _OF_ROWS = ["line", "which", "made", "minimum"]
 
 
@@ -61,12 +61,12 @@ def penalise(
     *,
     seen: torch.Tensor
     | None = None,  # [lines, vocabulary / 32, rounded up] int32, a bit for each token; None: no penalty
-    line: torch.Tensor | None = None,  # [rows] int32  its line of each row, -1 for none; by default they are rows
+    line: torch.Tensor | None = None,  # [rows] int32  each row's line, -1 for none; by default line i is row i's
     penalty: float = 1.0,
-    by_row: RowRecipes | None = None,  # with penalties in place of that
+    by_row: RowRecipes | None = None,  # with penalties in place of ``penalty``
     eos: torch.Tensor | None = None,  # [any] int64, or [recipes, any] if ``by_row``; None: a row may end at any length
     made: torch.Tensor | None = None,  # [rows]  tokens generated so far
-    minimum: torch.Tensor | None = None,  # [rows]  how many they have to be before a token of ``eos`` may come
+    minimum: torch.Tensor | None = None,  # [rows]  tokens to generate before a token of ``eos`` may come
     out: torch.Tensor | None = None,  # [rows, vocabulary] float32  may be ``logits`` itself
 ) -> torch.Tensor:  # [rows, vocabulary] float32
     """Logits after the repetition penalty of the tokens seen, and without EOS in rows that are not long enough yet."""
@@ -106,7 +106,7 @@ def _mark_seen(
 
 def mark_seen(
     seen: torch.Tensor,  # [lines, words] int32
-    tokens: torch.Tensor,  # [rows] or [rows, any] int64  negative ones are none
+    tokens: torch.Tensor,  # [rows] or [rows, any] int64  negative: no token
     vocabulary: int,
     line: torch.Tensor | None = None,  # [rows] int32  as for ``penalise``
 ) -> None:

@@ -1,13 +1,14 @@
-"""What a sampled token may be, worked out on the device without sorting, in Triton; the twins are in ``cut_torch``.
+"""Top-k, top-p and min-p on the device without sorting, in Triton; the twin is in ``top_k_top_p_torch``.
 
-Top-k, top-p and min-p each leave the tokens from some score up, so what they leave together is one number a row:
+Top-k, top-p and min-p each keep the tokens from some score up, so one number for each row says what they keep together:
 ``cutoffs`` finds it, and ``gumbel_sample`` then draws no token below it.
 
 A first pass reads the whole row in many blocks, and keeps the best score of each group of 32 tokens. The k-th best of
-*those* is no better than the k-th best of all, so only groups that reach it matter: some fifty of four thousand. Within
-these one block a row narrows down a bracket, three pivots and the bracket's lowest and highest score at a time.
+*these* is no better than the k-th best of all, so only groups that reach it matter: some fifty of four thousand. Within
+them one block for each row narrows down a bracket; each turn tries three pivots, and finds the bracket's lowest and
+highest score.
 
-Rows may differ in what cuts them off. Each then does what it would do among its like, and one without a cut nothing.
+Rows may differ in their cuts. A row's result does not depend on the other rows; rows without a cut do no work.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import recipes
-from .recipes import Numbers, Recipe, RowRecipes
+from .sampling_recipes import BY_MASS, BY_RANK, BY_RATIO, Numbers, Recipe, RowRecipes
 
 SURVEY_BLOCK = 4096  # tokens of the vocabulary
 CUT_GROUP = 32  # tokens of the vocabulary whose best score is kept
@@ -25,8 +25,8 @@ CUT_LINES = 64  # groups that one block looks at together
 CUT_WARPS = 8
 
 _INFINITY = tl.constexpr(float("inf"))
-_BY_RANK, _BY_MASS = tl.constexpr(recipes.BY_RANK), tl.constexpr(recipes.BY_MASS)
-_ANYWHERE = ["which", "block_mass"]  # where these lie hangs on the number of rows: nothing to compile kernels for
+_BY_RANK, _BY_MASS = tl.constexpr(BY_RANK), tl.constexpr(BY_MASS)
+_ANYWHERE = ["which", "block_mass"]  # their alignment depends on the number of rows: do not compile for it
 _FEW, _ALL = tl.constexpr(3), tl.constexpr(256)  # turns of a search; none takes as many as the latter
 
 
@@ -48,7 +48,7 @@ def _survey(
         recipe = tl.load(which + row)
         factor = tl.load(factor + recipe)
         cuts = tl.load(cuts + recipe)
-        if cuts == 0:  # nobody asks
+        if cuts == 0:  # the row has no cut
             return
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -83,7 +83,7 @@ def _score(key):
 def _pivots(lower, upper, turn):
     """Three scores between two, in order: at quarters of their difference, or of the floats that lie between them.
 
-    The former is quick. The latter ends, whatever the scores are like.
+    Quarters of the difference are quick; quarters of the floats make sure that the search ends, for any scores.
     """
     start = tl.where(lower > -_INFINITY, lower, upper)
     span = upper - start
@@ -106,9 +106,9 @@ def _scan(
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """What the scores from each of three pivots up weigh, and the lowest and the highest score within [low, high).
+    """The weight of all scores from each of three pivots up, and the lowest and the highest score within [low, high).
 
-    All of ``source``, or the groups of it that are listed.
+    Scans all of ``source``, or the groups of it that are listed.
     """
     above_first = tl.zeros([LINES, GROUP], tl.float32)
     above_second = tl.zeros([LINES, GROUP], tl.float32)
@@ -123,7 +123,7 @@ def _scan(
             group = tl.load(groups + line, mask=line < count, other=0)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (line < count)[:, None] & (at < length)
-        scores = tl.load(source + at, mask=inside, other=float("nan")).to(tl.float32)  # which no comparison holds for
+        scores = tl.load(source + at, mask=inside, other=float("nan")).to(tl.float32)  # NaN fails every comparison
         weight = tl.full([LINES, GROUP], 1.0, tl.float32)
         if WEIGHTED:
             weight = tl.exp2((scores - best) * factor)
@@ -151,10 +151,10 @@ def _search(
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """The highest of the scores within [low, high) so that it and all above weigh ``target``; ``best`` is one of all.
+    """The highest score within [low, high) that weighs ``target`` together with all above; ``best`` is the row's best.
 
-    -inf if all from ``low`` up do not. After so many turns, the bracket that is left. Sums keep their order, so that
-    what weighs more is never found to weigh less.
+    -inf if even all scores from ``low`` up weigh less. After ``turns`` turns, the bracket that is left. Sums are always
+    made in the same order, so that more scores are never found to weigh less.
     """
     lower, upper = low, tl.minimum(high, best)
     turn = tl.full([], 0, tl.int32)
@@ -181,7 +181,7 @@ def _search(
 
 @triton.jit
 def _list_groups(group_best, listed, low, GROUPS: tl.constexpr):
-    """Those whose best score reaches ``low``, and how many there are."""
+    """List the groups whose best score reaches ``low``. Returns their number."""
     group = tl.arange(0, triton.next_power_of_2(GROUPS))
     reaches = tl.load(group_best + group, mask=group < GROUPS, other=float("nan")).to(tl.float32) >= low
     tl.debug_barrier()  # other threads may still read an earlier list
@@ -199,12 +199,12 @@ def _edge(
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """The lowest score that top-k and top-p leave of a row; ``bests`` and ``masses`` are those of its blocks."""
+    """The lowest score that top-k and top-p keep of a row; ``bests`` and ``masses`` are its blocks'."""
     GROUPS: tl.constexpr = triton.cdiv(VOCABULARY, GROUP)
     low = tl.full([], -_INFINITY, tl.float32)
     end = tl.full([], _INFINITY, tl.float32)
     lines = tl.full([], triton.cdiv(GROUPS, GROUP), tl.int32)
-    # What the best scores of groups reach by themselves, all scores reach: the bound to begin at.
+    # All scores together reach at least what the groups' best scores reach alone: a bound to begin with.
     if TOP_K:
         target = top_k.to(tl.float64)
         low, _ = _search(
@@ -230,7 +230,7 @@ def _edge(
             )  # fmt: skip
             low = tl.maximum(low, reached)
             count = _list_groups(group_best, listed, low, GROUPS)
-            # That may have been a loose bound. Soon there is a better one.
+            # That bound may be loose: a few turns give a better one.
             reached, end = _search(
                 logits, listed, count, VOCABULARY, low, end, best, target, factor, _FEW, True, True, GROUP, LINES
             )  # fmt: skip
@@ -243,7 +243,7 @@ def _edge(
     return low
 
 
-# A top_k of 1 is a number like any other.
+# Not specialised, so that a top_k of 1 is a number like any other.
 @triton.jit(do_not_specialize=["cuts", "top_k"], do_not_specialize_on_alignment=_ANYWHERE)
 def _cut(
     logits, row_stride, which, factor, cuts, top_k, top_p, log_tail, shift, shift_rest,
@@ -340,7 +340,7 @@ def cutoffs(
         return out
     if cuts == {0}:
         return out.fill_(-float("inf"))
-    kinds = {each & (recipes.BY_RANK | recipes.BY_MASS) for each in cuts}
+    kinds = {each & (BY_RANK | BY_MASS) for each in cuts}
     blocks, groups = triton.cdiv(vocabulary, SURVEY_BLOCK), triton.cdiv(vocabulary, CUT_GROUP)
     kept = 0 if kinds == {0} else rows
     group_best = torch.empty(kept, groups, dtype=logits.dtype, device=logits.device)
@@ -349,11 +349,11 @@ def cutoffs(
     shape = {"BY_ROW": by_row is not None, "VOCABULARY": vocabulary, "BLOCK": SURVEY_BLOCK, "GROUP": CUT_GROUP}
     _survey[(rows * blocks,)](
         logits, logits.stride(0), which, numbers.factor, numbers.cuts, group_best, block_best, block_mass, **shape,
-        KEEP_GROUPS=kept > 0, KEEP_MASS=recipes.BY_MASS in kinds, num_warps=4,
+        KEEP_GROUPS=kept > 0, KEEP_MASS=BY_MASS in kinds, num_warps=4,
     )  # fmt: skip
     _cut[(rows,)](
         logits, logits.stride(0), which, *numbers, group_best, listed, block_best, block_mass, out, **shape,
-        TOP_K=recipes.BY_RANK in kinds, TOP_P=recipes.BY_MASS in kinds, BOTH=recipes.BY_RANK | recipes.BY_MASS in kinds,
-        MIN_P=any(each & recipes.BY_RATIO for each in cuts), LINES=CUT_LINES, num_warps=CUT_WARPS,
+        TOP_K=BY_RANK in kinds, TOP_P=BY_MASS in kinds, BOTH=BY_RANK | BY_MASS in kinds,
+        MIN_P=any(each & BY_RATIO for each in cuts), LINES=CUT_LINES, num_warps=CUT_WARPS,
     )  # fmt: skip
     return out
