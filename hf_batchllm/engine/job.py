@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.base_model import base_model
+from ..inputs.lengths import length_problem
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
 from ..inputs.options import Options, inferred_mask
@@ -125,7 +126,7 @@ class JobChecks:
             width = len(prompt.ids) if padded is None else padded.width
             limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
             limit = rules[index].limit(width, limit)
-            why = self._length_problem(len(prompt.ids), limit, options, architecture)
+            why = length_problem(len(prompt.ids), limit, options, architecture, self._default_limit())
             if why is not None:
                 problems[index] = why
                 continue
@@ -177,26 +178,3 @@ class JobChecks:
 
     def _default_limit(self) -> int | None:
         return getattr(base_model(self._model).config, "max_position_embeddings", None)
-
-    def _length_problem(self, tokens: int, new_tokens: int, options: Options, architecture: Architecture) -> str | None:
-        if new_tokens <= 0 and options.has_default_length:
-            return f"has {tokens:,} tokens, and {architecture.name} has {self._default_limit():,} positions"
-        if new_tokens <= 0:
-            return (
-                f"has {tokens:,} tokens already and `max_length` is {options.config.max_length:,}: "
-                "increase `max_length` or, better, set `max_new_tokens`"
-            )
-        positions = tokens + new_tokens - 1  # the last token never runs through the model
-        limit = architecture.max_positions
-        if limit is not None and positions > limit:
-            return (
-                f"has {tokens:,} tokens and may grow by {new_tokens:,}, but {architecture.name} has learned "
-                f"{limit:,} positions: shorten it, or lower `max_new_tokens`"
-            )
-        limit = architecture.rope_limit
-        if limit is not None and positions > limit:
-            return (
-                f"has {tokens:,} tokens and may grow by {new_tokens:,}: beyond {limit:,} {architecture.name} "
-                "scales its rotary embedding by the length, which is not supported yet"
-            )
-        return None

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import OptionValueError, PromptError
 from ...inputs.chats import is_chat
+from ...inputs.lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
 from ...model.architecture import Architecture
 from ...notices import Notices
@@ -88,7 +89,9 @@ def check_scores(
     found = _whole_texts(asked, read, inputs) if given is None else _continued(given, asked, read, inputs)
     items: dict[Place, ScoreItem] = {}
     for place, item in found:
-        why = _length_problem(len(item.ids) - 1, architecture)  # the last token is never run
+        tokens = len(item.ids) - 1  # the last token never runs through the model
+        described = f"has {tokens:,} tokens to run, continuation included"
+        why = position_problem(described, tokens, architecture, "shorten it")
         if why is None:
             items[place] = item
         else:
@@ -271,22 +274,6 @@ def _first_difference(context: np.ndarray, whole: np.ndarray) -> int:
     most = min(len(context), len(whole) - 1)
     differ = np.flatnonzero(context[:most] != whole[:most])
     return int(differ[0]) if len(differ) else most
-
-
-def _length_problem(tokens: int, architecture: Architecture) -> str | None:
-    limit = architecture.max_positions
-    if limit is not None and tokens > limit:
-        return (
-            f"has {tokens:,} tokens to run, continuation included, and {architecture.name} has learned {limit:,} "
-            "positions: shorten it"
-        )
-    limit = architecture.rope_limit
-    if limit is not None and tokens > limit:
-        return (
-            f"has {tokens:,} tokens to run, continuation included: beyond {limit:,} {architecture.name} scales its "
-            "rotary embedding by the length, which is not supported yet"
-        )
-    return None
 
 
 def _without_special_tokens(tokenizer: Any) -> Callable[[list[str]], Any]:
