@@ -132,7 +132,7 @@ class Norms:
         """The norm of a first layer's input, and a residual to add to."""
         if norm is None:  # then sums are new tensors
             return x, x
-        stream = x.clone()  # sums are made in it, and the input may be somebody's
+        stream = x.clone()  # sums are made in it, and the input may belong to another module
         if not _alike(x, norm.weight):
             return type(norm).forward(norm, x), stream
         form, eps = self.family.form, self.family.eps(norm)

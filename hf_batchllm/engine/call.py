@@ -242,7 +242,7 @@ class Call:
 
     def _settle(self) -> None:
         assert self._adapters is not None
-        if self._adapters.were_switched:  # between results: nobody knows what was computed with which
+        if self._adapters.were_switched:  # between results: what was computed with which adapter is unknown
             self._kv.clear()
         else:
             self._kv.settle()

@@ -61,7 +61,7 @@ class CallOutputs(ABC):
     @property
     @abstractmethod
     def watcher(self) -> PromptWatcher | None:
-        """Looks at the logits of prompts; None where nobody does."""
+        """Looks at the logits of prompts; None where none are asked for."""
 
     @property
     def record_prompts(self) -> Callable[[Sequence[Chunk], torch.Tensor], None] | None:

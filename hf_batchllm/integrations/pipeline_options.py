@@ -46,7 +46,7 @@ def options_for_generate(pipe: TextGenerationPipeline, forward: Parameters) -> P
 
 
 def _without_defaults(options: Parameters, pipe: TextGenerationPipeline, forward: Parameters) -> Parameters:
-    """Without the options that nobody set: some versions of transformers pass a config in which every option is set.
+    """Without options that were not set by the user: some versions of transformers pass a config in which every option is set.
 
     The results are the same. Without this, options that have no effect would be warned of.
     """

@@ -114,7 +114,7 @@ class PagedCache:
         self._holders.pop(unit, None)
 
     def cut(self, unit: Unit, upto: int) -> None:
-        """Take back a unit's pages beyond position ``upto``, which nobody reads."""
+        """Take back a unit's pages beyond position ``upto``, which no unit reads."""
         room = self.pages_for(upto - unit.start)
         if room == 0:
             self.release(unit)
@@ -163,7 +163,7 @@ class PagedCache:
                     break
                 if keep and self._keep(ending):
                     break
-            self.lost_tokens -= max(0, ending.lost_end - ending.computed)  # nobody needs them again
+            self.lost_tokens -= max(0, ending.lost_end - ending.computed)  # they are not needed again
             self.release(ending)
             base, ending.base = ending.base, None
             if base is not None:

@@ -51,7 +51,7 @@ class QueueScheduler(BaseScheduler):
         if request in self.running:
             self._leave(request)
         else:
-            self._some_gave_up = True  # many do so at once: they are taken out of the queue together
+            self._some_gave_up = True  # many requests do so at once: `_empty_step` takes them out together
         self.cache.retire(request)
 
     def _empty_step(self) -> Step:
@@ -61,22 +61,22 @@ class QueueScheduler(BaseScheduler):
         return Step()
 
     def repeat(self, step: Step, most: int) -> int:
-        """How many times the rows of ``step``, which has no chunks, are to run; the pages for it are reserved."""
+        """The pages of all runs are reserved here."""
         rows = step.rows
         if len(rows) < sum(not request.exhausted for request in self.running):
             return 1  # others wait for their turn
         left = [request.max_new_tokens - request.made for request in rows]
         times = min(most, max(left))
         if any(request.can_stop for request in rows):
-            # Two bursts are on their way when somebody stops, so what runs in vain is about what was made, at most.
+            # Two bursts are launched when an answer stops: no more runs in vain than about what was made by then.
             times = min(times, max(_FIRST_TIMES, max(request.made for request in rows) // 2))
-        if self.waiting:  # for memory: whoever ends makes room
+        if self.waiting:  # for memory: an answer that ends makes room
             times = min(times, *left)
             if any(request.can_stop for request in rows):
                 times = min(times, max(1, most // _SHORTER_BURSTS))
 
         def ends(times: int) -> list[int]:
-            # The step itself has been counted as computed; the last token is sampled and not run.
+            # The step itself was counted as computed; the last token is sampled and does not run.
             return [request.length + min(times, own) - 1 for request, own in zip(rows, left, strict=True)]
 
         def too_many(times: int) -> bool:
@@ -91,7 +91,7 @@ class QueueScheduler(BaseScheduler):
         return times
 
     def _enter(self, request: Request) -> None:
-        """Into the running set, with pages for its whole prompt and for whatever of its prefixes is not there."""
+        """Let a request run: reserve pages for its whole prompt, and for the missing part of its prefixes."""
         for prefix, end in request.prefixes():
             self.cache.reserve(prefix, end)
             prefix.running += 1
@@ -99,8 +99,8 @@ class QueueScheduler(BaseScheduler):
         self.running[request] = None
 
     def _make_room_alone(self, request: Request, upto: int, beside: int = 0) -> bool:
-        """Room for a newcomer, and so many pages beside, while nothing runs, whatever has to go for it."""
-        # Held while room is made, or what the request stands on would go first and be computed again.
+        """Make room for a request, and for ``beside`` more pages, while nothing runs. Kept prefixes may have to go."""
+        # Count the request's own prefixes as running: otherwise they could go first, and be computed again.
         chain = [prefix for prefix, _ in request.prefixes()]
         for prefix in chain:
             prefix.running += 1
@@ -110,11 +110,12 @@ class QueueScheduler(BaseScheduler):
         finally:
             for prefix in chain:
                 prefix.running -= 1
-        # A prefix kept from another call may hold more than is read of it: then everything goes, and comes back cut.
+        # A prefix kept from another call may hold more pages than this call reads. Free everything; the call computes
+        # only the part that it reads.
         return self.cache.evict_idle(self.cache.num_pages)
 
     def _could_have(self, pages: int) -> bool:
-        """Whether so many pages may be had without taking any from the call's own requests."""
+        """Whether so many pages are free, or held by prefixes of other calls alone."""
         return pages <= self.cache.free_pages + self.cache.evictable_pages
 
     def _leave(self, request: Request) -> None:
@@ -123,7 +124,7 @@ class QueueScheduler(BaseScheduler):
             prefix.running -= 1
 
     def _fill(self, request: Request, step: Step, budget: int) -> int:
-        """Put what is left of the request's prompt into the step, outermost prefix first. Returns the tokens used."""
+        """Put the rest of the request's prompt into the step, outermost prefix first. Returns the tokens used."""
         used = 0
         parts = [*request.ancestors(), (request, request.length)]
         for unit, end in parts:
@@ -141,7 +142,7 @@ class QueueScheduler(BaseScheduler):
         request.computed += 1
 
     def _checked(self, step: Step) -> Step | None:
-        unseen = any(request.pending for request in self.running)  # then more may be known soon
+        unseen = any(request.pending for request in self.running)  # tokens that are still to come may end requests
         if step.tokens == 0 and (self.running or self.waiting) and not unseen:
             raise RuntimeError(
                 f"the scheduler is stuck: {len(self.running)} requests running, {len(self.waiting)} waiting, "

@@ -34,7 +34,7 @@ class Unit(ABC):
         self.pages: list[int] = []
         # How many units have this one as their base. Set by the cache.
         self.refs = 0
-        # The furthest `start` of these units: nobody reads this one beyond. Set by the cache.
+        # The furthest `start` of these units: this one is read no further. Set by the cache.
         self.read_end = start
 
     @property

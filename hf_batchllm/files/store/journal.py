@@ -272,7 +272,7 @@ class Journal:
             self._settle()
 
     def _restore_name(self) -> None:
-        """Brings the results back under their name if somebody has removed or replaced the file meanwhile."""
+        """Brings the results back under their name if the file was removed or replaced meanwhile."""
         if not self._begun or has_name(self._descriptor, self.path):
             return
         here, number = self.path, 1
