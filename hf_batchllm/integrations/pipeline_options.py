@@ -46,9 +46,9 @@ def options_for_generate(pipe: TextGenerationPipeline, forward: Parameters) -> P
 
 
 def _without_defaults(options: Parameters, pipe: TextGenerationPipeline, forward: Parameters) -> Parameters:
-    """Without options that were not set by the user: some versions of transformers pass a config in which every option is set.
+    """Without options that the user did not set: some versions of transformers pass a config with every option set.
 
-    The results are the same. Without this, options that have no effect would be warned of.
+    The results are the same. Otherwise, options without effect would be warned of.
     """
     config: GenerationConfig | None = options.get("generation_config")
     if config is None or config is not getattr(pipe, "generation_config", None):
