@@ -17,10 +17,10 @@ from .config import BatchConfig
 from .engine.beams.outputs import beam_output, filling
 from .engine.call import Call
 from .engine.extra_outputs import ExtraOutputs
+from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
-from .engine.turns import STILL_RUNNING, Turn, Turns
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .inputs.adapters import AS_IT_IS, adapter_of_each
 from .inputs.base_model import base_model
@@ -33,8 +33,8 @@ from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
 from .notices import Notices
 from .patches.fusion import Fusion
+from .planning.requests_and_prefixes import FinishReason, Request
 from .planning.sharing import make_plan
-from .planning.units import FinishReason, Request
 from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
 from .results.scores import Score, ScoreResult

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention_torch import EVERYTHING, apply_sinks, attend
+from .attention_parts_torch import EVERYTHING, apply_sinks, attend
 from .work_lists import PrefillWork
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from support_parity import watched as watched  # a fixture
 
-from hf_batchllm.kernels import cascade_torch, layer_ops_torch, prefill_torch
+from hf_batchllm.kernels import decode_torch, layer_ops_torch, prefill_torch
 from hf_batchllm.model.triton_attention import AttentionKernels, StepWork, TritonBackend
 
 TWINS = AttentionKernels(
     write=layer_ops_torch.rope_and_write,
-    attend_items=cascade_torch.attend_items,
-    merge_parts=cascade_torch.merge_parts,
+    attend_items=decode_torch.attend_items,
+    merge_parts=decode_torch.merge_parts,
     attend_chunks=prefill_torch.attend_chunks,
     by_page=lambda pages: pages,
     launch_options=lambda *shape: {"tile": 64},

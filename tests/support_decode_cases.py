@@ -25,7 +25,7 @@ from support_attention_cases import (
     tokens_of,
 )
 
-from hf_batchllm.kernels import cascade_torch
+from hf_batchllm.kernels import decode_torch
 from hf_batchllm.kernels import work_lists as wl
 
 GROW = 5  # how much decode rows grow while a case's lists are kept
@@ -279,7 +279,7 @@ def check_decode(
             )
             got = got.to(here)
             want = Outputs.empty(case, work.parts, torch.float64, here)
-            cascade_torch.attend_items(
+            decode_torch.attend_items(
                 tile, exact.q, exact.k, exact.v, *want.inside, lists, lengths.to(here), variant.scale, **options
             )
             rows = torch.from_numpy(~going).to(here)
@@ -288,7 +288,7 @@ def check_decode(
             ours.add(got)
         _assert_parts_are_written(lists, ours)
         joined = ours.out.double()
-        cascade_torch.merge_parts(joined, ours.part_out.double(), ours.part_lse.double(), lists, sinks=exact.sinks)
+        decode_torch.merge_parts(joined, ours.part_out.double(), ours.part_lse.double(), lists, sinks=exact.sinks)
         merged = ours.to(device)
         kernels.merge_parts(*merged.inside, work, sinks=given.sinks)
         ours = merged.to(here)

@@ -14,7 +14,7 @@ from support_parity import NEAR_TIE
 from transformers import SynthIDTextWatermarkingConfig
 
 from hf_batchllm import BatchResult
-from hf_batchllm.planning.units import Request
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import token_picking
 from hf_batchllm.sampling.host_sampler import HostSampler
 

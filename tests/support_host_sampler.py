@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from hf_batchllm.inputs.resolve_options import resolve_options
-from hf_batchllm.planning.units import Request
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 LARGE = 262_144

@@ -15,8 +15,8 @@ from support_families import build
 from support_parity import watched as watched  # a fixture
 
 from hf_batchllm import BatchGenerator, BatchResult
-from hf_batchllm.engine import rehearsal
-from hf_batchllm.engine.rehearsal import LargestStep
+from hf_batchllm.engine import memory_rehearsal
+from hf_batchllm.engine.memory_rehearsal import LargestStep
 from hf_batchllm.model.device_memory import MemoryUse
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
@@ -87,9 +87,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device(1 << 20)
     monkeypatch.setattr("hf_batchllm.engine.kv_memory.device_memory", lambda device: made)
     monkeypatch.setattr("hf_batchllm.model.kv_storage._new", made.empty)
-    monkeypatch.setattr("hf_batchllm.engine.rehearsal._UNSEEN", 0)
-    monkeypatch.setattr("hf_batchllm.engine.rehearsal._PARTS", 0)
-    monkeypatch.setattr("hf_batchllm.engine.rehearsal._ROUNDING", 0)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._UNSEEN", 0)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PARTS", 0)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._ROUNDING", 0)
     monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", over_twins(TWINS))
     yield made
     gc.collect()
@@ -118,13 +118,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each step that was run beforehand."""
     seen: list[int] = []
-    run = rehearsal._rehearsed
+    run = memory_rehearsal._rehearsed
 
     def noted(runner: Any, storage: Any, step: LargestStep, memory: Any) -> int | None:
         seen.append(step.tokens)
         return run(runner, storage, step, memory)
 
-    monkeypatch.setattr("hf_batchllm.engine.rehearsal._rehearsed", noted)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._rehearsed", noted)
     return seen
 
 

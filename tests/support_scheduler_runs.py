@@ -16,10 +16,10 @@ from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.lineup import Lineup, line_up
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import Prefix, Request, Unit
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.sharing import plan_sharing
 from hf_batchllm.planning.step import Step
-from hf_batchllm.planning.units import Prefix, Request, Unit
 
 
 @dataclass

@@ -31,9 +31,9 @@ from hf_batchllm.bench.printed_tables import batch_sizes_tried
 from hf_batchllm.bench.recording_scheduler import RecordingScheduler, StepSize
 from hf_batchllm.bench.shapes import SHAPES
 from hf_batchllm.bench.workload import Mix, Workload
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.planning.step import Step
-from hf_batchllm.planning.units import Request
 
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --runs 1 --batch-sizes 2,4".split()
 

@@ -29,8 +29,8 @@ from hf_batchllm.bench.recording_scheduler import RecordingScheduler
 from hf_batchllm.bench.workload import Workload
 from hf_batchllm.model.torch_attention import CascadePlan
 from hf_batchllm.model.triton_attention import TritonBackend
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Step
-from hf_batchllm.planning.units import Request
 
 WORK = Workload(requests=14, shared=30, own=6, new=5, degree=4)
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --ablation".split()

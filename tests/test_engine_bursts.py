@@ -26,9 +26,9 @@ from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.step import Step
-from hf_batchllm.planning.units import Request
 
 pytestmark = plain
 

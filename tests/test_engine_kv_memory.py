@@ -25,15 +25,15 @@ from support_untouched import fingerprint
 from torch import nn
 
 from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted
-from hf_batchllm.engine import rehearsal
+from hf_batchllm.engine import memory_rehearsal
 from hf_batchllm.engine.kv_memory import KVMemory
-from hf_batchllm.engine.rehearsal import LargestStep, Rehearsals, _made_up, _rounded, largest_step, picking_bytes
+from hf_batchllm.engine.memory_rehearsal import LargestStep, Rehearsals, _made_up, _rounded, largest_step, picking_bytes
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.triton_attention import AttentionKernels, TritonBackend
 
 pytestmark = plain
-PARTS = rehearsal._PARTS
+PARTS = memory_rehearsal._PARTS
 
 
 # -- how large it becomes --------------------------------------------------------------------------------------
@@ -58,12 +58,12 @@ def test_the_cache_takes_what_steps_leave(
 
 def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial results of attention in each graph's rows, the graph's own memory, scores on their way to a token."""
-    monkeypatch.setattr("hf_batchllm.engine.rehearsal._PARTS", PARTS)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PARTS", PARTS)
     generator = BatchGenerator(build(FAMILY))
     backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
     runner = ModelRunner(generator.model, generator.architecture, backend)
     monkeypatch.setattr(
-        "hf_batchllm.engine.rehearsal._rehearsed", lambda runner, storage, step, memory: 1000 * step.tokens
+        "hf_batchllm.engine.memory_rehearsal._rehearsed", lambda runner, storage, step, memory: 1000 * step.tokens
     )
 
     def beside(samples: int, graphs: bool = False, picking: int = 0) -> int:
@@ -91,7 +91,7 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
     prompts = mixed_prompts(20)
     tight(device, prompts, 0.9)
     monkeypatch.setattr(
-        "hf_batchllm.engine.rehearsal._rehearsed", lambda runner, storage, step, memory: each * step.samples
+        "hf_batchllm.engine.memory_rehearsal._rehearsed", lambda runner, storage, step, memory: each * step.samples
     )
     generator = BatchGenerator(build(FAMILY), page_size=PAGE)
     asked: list[tuple[int, int]] = []
@@ -330,7 +330,7 @@ def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
     prompts, model = mixed_prompts(3), build(FAMILY)
     tight(device, prompts, 0.8)
     before = fingerprint(model)
-    files = ("kv_memory.py", "rehearsal.py", "kv_storage.py", "device_memory.py")
+    files = ("kv_memory.py", "memory_rehearsal.py", "kv_storage.py", "device_memory.py")
 
     def once(at: int) -> tuple[Stop, Any]:
         stop = Stop(at, files)

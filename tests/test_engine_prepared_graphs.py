@@ -22,7 +22,7 @@ from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 from hf_batchllm.engine.device_loop.still_running import StillRunning
 from hf_batchllm.model.kv_storage import KVStorage
-from hf_batchllm.planning.units import FinishReason, Request
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 
 pytestmark = plain
 CONFIG: dict[str, Any] = {"steps_per_sync": 4, "page_size": 16, "share_prefixes": False}

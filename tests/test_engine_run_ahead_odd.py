@@ -19,8 +19,8 @@ from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.progress import Progress
 from hf_batchllm.model.owners_state import not_in_graphs, owners_state
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import GroupScheduler
-from hf_batchllm.planning.units import Request
 
 pytestmark = plain
 STOPS = list(range(0, 97, 2))

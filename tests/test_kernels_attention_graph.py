@@ -17,8 +17,8 @@ from support_attention_cases import NAN, Tensors, Variant, assert_near
 from support_decode_cases import DecodeCase, decode_case
 from support_kernels import DEVICE, kernel, plain
 
-from hf_batchllm.kernels import cascade_torch
-from hf_batchllm.kernels import cascade_triton as ct
+from hf_batchllm.kernels import decode_torch
+from hf_batchllm.kernels import decode_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 
 
@@ -129,7 +129,7 @@ PLAIN = [
 @plain
 @pytest.mark.parametrize("variant", PLAIN, ids=str)
 def test_twins(variant: Variant) -> None:
-    step = Step(cascade_torch, variant, rows=20, pages=400, device="cpu")
+    step = Step(decode_torch, variant, rows=20, pages=400, device="cpu")
     for case in mixes(variant, rows=17, most=60):
         step.check(case, step)
 

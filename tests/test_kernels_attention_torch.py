@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_batchllm.kernels import attention_torch
-from hf_batchllm.kernels.attention_torch import apply_sinks, attend, attend_each, merge_part, write_kv
+from hf_batchllm.kernels import attention_parts_torch
+from hf_batchllm.kernels.attention_parts_torch import apply_sinks, attend, attend_each, merge_part, write_kv
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 HEADS = [(1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (5, 5), (12, 3)]  # query heads, KV heads
@@ -109,7 +109,7 @@ class Case:
 @pytest.mark.parametrize("dense_scores", [1 << 25, 64])
 @pytest.mark.parametrize("block", range(10))
 def test_attend(block: int, dense_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_torch, "_DENSE_SCORES", dense_scores)
+    monkeypatch.setattr(attention_parts_torch, "_DENSE_SCORES", dense_scores)
     for seed in range(15 * block, 15 * block + 15):
         case = Case(seed)
         out, lse = attend(case.q, case.k, case.v, case.scale, causal=case.causal, mask=case.mask, softcap=case.softcap)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_batchllm.kernels.attention_torch import write_kv
+from hf_batchllm.kernels.attention_parts_torch import write_kv
 from hf_batchllm.model import torch_attention
 from hf_batchllm.model.batch import BatchBuilder, ModelBatch
 from hf_batchllm.model.torch_attention import CascadePlan, Scratch
+from hf_batchllm.planning.requests_and_prefixes import Prefix, Request, Unit
 from hf_batchllm.planning.step import Chunk, Step
-from hf_batchllm.planning.units import Prefix, Request, Unit
 
 PAGE_SIZES = [1, 2, 3, 4, 7, 16, 64]
 

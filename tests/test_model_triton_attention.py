@@ -22,8 +22,8 @@ from support_parity import watched as watched  # a fixture
 from hf_batchllm import BatchGenerator, ConfigError
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.triton_attention import SHORT_CHUNK, AttentionKernels
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
-from hf_batchllm.planning.units import Request
 
 NEW_TOKENS = 8
 # All that a kernel sees of a family: heads, dims, windows, caps, sinks. test_generator_parity.py runs every family, and

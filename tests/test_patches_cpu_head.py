@@ -12,8 +12,8 @@ from support_parity import assert_parity
 from torch import nn
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.patches import cpu_head
-from hf_batchllm.patches.cpu_head import HeadSwap
+from hf_batchllm.patches import cpu_lm_head
+from hf_batchllm.patches.cpu_lm_head import HeadSwap
 
 VOCABULARY = 20_011  # no multiple of a block
 
@@ -119,8 +119,8 @@ def test_an_exception_leaves_nothing_behind() -> None:
 
 
 def test_the_engine_uses_it_and_the_tokens_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_head, "_SMALLEST_VOCABULARY", 1)
-    monkeypatch.setattr(cpu_head, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(cpu_lm_head, "_SMALLEST_VOCABULARY", 1)
+    monkeypatch.setattr(cpu_lm_head, "_FEWEST_ROWS", 1)
     used = []
     forward = HeadSwap._forward
     monkeypatch.setattr(HeadSwap, "_forward", lambda self, hidden: used.append(1) or forward(self, hidden))

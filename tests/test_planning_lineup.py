@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.lineup import Lineup, line_up, pages_at_once
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import Prefix, Request
 from hf_batchllm.planning.sharing import plan_sharing
-from hf_batchllm.planning.units import Prefix, Request
 from hf_batchllm.results.sharing_plan import SharingPlan
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=10)

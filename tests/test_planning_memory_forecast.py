@@ -12,8 +12,8 @@ from support_scheduler_runs import PAGE_SIZES, Drive, Job, bare_minimum, jobs_st
 
 from hf_batchllm.planning.memory_forecast import Lifetimes
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 from hf_batchllm.planning.scheduler import GroupScheduler
-from hf_batchllm.planning.units import FinishReason, Request
 
 
 class KnowsLengths(GroupScheduler):

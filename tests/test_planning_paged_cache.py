@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_batchllm.planning.paged_cache import OutOfPages, PagedCache
-from hf_batchllm.planning.units import Prefix, Request
+from hf_batchllm.planning.requests_and_prefixes import Prefix, Request
 
 
 def ids(*tokens: int) -> np.ndarray:

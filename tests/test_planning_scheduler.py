@@ -16,9 +16,9 @@ from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.expected_length import ExpectedLength
 from hf_batchllm.planning.memory_forecast import Forecast
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler, make_scheduler
 from hf_batchllm.planning.step import Chunk, Step
-from hf_batchllm.planning.units import Request
 
 
 class GatheringScheduler(GroupScheduler):

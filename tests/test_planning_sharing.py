@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_batchllm.errors import PromptError
 from hf_batchllm.inputs.prompts import Prompt
-from hf_batchllm.planning.radix import build_tree, nearest_kept
 from hf_batchllm.planning.sharing import plan_prompts, plan_sharing
+from hf_batchllm.planning.worthwhile_prefixes import build_tree, nearest_kept
 from hf_batchllm.results.sharing_plan import Segment
 
 # Few tokens and short prompts, so that prefixes, duplicates and ties abound; negative and wide ids as bytes sort oddly.

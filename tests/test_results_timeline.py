@@ -28,8 +28,8 @@ from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
 from hf_batchllm.engine.timekeeper import Timekeeper
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.planning.requests_and_prefixes import Prefix
 from hf_batchllm.planning.scheduler import GroupScheduler
-from hf_batchllm.planning.units import Prefix
 from hf_batchllm.results.timeline import Timeline
 from hf_batchllm.sampling import logprobs
 

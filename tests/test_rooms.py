@@ -147,7 +147,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     ("module", "line"),
     [
         ("kernels/sampling_recipes.py", "from ..config import BatchConfig"),
-        ("hf_batchllm/planning/radix.py", "if TYPE_CHECKING:\n    from ..engine.call import Call"),
+        ("hf_batchllm/planning/worthwhile_prefixes.py", "if TYPE_CHECKING:\n    from ..engine.call import Call"),
         ("hf_batchllm/wording.py", "def late():\n    from .results import run_report"),
         ("hf_batchllm/engine/loop.py", "from .. import run_file"),
         ("hf_batchllm/inputs/seeds.py", "import hf_batchllm.generator"),

@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
 from hf_batchllm.inputs.call_arguments import CallArguments
 from hf_batchllm.inputs.options import Options
 from hf_batchllm.inputs.resolve_options import resolve_options
-from hf_batchllm.planning.units import Request
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import device_sampler
 from hf_batchllm.sampling.device_sampler import (
     DeviceSampler,

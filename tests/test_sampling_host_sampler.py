@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
 from hf_batchllm.inputs.resolve_options import resolve_options
-from hf_batchllm.planning.units import Request
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import host_sampler, processor_chains
 from hf_batchllm.sampling.host_sampler import draw_tokens
 

@@ -21,9 +21,9 @@ from hf_batchllm import BatchGenerator, accelerated
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 from hf_batchllm.planning.scheduler import FifoScheduler, GroupScheduler
 from hf_batchllm.planning.step import Step
-from hf_batchllm.planning.units import FinishReason, Request
 
 pytestmark = [plain, pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")]
 FAMILY = "llama"

@@ -21,8 +21,8 @@ from support_parity import watched as watched  # a fixture
 from transformers import set_seed
 
 from hf_batchllm import BatchGenerator, BatchResult, PromptError
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
-from hf_batchllm.planning.units import Request
 from hf_batchllm.sampling import host_sampler
 from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens, philox, uniforms
 

@@ -25,7 +25,7 @@ from transformers.generation import EosTokenCriteria
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.errors import OptionValueError, TokenizerError
-from hf_batchllm.planning.units import Request
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import stop_rules
 from hf_batchllm.sampling.stop_strings import StopStringSearch
 

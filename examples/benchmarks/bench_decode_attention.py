@@ -33,7 +33,7 @@ from bench_support.gpu_timing import graph_ms, need_gpu, warm_branches
 from bench_support.options import add_attention_options, add_json_option
 
 from hf_batchllm.bench.machine_rates import measure_rates
-from hf_batchllm.kernels import cascade_triton as ct
+from hf_batchllm.kernels import decode_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
 

@@ -39,8 +39,8 @@ from hf_batchllm.patches.attention_interface import ATTENTION_NAME, attention_co
 from hf_batchllm.patches.attention_swap import AttentionSwap
 from hf_batchllm.patches.fused_forwards import FusedKernels
 from hf_batchllm.patches.fusion import FusedLayers, Fusion
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
-from hf_batchllm.planning.units import Request
 
 PAGE = 64
 DEVICE = torch.device("cuda")

@@ -47,8 +47,8 @@ from hf_batchllm.notices import Notices
 from hf_batchllm.patches.attention_interface import AttentionCall
 from hf_batchllm.patches.fused_forwards import FusedKernels
 from hf_batchllm.patches.fusion import Fusion
+from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
-from hf_batchllm.planning.units import Request
 
 DEVICE = torch.device("cuda")
 PAGE = 64

@@ -33,7 +33,7 @@ from support_decode_cases import check_decode, decode_case
 from support_prefill_cases import check_prefill, prefill_case
 
 from hf_batchllm.kernels import (
-    cascade_triton,
+    decode_triton,
     layer_ops_torch,
     layer_ops_triton,
     prefill_triton,
@@ -60,7 +60,7 @@ def attention(case: int) -> Errors:
     allowed = TOLERANCE[variant.dtype]
     plain = {"twins_on": "cpu", "guard": 0}
     decode = decode_case(case, variant, rows=16, most=3 * variant.page, prefixes=(1.0, 0.6), suffixes=case % 2 * 5)
-    yield from ((name, error, allowed) for name, error in check_decode(cascade_triton, decode, DEVICE, **plain).items())
+    yield from ((name, error, allowed) for name, error in check_decode(decode_triton, decode, DEVICE, **plain).items())
     prefill = prefill_case(case, variant, chunks=3, most=2 * variant.page)
     tile = prefill_triton.launch_options(variant.group, variant.qk_dim, variant.v_dim, variant.dtype.itemsize)["tile"]
     found = check_prefill(prefill_triton, prefill, tile, DEVICE, **plain)

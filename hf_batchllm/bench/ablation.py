@@ -22,9 +22,9 @@ from ..model.torch_attention import CascadePlan
 from ..model.triton_attention import StepWork, TritonBackend
 from ..planning.memory_forecast import Forecast
 from ..planning.paged_cache import PagedCache
+from ..planning.requests_and_prefixes import Prefix, Request
 from ..planning.scheduler import GroupScheduler
 from ..planning.step import Chunk, Step
-from ..planning.units import Prefix, Request
 from ..results.run_report import RunReport
 from .contenders import Ours
 from .measuring import BRIEF_WARM_UP, WARM_UP, Floors, Measurement

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ..planning.base_scheduler import BaseScheduler
 from ..planning.paged_cache import PagedCache
+from ..planning.requests_and_prefixes import Request
 from ..planning.step import Step
-from ..planning.units import Request
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from ..inputs.prompts import Prompt
 from ..model.model_in_use import ModelInUse
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 
 
 class AdapterTurns:

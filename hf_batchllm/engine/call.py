@@ -17,8 +17,8 @@ from ..notices import Notices
 from ..patches.fusion import Fusion
 from ..planning.call_plan import CallPlan
 from ..planning.lineup import Lineup
+from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.step import Step
-from ..planning.units import Branch, Request
 from ..results.run_report import RunReport
 from .adapter_turns import AdapterTurns
 from .beams.loop import BeamEngine

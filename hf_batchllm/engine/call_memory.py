@@ -13,7 +13,7 @@ from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
 from .job import Job
 from .kv_memory import KVMemory
-from .rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
+from .memory_rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
 from .step_size import tokens_in_a_step
 from .wiring import picking_of, why_by_host
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..inputs.prompts import Prompt
+from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
-from ..planning.units import Request
 
 if TYPE_CHECKING:
     from ..model.runner import ModelRunner

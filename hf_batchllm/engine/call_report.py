@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..inputs.seeds import Seeds
 from ..planning.lineup import Lineup
 from ..planning.paged_cache import PagedCache
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
 from .beams.loop import BeamEngine

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..inputs.options import Options
+from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
-from ..planning.units import Request
 from ..results.sharing_plan import SharingPlan
 from ..sampling.logprobs import LOGITS_AT_ONCE, LogProbs, NewTokenLogProbs, PickTokens, PromptLogProbs
 from ..sampling.step_tensors import StepTensors

@@ -15,11 +15,11 @@ from transformers import GenerationConfig
 from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.base_model import base_model
-from ..inputs.lengths import length_problem
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
 from ..inputs.options import Options, inferred_mask
 from ..inputs.padded_batch import PaddedBatch
+from ..inputs.prompt_lengths import length_problem
 from ..inputs.prompts import Prompt, check_prompts
 from ..inputs.resolve_options import resolve_each
 from ..inputs.seeds import Seeds, checked_seeds

@@ -18,7 +18,7 @@ from ..patches.adapter_swap import adapted_layers
 from ..patches.attention_interface import autocast_dtype
 from ..planning.paged_cache import PagedCache
 from ..wording import shown_size
-from .rehearsal import Rehearsals
+from .memory_rehearsal import Rehearsals
 
 _SMALLER = 0.9  # of a size that could not be allocated: the next one to try
 _MUCH = 10  # leaving more than a tenth of the memory to steps is worth a closer look

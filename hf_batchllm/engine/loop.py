@@ -14,8 +14,8 @@ import torch
 from ..model.batch import BatchBuilder, ModelBatch
 from ..model.runner import ModelRunner, current_device
 from ..planning.base_scheduler import BaseScheduler
+from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
-from ..planning.units import FinishReason, Request
 from ..sampling.stopping import Endings
 from .timekeeper import Stretch, Timekeeper
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ..planning.requests_and_prefixes import Request
 from ..planning.step import Step
-from ..planning.units import Request
 from ..results.notebook import in_notebook
 
 _LONG = 32  # sequences: from here on a bar is shown unasked

@@ -11,7 +11,7 @@ from ..errors import OptionValueError
 from ..inputs.options import Options
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompts import Prompt
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 
 
 class Feed:

@@ -13,15 +13,15 @@ from ..model.runner import ModelRunner
 from ..notices import Notices
 from ..planning.base_scheduler import BaseScheduler
 from ..planning.paged_cache import PagedCache
+from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
-from ..planning.units import Branch, Request
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
 from .beams.candidates import BeamScores
+from .beams.ended_candidates import BeamEndings
 from .beams.group import Answer, BeamGroup
 from .beams.loop import BeamEngine
 from .beams.scheduler import BeamScheduler
-from .beams.stopping import BeamEndings
 from .call_outputs import CallOutputs
 from .device_loop.decode_graphs import graphs_for
 from .device_loop.run_ahead import RunAhead

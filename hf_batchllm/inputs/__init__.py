@@ -1,1 +1,1 @@
-"""What people pass in, checked: models, prompts, chats, tensors, tokenizers, adapters, seeds, options."""
+"""What people pass in, checked: prompts, chats, tensors, tokenizers, adapters, seeds, options, lengths."""

@@ -22,7 +22,7 @@ from ..engine.extra_outputs import ExtraOutputs
 from ..errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 from ..results.generations import BatchResult, Generation
 from ..sampling import processor_chains, stop_rules
 from .pipeline_inputs import BadInput, as_input, why_not_encoded

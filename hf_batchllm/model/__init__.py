@@ -1,1 +1,1 @@
-"""One step of the user's model: the packed batch, the attention backends, the storage of K and V, the runner."""
+"""The user's model: whether it can be served, the backend for its device, the batch, the storage of K and V, one step."""

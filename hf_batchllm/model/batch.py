@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
+from ..planning.requests_and_prefixes import Request, Unit, units_below
 from ..planning.step import Chunk, Step
-from ..planning.units import Request, Unit, units_below
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..patches.attention_interface import (
     use_context,
 )
 from ..patches.attention_swap import AttentionSwap
-from ..patches.cpu_head import HeadSwap
+from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
 from ..planning.step import Chunk
 from .architecture import Architecture

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels.attention_torch import apply_sinks, attend, attend_each, merge_part, write_kv
+from ..kernels.attention_parts_torch import apply_sinks, attend, attend_each, merge_part, write_kv
 from ..kernels.layer_ops_torch import rope_and_write
 from ..patches.attention_interface import AttentionCall
 from .attention_backend import AttentionBackend

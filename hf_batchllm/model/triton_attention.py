@@ -44,7 +44,7 @@ class AttentionKernels:
 
 
 def triton_kernels(interpreted: bool = False) -> AttentionKernels:
-    from ..kernels import cascade_triton, layer_ops_triton, pages_triton, prefill_triton
+    from ..kernels import decode_triton, layer_ops_triton, pages_triton, prefill_triton
 
     def unsupported(*shape: Any) -> str | None:
         if interpreted and shape[-1] == torch.bfloat16:
@@ -53,8 +53,8 @@ def triton_kernels(interpreted: bool = False) -> AttentionKernels:
 
     return AttentionKernels(
         write=layer_ops_triton.rope_and_write,
-        attend_items=cascade_triton.attend_items,
-        merge_parts=cascade_triton.merge_parts,
+        attend_items=decode_triton.attend_items,
+        merge_parts=decode_triton.merge_parts,
         attend_chunks=prefill_triton.attend_chunks,
         by_page=pages_triton.by_page,
         launch_options=prefill_triton.launch_options,

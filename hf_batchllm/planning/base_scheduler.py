@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .paged_cache import PagedCache
+from .requests_and_prefixes import Request
 from .step import Step
-from .units import Request
 
 
 class BaseScheduler(ABC):

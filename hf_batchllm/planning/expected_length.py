@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .units import Request
+from .requests_and_prefixes import Request
 
 
 class ExpectedLength:

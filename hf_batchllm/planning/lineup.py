@@ -10,7 +10,7 @@ import numpy as np
 from ..inputs.prompts import Prompt
 from ..results.sharing_plan import SharingPlan
 from .paged_cache import PagedCache
-from .units import Branch, Prefix, Request
+from .requests_and_prefixes import Branch, Prefix, Request
 
 _TOKENS_PER_PARTING = 4  # beams of language models part every ten tokens or so; these part often
 

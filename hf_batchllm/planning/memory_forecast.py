@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .paged_cache import PagedCache
-from .units import FinishReason, Prefix, Request, Unit
+from .requests_and_prefixes import FinishReason, Prefix, Request, Unit
 
 _MOST_BUCKETS = 256  # of lengths, about
 _PRIOR_ANSWERS = 4.0  # the guess made before any answer has ended weighs as much as so many answers

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from .units import Branch, Prefix, Request, Unit, units_below
+from .requests_and_prefixes import Branch, Prefix, Request, Unit, units_below
 
 
 class OutOfPages(RuntimeError):

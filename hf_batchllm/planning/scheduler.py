@@ -14,8 +14,8 @@ from typing import Any
 from .base_scheduler import BaseScheduler, as_base_scheduler
 from .memory_forecast import Forecast, Lifetimes
 from .paged_cache import PagedCache
+from .requests_and_prefixes import FinishReason, Request
 from .step import Chunk, Step
-from .units import FinishReason, Request
 
 
 def make_scheduler(choice: Any, gather_rows: int = 0) -> BaseScheduler:

@@ -15,7 +15,7 @@ from ..config import BatchConfig
 from ..errors import ConfigError
 from ..inputs.prompts import Prompt, garbage_collection_paused, prepare_prompts
 from ..results.sharing_plan import Segment, SharingPlan
-from .radix import build_tree, nearest_kept, shared_lengths
+from .worthwhile_prefixes import build_tree, nearest_kept, shared_lengths
 
 MIN_SHARED_TOKENS: int = BatchConfig.min_shared_tokens
 

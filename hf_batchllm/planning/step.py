@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .units import Request, Unit
+from .requests_and_prefixes import Request, Unit
 
 
 @dataclass(frozen=True, slots=True)

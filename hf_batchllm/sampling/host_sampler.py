@@ -20,7 +20,7 @@ from ..inputs.options import Options
 from ..inputs.seeds import Seeds, noise_key
 from ..model.transfers import to_device
 from ..notices import Notices
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains, apply_blind, apply_looking_back
 
 # These cut off unlikely tokens in the order of the scores: the best tokens may be all they need to see.

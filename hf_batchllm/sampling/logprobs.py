@@ -12,8 +12,8 @@ import torch
 
 from ..inputs.prompts import Prompt
 from ..model.transfers import to_device
+from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk
-from ..planning.units import Request, Unit
 
 LogProbs = dict[int, float]  # token id -> log-probability, the likeliest first
 PickTokens = Callable[[torch.Tensor, Sequence[Request]], list[int]]  # as HostSampler

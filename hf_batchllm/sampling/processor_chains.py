@@ -26,7 +26,7 @@ from ..inputs.options import Options, make_processors
 from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_of, shared_list
 from ..model.transfers import to_device
 from ..notices import Notices
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 from .user_processors import UserProcessor
 
 # These read scores alone, never the tokens before: they can be given all rows at once.

@@ -10,7 +10,7 @@ import torch
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds, as_int64, noise_key
 from ..model.transfers import to_device
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 from .device_sampler import DeviceSampler, RowsState, minimum_of, penalised_by
 from .sampling_kernels import SamplingKernels
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..model.transfers import to_device
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 
 
 class StepTensors:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 
 _MOST_SETS_KEPT = 64  # of strings
 _WINDOWS_AT_ONCE = 1024  # in which strings are looked for: bounds the memory

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from ..inputs.processors_and_criteria import CRITERIA, call_factory
 from ..model.runner import current_device
 from ..model.transfers import to_device
-from ..planning.units import FinishReason, Request
+from ..planning.requests_and_prefixes import FinishReason, Request
 from .host_sampler import NO_DISTRIBUTION
 from .stop_rules import StopRules
 from .stop_strings import StopStringSearch

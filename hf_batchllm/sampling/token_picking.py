@@ -11,7 +11,7 @@ from torch import nn
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..notices import Notices
-from ..planning.units import Request
+from ..planning.requests_and_prefixes import Request
 from .device_sampler import penalised_by, why_picked_by_host
 from .host_sampler import HostSampler, RecordScores
 from .sampling_kernels import sampling_kernels

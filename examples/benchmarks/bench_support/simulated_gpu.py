@@ -13,8 +13,8 @@ import numpy as np
 
 from hf_batchllm.bench.floor import Shape
 from hf_batchllm.bench.machine_rates import Rates
+from hf_batchllm.planning.requests_and_prefixes import Request, Unit
 from hf_batchllm.planning.step import Step
-from hf_batchllm.planning.units import Request, Unit
 
 LLAMA_8B = Shape(
     hidden=4096,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from hf_batchllm.planning.expected_length import ExpectedLength
 from hf_batchllm.planning.memory_forecast import Forecast
 from hf_batchllm.planning.paged_cache import PagedCache
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
 from hf_batchllm.planning.scheduler import GroupScheduler
-from hf_batchllm.planning.units import FinishReason, Request
 
 
 class Promises:

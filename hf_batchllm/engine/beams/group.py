@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...planning.paged_cache import PagedCache
-from ...planning.units import Branch, Request, units_below
+from ...planning.requests_and_prefixes import Branch, Request, units_below
 
 
 class Answer(Request):

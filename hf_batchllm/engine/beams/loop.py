@@ -9,13 +9,13 @@ import torch
 
 from ...model.batch import BatchBuilder
 from ...model.runner import ModelRunner, current_device
+from ...planning.requests_and_prefixes import Branch, FinishReason, Request
 from ...planning.step import Step
-from ...planning.units import Branch, FinishReason, Request
 from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
+from .ended_candidates import BeamEndings
 from .group import BeamGroup, FinishedBeam
 from .scheduler import BeamScheduler
-from .stopping import BeamEndings
 
 
 class BeamEngine:

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ...inputs.options import Options
-from ...planning.units import Request
+from ...planning.requests_and_prefixes import Request
 from ...sampling.step_tensors import StepTensors
 from .group import Answer
 from .search_rules import NEVER

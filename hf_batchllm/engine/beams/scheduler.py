@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from ...planning.expected_length import ExpectedLength
 from ...planning.paged_cache import PagedCache
+from ...planning.requests_and_prefixes import Request
 from ...planning.scheduler import QueueScheduler
 from ...planning.step import Step
-from ...planning.units import Request
 from .group import BeamGroup
 
 

@@ -14,7 +14,7 @@ import torch
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner, current_device
 from ...model.transfers import start_copy_to_host
-from ...planning.units import Request
+from ...planning.requests_and_prefixes import Request
 from ...wording import shown_size
 from .decode_graphs import DecodeGraphs
 from .decode_rows import Pick

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...model.kv_storage import KVStorage
-from ...planning.units import Request
+from ...planning.requests_and_prefixes import Request
 
 
 class StillRunning:

@@ -21,7 +21,7 @@ from ...inputs.prompts import Prompt
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner, current_device
 from ...model.transfers import start_copy_to_host
-from ...planning.units import Request
+from ...planning.requests_and_prefixes import Request
 from ...results.run_report import RunReport
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan

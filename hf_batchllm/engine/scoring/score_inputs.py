@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import OptionValueError, PromptError
 from ...inputs.chats import is_chat
-from ...inputs.lengths import position_problem
+from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
 from ...model.architecture import Architecture
 from ...notices import Notices

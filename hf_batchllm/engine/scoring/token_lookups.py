@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 from ...inputs.prompts import Prompt
+from ...planning.requests_and_prefixes import Request, Unit
 from ...planning.step import Chunk
-from ...planning.units import Request, Unit
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
 from .score_inputs import ScoreItem

@@ -1,4 +1,4 @@
-"""One call at a time, and an interrupt that leaves nothing of the call behind.
+"""Ctrl-C leaves nothing of a call behind, and the generator ready for the next one. One call runs at a time.
 
 Ctrl-C may come between any two lines, those that clean up included. So a call is left twice: as a context, and by
 ``Turns.end``, which finds out whether something is still to be done. The interrupt itself holds the frames that it came

@@ -13,8 +13,8 @@ from support_attention_cases import NAN, Variant
 from support_decode_cases import DecodeCase, check_decode, decode_case
 from support_kernels import DEVICE, kernel, plain
 
-from hf_batchllm.kernels import cascade_torch
-from hf_batchllm.kernels import cascade_triton as ct
+from hf_batchllm.kernels import decode_torch
+from hf_batchllm.kernels import decode_triton as ct
 from hf_batchllm.kernels import work_lists as wl
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -38,7 +38,7 @@ def plain_case(case: int) -> DecodeCase:
 @plain
 @pytest.mark.parametrize("case", range(PLAIN_CASES))
 def test_twins(case: int) -> None:
-    check_decode(cascade_torch, plain_case(case), "cpu")
+    check_decode(decode_torch, plain_case(case), "cpu")
 
 
 # -- the kernels under the interpreter ----------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_items_are_cut_to_the_share_of_a_block() -> None:
         assert work.merges == (parts > 1)
 
 
-@pytest.mark.parametrize("module", [cascade_torch, pytest.param(ct, marks=kernel)])
+@pytest.mark.parametrize("module", [decode_torch, pytest.param(ct, marks=kernel)])
 def test_a_line_that_sees_nothing(module: ModuleType) -> None:
     """A row has yet to reach the second of its two parts; another one has no part at all."""
     work = wl.build_work(

@@ -1,4 +1,4 @@
-"""Decode attention over work lists in plain PyTorch: the twins of ``cascade_triton``.
+"""Decode attention over work lists in plain PyTorch: the twins of ``decode_triton``.
 
 Same signatures, same lists, any device, any dtype: half precision is computed in float32, float64 stays float64. So a
 whole engine can run over work lists without a GPU; the tests compare the kernels with these twins.
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .attention_torch import EVERYTHING, apply_sinks, attend_all
+from .attention_parts_torch import EVERYTHING, apply_sinks, attend_all
 from .work_lists import WorkLists
 
 

@@ -1,4 +1,4 @@
-"""What ends a beam: the rules of ``sampling.stopping``, applied to all candidates of a step."""
+"""Which candidates of a beam search end with their token: the rules of ``sampling.stopping``, for all at once."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from ..model.owners_state import not_in_graphs
 from ..model.runner import ModelRunner, current_device
 from ..model.triton_attention import TritonBackend
 from ..patches.attention_interface import autocast_dtype
+from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
-from ..planning.units import Request
 from ..results.sharing_plan import SharingPlan
 from ..sampling.host_sampler import SCORES_AT_ONCE
 from .device_loop.graph_sizes import size_of, sizes_up_to
