@@ -108,7 +108,7 @@ def test_layers_that_the_kernels_cannot_do_are_not_captured(
     graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsupported = AttentionKernels(**(vars(TWINS) | {"unsupported": lambda *shape: "too odd"}))
-    monkeypatch.setitem(globals(), "TWINS", unsupported)
+    monkeypatch.setattr("support_decode_graphs.TWINS", unsupported)
     prompts = mixed_prompts(2)
     with pytest.warns(UserWarning, match="too odd"):
         result = BatchGenerator(build("llama"), steps_per_sync=2).generate(

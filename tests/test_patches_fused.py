@@ -217,7 +217,7 @@ def test_an_exception_in_a_step_leaves_nothing_behind(fusing: list[int]) -> None
 
 
 def test_interrupts_at_any_line(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_generator_interrupts.GIVEN", some_prompts())
+    monkeypatch.setattr("support_interrupts.GIVEN", some_prompts())
     model = new_model()
     files = ("contextlib.py", "runner.py", "fusion.py", "fused_forwards.py", "merged_weights.py", "fusable_parts.py")
     with BatchGenerator(model, page_size=8, max_batch_tokens=40) as generator:
