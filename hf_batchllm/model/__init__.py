@@ -1,1 +1,1 @@
-"""The user's model: whether it can be served, the backend for its device, the batch, the storage of K and V, one step."""
+"""The user's model: whether it can be served, its attention backend, the batch, the storage of K and V, one step."""
