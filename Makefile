@@ -42,7 +42,7 @@ GPU_JOBS = $(if $(filter file,$(origin JOBS)),$(shell expr `getconf _NPROCESSORS
 # It takes the memory of the whole GPU, so it runs after all others, alone.
 GPU_MEMORY := tests/test_engine_kv_memory_gpu.py
 # No pytest-timeout or pytest-xdist may be there, whose settings and marks strict options would refuse.
-GPU_PYTEST = OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -o addopts=-rs -m gpu
+GPU_PYTEST = OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -o addopts=-rs -m gpu
 
 test-gpu:
 	@for name in pytest hypothesis numpy torch transformers triton; do \

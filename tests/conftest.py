@@ -1,6 +1,7 @@
 """What all tests share: no test asks the model hub for anything, and tests marked ``gpu`` need a CUDA device."""
 
 import gc
+import importlib.util
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
@@ -12,6 +13,18 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("default")
+
+# `make` installs these packages. A machine with a GPU may lack them: the header then names the files left out.
+_NEEDED_BY = {
+    "datasets": ["test_integrations_pipeline.py", "test_integrations_pipeline_life.py"],
+    "lm_eval": ["test_lm_eval.py", "test_lm_eval_harness.py"],
+}
+_LEFT_OUT = {name: files for name, files in _NEEDED_BY.items() if importlib.util.find_spec(name) is None}
+collect_ignore = [file for files in _LEFT_OUT.values() for file in files]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"{name} is not installed: {', '.join(files)} left out" for name, files in _LEFT_OUT.items()]
 
 
 @pytest.hookimpl(trylast=True)  # of the cases that -k and -m have left
