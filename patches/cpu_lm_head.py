@@ -47,7 +47,7 @@ class HeadSwap:
     def _plain_head(self) -> nn.Linear | None:
         """The head, if it is large, in float32 on a CPU, and neither wrapped nor parametrized nor adapted."""
         head = self._head
-        if type(head) is not nn.Linear or "forward" in head.__dict__ or head._parameters["bias"] is not None:
+        if type(head) is not nn.Linear or "forward" in head.__dict__ or head.bias is not None:
             return None
         weight = head.weight
         fits = weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -14,6 +14,7 @@ from support_untouched import NEW_TOKENS, prompts
 
 import hf_batchllm
 from hf_batchllm import BatchGenerator, GenerationInterrupted
+from hf_batchllm.engine.interrupts import Turns
 
 GIVEN = prompts(count=7)
 
@@ -24,7 +25,11 @@ class Stop:
     """An interrupt at the ``at``-th line that is run in certain files: any place in the code, hit on purpose."""
 
     HERE = os.path.dirname(os.path.dirname(hf_batchllm.__file__))
-    OWN = (BatchGenerator.generate.__code__, BatchGenerator.stream.__code__)
+    # Nothing has begun in these yet, or all is over: an interrupt there comes out as a plain KeyboardInterrupt.
+    OUTSIDE = tuple(
+        each.__code__
+        for each in (BatchGenerator.generate, BatchGenerator.stream, BatchGenerator.score, Turns.run, Turns.stream)
+    )
 
     def __init__(self, at: int, files: tuple[str, ...]) -> None:
         self.at, self.files, self.count, self.place = at, files, 0, ""
@@ -34,8 +39,7 @@ class Stop:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._is_meant(frame.f_code):
             return self._pass
-        # Where these two themselves are before their `try`, no interrupt can come: nothing is called there.
-        if event in ("call", "line") and frame.f_code not in self.OWN:
+        if event in ("call", "line") and frame.f_code not in self.OUTSIDE:
             self.count += 1
             if self.count == self.at:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -77,6 +81,10 @@ CRITICAL = (
     "contextlib.py",
     "hf_batchllm/generator.py",
     "engine/call.py",
+    "engine/call_memory.py",
+    "engine/interrupts.py",
+    "engine/wiring.py",
+    "model/model_in_use.py",
     "model/runner.py",
     "patches/attention_swap.py",
     "patches/attention_interface.py",

@@ -31,6 +31,7 @@ from hf_batchllm.bench.printed_tables import batch_sizes_tried
 from hf_batchllm.bench.recording_scheduler import RecordingScheduler, StepSize
 from hf_batchllm.bench.shapes import SHAPES
 from hf_batchllm.bench.workload import Mix, Workload
+from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.planning.step import Step
@@ -217,7 +218,7 @@ def test_what_only_a_gpu_can_tell_has_its_place_in_the_table() -> None:
 
 def test_a_step_that_is_repeated_counts_as_often() -> None:
     class Once(GroupScheduler):
-        repeat = None  # type: ignore[assignment]
+        repeat = BaseScheduler.repeat
 
     class Repeats(GroupScheduler):
         def repeat(self, step: Step, most: int) -> int:

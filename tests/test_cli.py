@@ -153,7 +153,7 @@ def test_every_field_of_the_config_is_an_option(capsys: pytest.CaptureFixture[st
     words = field_docs()
     assert list(words) == list(BatchConfig.__dataclass_fields__)
     assert shortened(words["page_size"]).startswith("tokens in a page of the KV cache. ")
-    assert "object" not in words["scheduler"]
+    assert "object" not in words["scheduler"] and "never preempts" in shortened(words["scheduler"])
     main(["run", "--help"])
     said = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in said for name in words)

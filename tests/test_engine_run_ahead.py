@@ -63,7 +63,7 @@ def test_requests_that_end_at_any_step(family: str, depth: int, watched: list[An
     assert result.report.computed_tokens == generator.plan(prompts).computed_tokens
 
 
-@pytest.mark.parametrize(("family", "depth"), [("llama", 2), ("gemma2", 6), ("llama", 6)])
+@pytest.mark.parametrize(("family", "depth"), [("llama", 2), ("gemma2", 6), ("gpt_oss", 6)])
 def test_preempted_requests_are_computed_again_from_tokens_that_were_seen(
     family: str, depth: int, watched: list[Any]
 ) -> None:

@@ -48,6 +48,6 @@ def test_small_models_take_larger_steps() -> None:
 def test_what_is_asked_for_counts(asked: int | None, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[int] = []
     run = Call.run
-    monkeypatch.setattr(Call, "run", lambda self, *watch: budgets.append(self._budget) or run(self, *watch))
+    monkeypatch.setattr(Call, "run", lambda self, *watch: budgets.append(self._memory.step_tokens) or run(self, *watch))
     BatchGenerator(build("llama"), max_batch_tokens=asked).generate([[5, 6]], max_new_tokens=2)
     assert budgets == [used]

@@ -62,7 +62,7 @@ def test_at_any_line(files: tuple[str, ...], keep: int, expected: dict[int, list
     before, generator = fingerprint(build(FAMILY)), make(keep)
     every = Stop(0, files)
     every.during(lambda: generator.generate(GIVEN, **OPTIONS))
-    for at in random.Random(len(files) + keep).sample(range(1, every.count), 6):
+    for at in random.Random(len(files) + keep).sample(range(1, every.count), 12):
         stop = Stop(at, files)
         outcome = stop.during(lambda: interrupted_or_whole(generator))
         assert isinstance(outcome, GenerationInterrupted) == bool(stop.place)  # fewer lines are run on kept prefixes
@@ -74,7 +74,7 @@ def test_at_any_line_of_a_stream(expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
     every = Stop(0, CRITICAL)
     every.during(lambda: list(generator.stream(GIVEN, **OPTIONS)))
-    for at in random.Random(3).sample(range(1, every.count), 8):
+    for at in random.Random(3).sample(range(1, every.count), 12):
         done: list[Generation] = []
         with pytest.raises(KeyboardInterrupt):
             Stop(at, CRITICAL).during(lambda done=done: done.extend(generator.stream(GIVEN, **OPTIONS)))

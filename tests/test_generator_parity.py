@@ -77,7 +77,7 @@ def test_preemption_changes_nothing(family: str, page_size: int, watched: list[A
     assert watched[0].free_pages == watched[0].num_pages
 
 
-@pytest.mark.parametrize("family", family_params(["llama", "deepseek_v3", "gpt2", "qwen3_moe"]))
+@pytest.mark.parametrize("family", family_params(["llama", "deepseek_v3", "gpt2", "qwen3_moe", "gpt_oss"]))
 def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
     prompts = mixed_prompts(2)
     model = build(family)

@@ -76,7 +76,7 @@ def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) ->
     assert warning.filename == __file__
 
     def tight() -> None:  # what is found out when the first result is asked for
-        page = make(page_size=16)._home.page_bytes
+        page = make(page_size=16)._kv.page_bytes
         small = make(page_size=16, min_shared_tokens=1, kv_memory=2 * page)
         for _ in range(2):
             assert len(list(small.stream([[5] * 17 + [7], [5] * 17 + [8]], max_new_tokens=14))) == 2

@@ -102,6 +102,7 @@ hopper = pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="Tr
     [
         (16, 4, (128, 128), 64, BF16, False),
         (16, 7, (256, 256), 128, FP16, True),
+        (64, 4, (128, 128), 64, BF16, False),
         (64, 5, (256, 256), 128, BF16, True),
         (128, 71, (8, 8), 16, BF16, False),
         (64, 3, (128, 128), 32, FP32, False),

@@ -41,6 +41,8 @@ def distribution(tokens: Sequence[int], prompt_tokens: int, **options: Any) -> n
 @pytest.mark.parametrize(
     "options",
     [
+        {},
+        {"top_k": 5},
         {"top_k": 0},
         {"top_k": 0, "temperature": 0.5},
         {"top_k": 0, "top_p": 0.8},

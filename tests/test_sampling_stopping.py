@@ -159,8 +159,12 @@ def test_strings_need_a_tokenizer_and_say_so() -> None:
         with pytest.raises(TokenizerError, match=r"`stop_strings` need a tokenizer.*or pass `tokenizer=` here"):
             generator.generate([[5, 6]], stop_strings="a")
         assert generator.generate([[5, 6]], max_new_tokens=2, stop_strings="a", tokenizer=TOKENIZER)
-        for wrong in ("", [], ["a", ""]):
-            with pytest.raises(OptionValueError, match=r"`stop_strings` is .* an empty string ends nothing"):
+        for wrong, why in (
+            ("", "an empty string ends"),
+            ([], "which names no string"),
+            (["a", ""], "an empty string ends"),
+        ):
+            with pytest.raises(OptionValueError, match=f"`stop_strings` is .* {why}"):
                 generator.generate([[5, 6]], stop_strings=wrong, tokenizer=TOKENIZER)
         with pytest.raises(OptionValueError, match="`stop_strings` cannot be looked for in tokens of this tokenizer"):
             generator.generate([[5, 6]], stop_strings="xyz", tokenizer=TOKENIZER)

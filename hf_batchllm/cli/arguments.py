@@ -210,7 +210,7 @@ def _add_course(group: Any) -> None:
         "--on-error",
         choices=("record", "raise"),
         default="record",
-        help="record (the default): the result of a bad line is its error; raise: stop at the first bad line",
+        help="record (the default): the result of a bad line is its error; raise: refuse the file if a line is bad",
     )
     group.add_argument(
         "--fsync",

@@ -15,6 +15,7 @@ from ..model.architecture import Architecture
 from ..model.model_in_use import ModelInUse
 from ..notices import Notices
 from ..patches.fusion import Fusion
+from ..planning.base_scheduler import scheduler_name
 from ..planning.call_plan import CallPlan
 from ..planning.lineup import Lineup
 from ..planning.requests_and_prefixes import Branch, Request
@@ -68,7 +69,7 @@ class Call:
         self._began = time.time()  # the same moment, as ``generate`` measures ``max_time``
         self._stage = Stage.NEW
         self._adapters: AdapterTurns | None = None
-        self._ahead: RunAhead | None = None
+        self._wiring: Wiring | None = None
         self._earlier_preemptions = 0  # of adapters whose turn is over
         self.engine: Engine | BeamEngine
 
@@ -154,7 +155,7 @@ class Call:
             outputs.watcher.start(requests)
         if outputs.record_prompts is not None:
             runner.record = self.timekeeper.around("tokens", outputs.record_prompts)
-        wiring = Wiring(
+        self._wiring = wiring = Wiring(
             self.job,
             outputs,
             self._use,
@@ -172,7 +173,10 @@ class Call:
             self.answers = self.engine.answers
             return
         self.engine = wiring.engine()
-        self._ahead = self.engine.launcher if isinstance(self.engine.launcher, RunAhead) else None
+
+    @property
+    def _ahead(self) -> RunAhead | None:
+        return None if self._wiring is None else self._wiring.ahead
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,9 @@ class Call:
             self._start(requests, turn)
             yield from self.engine.run(watch) if self.job.feed is None else self._fed(self.job.feed, watch)
         if any(not request.done for request in self.answers):
-            raise RuntimeError(f"{self.engine.scheduler.name} ended the call before every request had finished")
+            raise RuntimeError(
+                f"{scheduler_name(self.engine.scheduler)} ended the call before every request had finished"
+            )
         self.timekeeper.switch("outside")
         self._stage = Stage.COMPLETE
 
@@ -295,7 +301,7 @@ class Call:
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""
-        if self._stage < Stage.RUNNING:
+        if not Stage.RUNNING <= self._stage <= Stage.COMPLETE:
             return None
         ahead = self._ahead
         report = report_of(

@@ -13,7 +13,7 @@ import torch
 
 from ..model.batch import BatchBuilder, ModelBatch
 from ..model.runner import ModelRunner, current_device
-from ..planning.base_scheduler import BaseScheduler
+from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
 from ..sampling.stopping import Endings
@@ -165,7 +165,7 @@ class Engine:
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""
-        what = f"{self.scheduler.name}.repeat()"
+        what = f"{scheduler_name(self.scheduler)}.repeat()"
         if not hasattr(times, "__index__") or not 1 <= operator.index(times) <= most:
             raise TypeError(f"{what} gave {times!r}: it must give a whole number from 1 to {most}")
         number: int = operator.index(times)  # NumPy's integers, too

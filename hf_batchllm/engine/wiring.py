@@ -11,7 +11,7 @@ from ..config import BatchConfig
 from ..model.model_in_use import ModelInUse
 from ..model.runner import ModelRunner
 from ..notices import Notices
-from ..planning.base_scheduler import BaseScheduler
+from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
@@ -51,12 +51,13 @@ class Wiring:
     timekeeper: Timekeeper
     notices: Notices
     began: float
+    ahead: RunAhead | None = None  # runs the steps, if they are launched ahead; set as soon as it exists
 
     def engine(self) -> Engine:
         """The loop of a call that picks tokens, or looks scores up."""
         scheduler = scheduler_for(self.config.scheduler, self.use.device)
         launcher, depth = self._launcher(scheduler)
-        watcher, graphs = self.outputs.watcher, launcher.graphs if isinstance(launcher, RunAhead) else None
+        watcher, graphs = self.outputs.watcher, None if self.ahead is None else self.ahead.graphs
         builder = self.use.builder(
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watcher is None else watcher.wanted,
@@ -113,10 +114,11 @@ class Wiring:
         if device.type == "cuda" and not scheduler.runs_ahead:
             self.notices(
                 "scheduler",
-                f"{scheduler.name} does not run ahead, so the device waits while a step is prepared: "
+                f"{scheduler_name(scheduler)} does not run ahead, so the device waits while a step is prepared: "
                 "see `runs_ahead` in hf_batchllm.BaseScheduler",
             )
-        return RunAhead(self.runner, pick, seats, graphs, device), depth
+        self.ahead = RunAhead(self.runner, pick, seats, graphs, device)
+        return self.ahead, depth
 
     def _endings(self, scheduler: BaseScheduler) -> Endings:
         job, tensors = self.job, self.outputs.tensors
@@ -124,7 +126,7 @@ class Wiring:
         if by_token and any(rules.deadlines for rules in job.rules):
             self.notices(
                 "max_time",
-                f"{scheduler.name} cannot end requests that wait, so when the time is over each prompt "
+                f"{scheduler_name(scheduler)} cannot end requests that wait, so when the time is over each prompt "
                 "still gets a token: see `ends_waiting` in hf_batchllm.BaseScheduler",
             )
         scores = None if tensors is None else tensors.scores_of

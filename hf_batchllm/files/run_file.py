@@ -71,7 +71,7 @@ def run_file(
     window_bytes: how many bytes of records are in memory together. Prompts that begin alike share a window.
     retry_errors: run records whose result is an error again.
     restart: begin afresh; the old results are moved to ``<target>.bak-1``.
-    on_error: "record", or "raise" to stop at the first record that cannot be run.
+    on_error: "record", or "raise" to refuse the file if a record cannot be run.
     limit: run only the first records, this many.
     seed: seed of sampling; by default a random one, kept in the run record.
     generation_config, settings: as for ``model.generate``, for records without settings of their own. A temperature

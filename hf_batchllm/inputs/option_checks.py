@@ -106,7 +106,9 @@ def _check_stop_strings(name: str, value: Any) -> None:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
         raise OptionValueError(name, f"must be a string, or a list of strings, not {shown(value)}")
-    if not listed or not all(listed):
+    if not listed:
+        raise OptionValueError(name, f"is {shown(value)}, which names no string: leave it out")
+    if not all(listed):
         raise OptionValueError(name, f"is {shown(value)}, and an empty string ends nothing: leave it out")
 
 
@@ -142,7 +144,7 @@ def check_call_arguments(given: CallArguments) -> None:
     check_list_or_factory(CRITERIA, given.stopping_criteria)
     allowed = given.prefix_allowed_tokens_fn
     if allowed is not None and not callable(allowed):
-        why = "must be a function (batch_id, input_ids) that returns the token ids allowed next"
+        why = "must be a function of the prompt's index and its tokens so far that returns the token ids allowed next"
         raise OptionValueError("prefix_allowed_tokens_fn", f"{why}, not {a_kind(allowed)}")
     _check_negative_prompt(given.negative_prompt_ids, given.negative_prompt_attention_mask)
     if given.streamer is not None:

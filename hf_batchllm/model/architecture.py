@@ -188,7 +188,7 @@ def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
         # In bfloat16: on the meta device the grouped products of experts are defined for that type alone.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             skeleton: nn.Module = type(model)(copy.deepcopy(model.config))
-            skeleton = nn.Module.to(skeleton, torch.bfloat16).eval()  # the class's own `to` is for quantized ones
+            skeleton = skeleton.to(torch.bfloat16).eval()
         calls = _noted_passes(skeleton, torch.device("meta"), name)
         if key is not None:
             if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:

@@ -33,11 +33,6 @@ class BaseScheduler(ABC):
     Otherwise each request still gets a token when ``max_time`` is over, as in ``generate``.
     """
 
-    @property
-    def name(self) -> str:
-        """The scheduler in a message."""
-        return type(self).__name__
-
     @abstractmethod
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         """A call begins: ``requests`` in the order of the plan, their prefixes attached, the cache ready.
@@ -57,7 +52,8 @@ class BaseScheduler(ABC):
     def must_know(self) -> bool:
         """Whether the next step may preempt a request whose tokens have not all been seen.
 
-        A preempted request is computed again from its tokens, so these must be known. Asked where ``runs_ahead``.
+        A preempted request is computed again from its tokens, so these must be known. A scheduler that runs ahead and
+        preempts must override this.
         """
         return False
 
@@ -70,6 +66,11 @@ class BaseScheduler(ABC):
         return 1
 
 
+def scheduler_name(scheduler: BaseScheduler) -> str:
+    """The user's own class, for a message."""
+    return type(scheduler.inner if isinstance(scheduler, _Adapted) else scheduler).__name__
+
+
 def as_base_scheduler(given: Any) -> BaseScheduler:
     """``given`` itself, or around an object of another class, which need not have the optional abilities."""
     return given if isinstance(given, BaseScheduler) else _Adapted(given)
@@ -79,32 +80,28 @@ class _Adapted(BaseScheduler):
     """A scheduler that does not inherit from BaseScheduler: what it lacks is as BaseScheduler has it."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self.inner = inner
         # Without `must_know` it cannot be told whether running ahead is safe.
         self.runs_ahead = bool(getattr(inner, "runs_ahead", False)) and callable(getattr(inner, "must_know", None))
         self.ends_waiting = bool(getattr(inner, "ends_waiting", False))
-        self._repeats = callable(getattr(inner, "repeat", None))
-
-    @property
-    def name(self) -> str:
-        return type(self._inner).__name__
 
     @property
     def preemptions(self) -> int:  # type: ignore[override]
-        return int(getattr(self._inner, "preemptions", 0))
+        return int(getattr(self.inner, "preemptions", 0))
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
-        self._inner.start(requests, cache, max_batch_tokens)
+        self.inner.start(requests, cache, max_batch_tokens)
 
     def next(self) -> Step | None:
-        step: Step | None = self._inner.next()
+        step: Step | None = self.inner.next()
         return step
 
     def finish(self, request: Request) -> None:
-        self._inner.finish(request)
+        self.inner.finish(request)
 
     def must_know(self) -> bool:
-        return bool(self._inner.must_know())
+        return bool(self.inner.must_know())
 
     def repeat(self, step: Step, most: int) -> Any:  # the engine checks what comes back
-        return self._inner.repeat(step, most) if self._repeats else 1
+        repeat = getattr(self.inner, "repeat", None)
+        return 1 if repeat is None else repeat(step, most)

@@ -36,15 +36,12 @@ class CallPlan:
         self.prompts = self.each(prompts)
         self.new_tokens = self.each(new_tokens)
         self.sharing: SharingPlan = self._planned(self.new_tokens)
+        # Pages that the whole list takes when all of it is in the cache at the same time.
+        self.pages_at_once = pages_at_once(self.prompts, self.sharing, self.new_tokens, config.page_size, widths)
 
     def each(self, of_prompts: Sequence[T]) -> list[T]:
         """For each sequence what its prompt has."""
         return [value for value, count in zip(of_prompts, self._samples, strict=True) for _ in range(count)]
-
-    @property
-    def pages_at_once(self) -> int:
-        """Pages that the whole list takes when all of it is in the cache at the same time."""
-        return pages_at_once(self.prompts, self.sharing, self.new_tokens, self._config.page_size, self._widths)
 
     @property
     def pages_needed(self) -> int:

@@ -256,7 +256,7 @@ def _checked(name: str, known: str, value: Any) -> Any:
         if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
             raise SettingError(name, f"must be a string, or a list of strings, not {shown(value)}")
         if not all(listed):
-            raise SettingError(name, "holds an empty string, which would end every answer at once: leave it out")
+            raise SettingError(name, "holds an empty string, which ends nothing: leave it out")
         return listed or None
     if known in ("temperature", "top_p", "repetition_penalty"):
         return float(value)  # transformers treats 1 and 1.0 differently

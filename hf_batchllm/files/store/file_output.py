@@ -199,8 +199,8 @@ class FileOutput(Output):
         assert self._record is not None, "begin() comes first"
         if self._record.weights not in (None, weights) and len(self):
             raise RunChangedError(
-                f"{self.path} was begun with other weights of the model. To continue it, load these weights; "
-                f"else give another output, or {self._afresh}",
+                f"{self.path} was begun with other weights of the model. To continue it, load the weights that it "
+                f"was begun with; else give another output, or {self._afresh}",
                 ["the weights of the model have changed"],
             )
         if self._record.weights != weights:
