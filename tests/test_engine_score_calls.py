@@ -60,18 +60,14 @@ def assert_among(finished: ScoreResult, expected: list[list[float]]) -> None:
 # -- how they end ----------------------------------------------------------------------------------------------
 
 
-class StopInScore(Stop):
-    OWN = (*Stop.OWN, BatchGenerator.score.__code__)
-
-
 @pytest.mark.parametrize("files", [(), (*CRITICAL, "score_call.py", "token_lookups.py")], ids=["anywhere", "critical"])
 def test_an_interrupt_at_any_line(files: tuple[str, ...], expected: list[list[float]]) -> None:
     generator, before = make(), fingerprint(build(FAMILY))
-    every = StopInScore(0, files)
+    every = Stop(0, files)
     every.during(lambda: generator.score(CONTEXTS, choices=CHOICES))
     for at in random.Random(len(files)).sample(range(1, every.count), 6):
         with pytest.raises(GenerationInterrupted) as caught:
-            StopInScore(at, files).during(lambda: generator.score(CONTEXTS, choices=CHOICES))
+            Stop(at, files).during(lambda: generator.score(CONTEXTS, choices=CHOICES))
         assert_among(caught.value.result, expected)
         assert_as_before(generator, before, expected)
 

@@ -338,7 +338,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"stopping_criteria": 5}, "must be a list of criteria, or a function that gives a list for each"),
     ({"stopping_criteria": [None]}, "`stopping_criteria` holds None at place 0, which is not a criterion"),
-    ({"prefix_allowed_tokens_fn": [5]}, "must be a function (batch_id, input_ids)"),
+    ({"prefix_allowed_tokens_fn": [5]}, "must be a function of the prompt's index and its tokens so far"),
     ({"streamer": object()}, "`streamer` must have put() and end(), and is an object: pass a TextStreamer"),
     ({"streamer": Halting()}, "`streamer` must have put() and end(), and is a Halting"),
     ({"streamer": TextStreamer}, "is the class TextStreamer: pass an object of it"),

@@ -168,7 +168,7 @@ def test_everything_occurs_often(which: str) -> None:
         kinds["a row that needs no merge"] += work.direct and bool((work.row_parts.diff() == 1).any())
         kinds["a row of many parts"] += bool((work.row_parts.diff() > ct.MERGE_PARTS).any())
         kinds["rows of one unit in one item"] += any(bool(items[:, 6].any()) for items in work.items.values())
-    often, at_least = (300, 40) if which == "native" else (200, 10)
+    often, at_least = (300, 40) if which == "native" else (PLAIN_CASES // 2, 4)
     for kind in ("tile 16", "tile 64", "merge"):
         assert kinds[kind] >= often, (kind, kinds)
     for kind in (

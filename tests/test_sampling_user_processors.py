@@ -71,7 +71,7 @@ def test_a_prefix_function_that_allows_nothing_is_an_error_that_names_the_row() 
         BatchGenerator(build(FAMILY)).generate(
             prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: [] if row else [1]
         )
-    with pytest.raises(OptionValueError, match=r"must be a function \(batch_id"):
+    with pytest.raises(OptionValueError, match="must be a function of the prompt's index"):
         BatchGenerator(build(FAMILY)).generate(prompts(2), max_new_tokens=3, prefix_allowed_tokens_fn=[1])
 
 
