@@ -108,9 +108,8 @@ class Call:
     def _line_up(self) -> None:
         """Stand prefixes and requests on each other in the cache."""
         job, watcher = self.job, self.outputs.watcher
-        can_stop = [job.rules[place].can_stop for place in job.places]
         reach = None if watcher is None else watcher.reach(self.plan.prompts)
-        self.lineup: Lineup = self.plan.line_up(self.cache, can_stop, reach)
+        self.lineup: Lineup = self.plan.line_up(self.cache, job.can_stop, reach)
         for request in self.lineup.requests:
             request.index = job.places[request.index]
         self._stage = Stage.LINED_UP

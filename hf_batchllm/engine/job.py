@@ -44,6 +44,7 @@ class Job:
     problems: dict[int, str]  # index in the list passed in -> why the prompt cannot run
     options: list[Options]  # [all prompts]  prompts with equal settings have the same object
     max_new_tokens: list[int]  # [good prompts]
+    can_stop: list[bool]  # [good prompts]  whether an answer may end before it has as many
     seed: Seeds | None  # of the sampling noise; None where nothing is sampled
     rules: list[StopRules]  # [all prompts]  what ends a sequence
     feed: Feed | None = None  # passes tokens on to a streamer
@@ -139,7 +140,8 @@ class JobChecks:
             seeds = None
         elif seeds is None:
             seeds = int(torch.randint(2**63 - 1, ()).item())
-        return Job(good, places, problems, resolved, limits, seeds, rules, feed, rows, adapters)
+        can_stop = [rules[place].can_stop for place in places]
+        return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters)
 
     def scores(
         self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any

@@ -124,7 +124,7 @@ class KVMemory:
     def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
         """Pages that fit into memory. ``held``: bytes that the cache has already."""
         free = held + self._free()
-        size = self._config.kv_bytes(free)
+        size = None if self._config.kv_memory is None else self._config.kv_bytes(free)
         if size is None:
             size = int(free * self.memory.share)
             if self.memory.taken_at_once and wanted * self.page_bytes > free // 2:

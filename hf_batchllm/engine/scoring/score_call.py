@@ -64,6 +64,7 @@ class ScoreJob:
             {},
             [options_of_scores()] * count,
             [1] * count,
+            [False] * count,
             None,
             [StopRules()] * count,
             adapters=None if inputs.adapters is None else [cast("str | None", prompt.key) for prompt in prompts],
