@@ -64,7 +64,6 @@ class Call:
         self._kv = kv
         self._notices = notices
         self._use = ModelInUse(model, architecture, config, fusion, notices)
-        self._vocabulary = architecture.vocab_size
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
         self._began = time.time()  # the same moment, as ``generate`` measures ``max_time``
         self._stage = Stage.NEW
