@@ -22,7 +22,7 @@ from ..errors import UnsupportedModelError
 # The mask interface does not know it either, so transformers builds no attention mask at all.
 ATTENTION_NAME = "hf_batchllm"
 # Tensors that arrive beside the states and change nothing about which tokens a row sees.
-_HARMLESS_TENSORS = frozenset(["position_ids", "cache_position"])
+_HARMLESS_TENSORS = frozenset(["position_ids", "cache_position", "logits_to_keep"])
 
 
 def attention_forward(

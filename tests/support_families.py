@@ -301,6 +301,10 @@ FAMILIES: dict[str, Family] = dict(
     ]
 )
 
+_BART = {"d_model": 32, "max_position_embeddings": 64, "is_decoder": True, "is_encoder_decoder": False}
+_BART |= {f"decoder_{name}": value for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))}
+_BART |= {f"encoder_{name}": value for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))}
+_BART |= {"pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
 _N = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
@@ -319,6 +323,8 @@ _GEMMA3N |= {"intermediate_size": [64] * 4}
 #   shared-kv  has layers that read another layer's keys and values
 #   repeated   runs one attention module several times in one forward
 #   encoder    is an encoder-decoder
+#   positions  counts positions by itself, along its row
+#   forgets    has a window in its config that generate's cache keeps to, and attention does not
 REFUSED: dict[str, Family] = dict(
     [
         _family("falcon", "", {"hidden_size": 64, "num_kv_heads": 2, "new_decoder_architecture": True}, why="unrouted"),
@@ -381,6 +387,23 @@ REFUSED: dict[str, Family] = dict(
         _family("gemma4_shared", "gemma4_text", _WIDE, _SHARED_KV, _GEMMA4, _window("SFSF"), why="shared-kv"),
         _family("diffllama", "", _SQUARE, why="repeated"),
         _family("hrm_text", "", _MLP, {"head_dim": 16, "prefix_lm": False}, why="repeated"),
+        *[
+            _family(name.replace("-", "_"), name, _BART, why="positions")
+            for name in ("bart", "mbart", "blenderbot", "blenderbot-small", "marian", "pegasus", "plbart")
+        ],
+        _family(
+            "llama4_full",
+            "llama4_text",
+            _WIDE,
+            {"intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": []},
+            _layers("FFF"),
+            {"no_rope_layers": [1, 0, 1]},
+            why="positions",
+        ),
+        _family("moshi", "", {"sliding_window": WINDOW, "ffn_dim": 64, "hidden_size": 64}, why="forgets"),
+        _family("llama_window", "llama", _WIDE, {"sliding_window": WINDOW}, why="forgets"),
+        _family("gpt_neox_chunks", "gpt_neox", _MLP, {"attention_chunk_size": WINDOW}, why="forgets"),
+        _family("olmo2_layers", "olmo2", _SQUARE, _window("SFS"), why="forgets"),
         _family(
             "t5",
             "",

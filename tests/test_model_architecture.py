@@ -23,6 +23,8 @@ SAYS = {  # by the zoo's reason, what the error says is in the way
     "shared-kv": "share the K and V",
     "repeated": "several times|attends .* times",
     "encoder": "encoder-decoder",
+    "positions": "several prompts stand side by side",
+    "forgets": r"generate\(\)'s cache forget all but the last 8 tokens",
 }
 
 

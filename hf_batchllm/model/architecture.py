@@ -8,6 +8,7 @@ honour, is refused by name before anything runs.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
+from .architecture_refusals import refuse_own_positions, refuse_own_temperature, refuse_windows_of_the_cache
 from .kv_storage import AttentionShape, kv_dtype
 
 _BYPASSES = (
@@ -64,6 +66,8 @@ def inspect_model(model: nn.Module) -> Architecture:
     _refuse_repeated_layers(inner, name)
     calls = _attention_calls(inner, name)
     _refuse_by_calls(inner, name, calls)
+    refuse_own_temperature([call.layer for call in calls], name)
+    refuse_windows_of_the_cache(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
     values = sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
     return Architecture(
@@ -151,6 +155,7 @@ def _refuse_by_calls(model: PreTrainedModel, name: str, calls: list[AttentionCal
     expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     if not calls:
         raise UnsupportedModelError(_BYPASSES.format(name))
+    refuse_own_positions(model, name)
     if expected is not None and len(calls) != expected:
         raise UnsupportedModelError(
             f"{name} has {expected} layers, and attends {len(calls)} times through transformers' AttentionInterface; "
@@ -209,6 +214,11 @@ def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
             raise UnsupportedModelError((_BYPASSES if bypasses else why).format(name)) from error
 
 
+def selects_rows(model: nn.Module) -> bool:
+    """Whether the model can be told which tokens to compute logits of."""
+    return "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
+
+
 def _noted_passes(model: nn.Module, device: torch.device, name: str) -> list[AttentionCall]:
     """The calls of a pass as the engine makes it, checked against the masks that the model would ask for."""
     calls = _noted_pass(model, device, ATTENTION_NAME)
@@ -227,7 +237,9 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
         with torch.no_grad(), swap.applied(attention), attention_context(notes):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
             # meta device there are none to read.
-            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
+            # As the engine runs it: a few classes hand `logits_to_keep` on to their attention.
+            rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows(model) else {}
+            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
     finally:  # once more: an interrupt may have come while the block above restored things
         swap.restore()
         torch.set_grad_enabled(grad_mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -23,7 +22,7 @@ from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
 from ..planning.step import Chunk
-from .architecture import Architecture
+from .architecture import Architecture, selects_rows
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
 
@@ -51,7 +50,7 @@ class ModelRunner:
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was set before it
         self.adapters: AdapterSwap | None = None  # where prompts name their adapters
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
-        self._selects_rows = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
+        self._selects_rows = selects_rows(model)
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
         """Run the step's tokens. Gives the logits that are sampled; ``record`` is given those asked for beside."""

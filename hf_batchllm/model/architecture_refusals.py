@@ -1,0 +1,58 @@
+"""Architectures whose attention can be put under the engine, yet whose answers would differ from ``generate``'s.
+
+Each rule here catches a way to be wrong that no error would show.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..patches.attention_interface import AttentionCall
+
+
+def refuse_own_positions(model: PreTrainedModel, name: str) -> None:
+    """A model that takes no positions counts them along its row, and the engine's row holds many prompts."""
+    inside = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    if not any("position_ids" in inspect.signature(type(module).forward).parameters for module in inside):
+        raise UnsupportedModelError(
+            f"{name} takes no `position_ids`: it counts positions by itself, from the start of its row, where several "
+            "prompts stand side by side; that is not supported"
+        )
+
+
+def refuse_own_temperature(layers: Sequence[nn.Module], name: str) -> None:
+    """Llama 4 scales the queries of layers without RoPE by their place in the row, whatever the positions say."""
+    for layer in layers:
+        if getattr(layer, "attn_temperature_tuning", False) and not getattr(layer, "use_rope", True):
+            raise UnsupportedModelError(
+                f"{name} scales attention by a token's place in its row (`attn_temperature_tuning`), where several "
+                "prompts stand side by side; that is not supported"
+            )
+
+
+def refuse_windows_of_the_cache(model: PreTrainedModel, name: str, calls: Sequence[AttentionCall]) -> None:
+    """A window that the config states and the attention ignores: ``generate``'s cache drops what is out of it.
+
+    What a token sees then depends on whether it belongs to the prompt: no mask says so.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cached = DynamicCache(config=config).layers
+    for place, call in enumerate(calls):
+        layer = getattr(call.layer, "layer_idx", None)
+        layer = place if not isinstance(layer, int) else layer
+        if layer >= len(cached) or not cached[layer].is_sliding:
+            continue
+        window = cached[layer].sliding_window
+        if call.window is None or call.window > window:
+            fields = ("sliding_window", "attention_chunk_size", "layer_types")
+            stated = " and ".join(f"`{each}`" for each in fields if getattr(config, each, None) is not None)
+            raise UnsupportedModelError(
+                f"{name} has {stated} in its config, which its attention ignores and which makes generate()'s cache "
+                f"forget all but the last {window:,} tokens; that is not supported. If the model was trained without "
+                f"a window, take it out: set {stated} of `model.config` to None"
+            )
