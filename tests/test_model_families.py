@@ -31,7 +31,7 @@ from support_families import (
     reference_generate,
     reference_steps,
 )
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 LENGTH = 45  # tokens of a probe's prompt: several windows
 SEES_NO_POSITIONS = {"gpt_bigcode", "persimmon", "ctrl"}  # `position_ids` end before the attention function
@@ -272,6 +272,8 @@ class Seen:
     calls: list[Call] = field(default_factory=list)
     own_logits: bool = False  # they came out under the probe
     masks: set[str] = field(default_factory=set)
+    own_positions: bool = False  # a prompt's logits change if another stands before it in the row
+    forgets: bool = False  # logits with generate's cache differ from those without
 
     def reasons(self) -> set[str]:
         """Why not to run it, all of it general: no architecture is named."""
@@ -285,6 +287,8 @@ class Seen:
             "two-way": "looks ahead" in self.masks or any(not getattr(c.module, "is_causal", True) for c in self.calls),
             "shared-kv": self.shared_kv > 0,
             "repeated": len(modules) < len(self.calls),
+            "positions": self.own_positions,
+            "forgets": self.forgets,
         }
         return {why for why, shows in signs.items() if shows}
 
@@ -302,7 +306,31 @@ def observe(model: PreTrainedModel) -> Seen:
         is_set = config._attn_implementation == "zoo_probe"
         same = torch.allclose(logits_of(model, prompt_of(9)), own, **CLOSE)
     masks = disagreements(model) if is_set else set()
-    return replace(seen, is_set=is_set, calls=probe.calls, own_logits=same, masks=masks)
+    seen = replace(seen, is_set=is_set, calls=probe.calls, own_logits=same, masks=masks)
+    if not same or seen.reasons():
+        return seen
+    return replace(seen, own_positions=counts_along_the_row(model), forgets=forgets(model))
+
+
+def counts_along_the_row(model: PreTrainedModel) -> bool:
+    ids = prompt_of(9)
+    positions = torch.arange(LENGTH).repeat(2)[None]
+    try:
+        with probing(model, lengths=[LENGTH, LENGTH]):
+            packed = logits_of(model, ids + ids, position_ids=positions)
+    except TypeError:  # it takes no positions
+        return True
+    return not torch.allclose(packed[LENGTH:], packed[:LENGTH], **CLOSE)
+
+
+@torch.no_grad()
+def forgets(model: PreTrainedModel) -> bool:
+    ids = torch.tensor([prompt_of(9)])
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    parts = [
+        model(input_ids=part, past_key_values=cache, use_cache=True).logits[0] for part in ids.split(LENGTH - 2, 1)
+    ]
+    return not torch.allclose(torch.cat(parts), logits_of(model, prompt_of(9)), **CLOSE)
 
 
 @pytest.mark.parametrize("name", family_params())

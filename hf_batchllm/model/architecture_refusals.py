@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
@@ -41,7 +42,7 @@ def refuse_windows_of_the_cache(model: PreTrainedModel, name: str, calls: Sequen
     What a token sees then depends on whether it belongs to the prompt: no mask says so.
     """
     config = model.config.get_text_config(decoder=True)
-    cached = DynamicCache(config=config).layers
+    cached: list[Any] = list(DynamicCache(config=config).layers)
     for place, call in enumerate(calls):
         layer = getattr(call.layer, "layer_idx", None)
         layer = place if not isinstance(layer, int) else layer
