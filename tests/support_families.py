@@ -301,9 +301,12 @@ FAMILIES: dict[str, Family] = dict(
     ]
 )
 
-_BART = {"d_model": 32, "max_position_embeddings": 64, "is_decoder": True, "is_encoder_decoder": False}
-_BART |= {f"decoder_{name}": value for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))}
-_BART |= {f"encoder_{name}": value for name, value in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 32))}
+_BART = {"d_model": 32, "max_position_embeddings": 128, "is_decoder": True, "is_encoder_decoder": False}
+_BART |= {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 32))
+}
 _BART |= {"pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
 _N = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}

@@ -327,9 +327,11 @@ def counts_along_the_row(model: PreTrainedModel) -> bool:
 def forgets(model: PreTrainedModel) -> bool:
     ids = torch.tensor([prompt_of(9)])
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    parts = [
-        model(input_ids=part, past_key_values=cache, use_cache=True).logits[0] for part in ids.split(LENGTH - 2, 1)
-    ]
+    steps = ids.split(LENGTH - 2, dim=1)
+    try:
+        parts = [model(input_ids=step, past_key_values=cache, use_cache=True).logits[0] for step in steps]
+    except RuntimeError:  # a mask of one layer's length is used for all
+        return True
     return not torch.allclose(torch.cat(parts), logits_of(model, prompt_of(9)), **CLOSE)
 
 
