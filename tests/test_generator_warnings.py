@@ -48,6 +48,7 @@ KINDS: list[tuple[Callable[[], BatchGenerator], Any, dict[str, Any], str]] = [
     (make, IDS, {**GREEDY, "do_sample": True, "top_p": 2}, "`top_p` is 2, and has no effect: it is a probability"),
     (make, IDS, {**GREEDY, "max_length": 40}, "`max_length` has no effect beside `max_new_tokens`"),
     (make, IDS, {**GREEDY, "min_new_tokens": 9}, "`min_new_tokens` (9) is more than `max_new_tokens` (2)"),
+    (make, IDS, {**GREEDY, "cache_implementation": "quantized"}, 'cache_implementation="quantized" has no effect'),
     (lambda: BatchGenerator(with_dropout()), IDS, GREEDY, "in training mode and has dropout"),
     (lambda: make(tokenizer=word_tokenizer(bos=True)), ["w5", "", ""], GREEDY, "prompt 1 is an empty string:"),
 ]

@@ -382,7 +382,11 @@ TABLE: dict[str, OptionRow] = {
     **_chapter(
         Subject.RUNNING,
         _no_effect("use_cache", "There is always a KV cache."),
-        _no_effect("cache_implementation", "The KV cache is paged, in the model's dtype: see BatchConfig.kv_memory."),
+        _no_effect(
+            "cache_implementation",
+            'The KV cache is paged, in the model\'s dtype: see BatchConfig.kv_memory. "quantized", which changes '
+            "results in `generate`, is warned of.",
+        ),
         _no_effect("cache_config", ""),
         _no_effect("max_cache_len", ""),
         _no_effect("prefill_chunk_size", "See BatchConfig.max_batch_tokens."),

@@ -48,6 +48,12 @@ def warn_of_options(
     idle = [] if (config.num_beams or 1) > 1 else [name for name in _FOR_BEAMS if was_asked(name)]
     if idle := [name for name in idle if TABLE[name].asks(getattr(config, name))]:
         notices("beams", f"{_have(idle)} no effect without beams: set `num_beams` to more than 1")
+    if config.cache_implementation == "quantized":
+        notices(
+            "quantized",
+            'cache_implementation="quantized" has no effect: keys and values stay in the model\'s dtype, so results are '
+            "those of a cache that is not quantised",
+        )
     if config.max_new_tokens is not None:
         if asked.get("max_length") is not None:
             notices("max_length", "`max_length` has no effect beside `max_new_tokens`: leave one of them out")
