@@ -8,6 +8,7 @@ honour, is refused by name before anything runs.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +42,7 @@ class Architecture:
 
     name: str
     layers: int  # with attention
-    kv_values_per_token: int  # over all layers
+    kv_values_per_token: int  # over all layers that have K and V of their own
     kv_bytes_per_token: int
     vocab_size: int
     max_positions: int | None  # the model has no positions beyond these
@@ -65,7 +66,8 @@ def inspect_model(model: nn.Module) -> Architecture:
     calls = _attention_calls(inner, name)
     _refuse_by_calls(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
-    values = sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
+    shapes = tuple(_shape_of(call, calls) for call in calls)
+    values = sum(shape.kv_values for shape in shapes if shape.source is None)
     return Architecture(
         name=name,
         layers=len(calls),
@@ -75,13 +77,14 @@ def inspect_model(model: nn.Module) -> Architecture:
         max_positions=_learned_positions(inner, config),
         rope_limit=_rope_limit(config),
         device=device,
-        attention=tuple(map(_shape_of, calls)),
+        attention=shapes,
     )
 
 
-def _shape_of(call: AttentionCall) -> AttentionShape:
+def _shape_of(call: AttentionCall, calls: list[AttentionCall]) -> AttentionShape:
     _, kv_heads, qk_dim = call.k.shape
-    return AttentionShape(call.q.shape[1], kv_heads, qk_dim, call.v.shape[2])
+    source = None if call.source is None else [each.layer for each in calls].index(call.source)
+    return AttentionShape(call.q.shape[1], kv_heads, qk_dim, call.v.shape[2], source)
 
 
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
@@ -131,8 +134,6 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
             f"{name} has layers of a kind that is not supported: {', '.join(unknown)} "
             "(full and sliding-window attention are)"
         )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name} lets layers share the K and V of others; that is not supported")
 
 
 def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
@@ -227,7 +228,10 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
         with torch.no_grad(), swap.applied(attention), attention_context(notes):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
             # meta device there are none to read.
-            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
+            # With a number of tokens to keep, or none, Gemma 4 hands its last layers copies of the masks.
+            takes = inspect.signature(model.forward).parameters
+            keep = {"logits_to_keep": positions[0]} if "logits_to_keep" in takes else {}
+            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **keep)
     finally:  # once more: an interrupt may have come while the block above restored things
         swap.restore()
         torch.set_grad_enabled(grad_mode)
