@@ -58,8 +58,8 @@ def attention_forward(
     dtype = query.dtype
     if dtype != torch.float64:
         dtype = autocast_dtype(query.device) or dtype
-    given = _given_kv.get()
-    source = None if given is None else given.source(module, key, value, dtype)
+    seen = _given_kv.get()
+    source = None if seen is None else seen.source(module, key, value, dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out = context.attend(
         AttentionCall(

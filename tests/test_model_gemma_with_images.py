@@ -1,4 +1,4 @@
-"""Gemma 3n and Gemma 4 as checkpoints have them, with parts for images and sound: text prompts are as in ``generate``."""
+"""Gemma 3n and Gemma 4 as checkpoints have them, with parts for images: text prompts are as in ``generate``."""
 
 from __future__ import annotations
 
