@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..errors import UnsupportedModelError
+from .shared_kv import GivenKV
 
 # transformers treats names that contain "flash", "sdpa" or "flex_attention" in a special way; this one must not match.
 # The mask interface does not know it either, so transformers builds no attention mask at all.
@@ -57,6 +58,8 @@ def attention_forward(
     dtype = query.dtype
     if dtype != torch.float64:
         dtype = autocast_dtype(query.device) or dtype
+    seen = _given_kv.get()
+    source = None if seen is None else seen.source(module, key, value, dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out = context.attend(
         AttentionCall(
@@ -69,6 +72,7 @@ def attention_forward(
             softcap=softcap,
             sinks=s_aux,
             mask=attention_mask,
+            source=source,
         )
     )
     return out.unsqueeze(0), None
@@ -96,6 +100,7 @@ class AttentionCall:
     sinks: torch.Tensor | None  # [heads]
     mask: torch.Tensor | None = None  # only where the context takes masks
     rotation: Rotation | None = None  # None: q and k are ready
+    source: nn.Module | None = None  # an earlier layer with the same K and V, which it has written to its pages
 
 
 @dataclass(frozen=True)
@@ -122,19 +127,21 @@ class AttentionContext(Protocol):
     calls: int  # layers that have attended so far
 
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
-        """Write the call's K and V, and attend."""
+        """Write the call's K and V, unless an earlier layer has, and attend."""
 
 
 _context: ContextVar[AttentionContext | None] = ContextVar("hf_batchllm_attention", default=None)
+_given_kv: ContextVar[GivenKV | None] = ContextVar("hf_batchllm_given_kv", default=None)
 
 
 @contextmanager
 def attention_context(context: AttentionContext) -> Iterator[None]:
-    token = _context.set(context)
+    token, given = _context.set(context), _given_kv.set(GivenKV())
     try:
         yield
     finally:
         _context.reset(token)
+        _given_kv.reset(given)
 
 
 def context_in_use() -> AttentionContext | None:

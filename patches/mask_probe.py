@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention_interface import attention_forward
@@ -27,7 +28,25 @@ class NotedMask:
 
     def sees(self, query: int, key: int) -> bool:
         zero = torch.tensor(0)
-        return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
+        with _TablesGoOn():
+            return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+
+class _TablesGoOn(TorchFunctionMode):
+    """Reads a table of a pass's tokens (which are part of an image, for one) beyond its end, as if it went on.
+
+    The pass ran over equal tokens. So a table whose entries are all equal says the same of every later token; of any
+    other table nothing is known beyond its end.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            table, places = args
+            if len(places) <= table.ndim and all(isinstance(place, torch.Tensor) for place in places):
+                inside = [place.clamp(max=size - 1) for place, size in zip(places, table.shape, strict=False)]
+                if bool((table == table.flatten()[0]).all()):
+                    args = table, tuple(inside)
+        return function(*args, **(kwargs or {}))
 
 
 # For each thread: several may probe their models at a time.

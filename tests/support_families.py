@@ -171,6 +171,11 @@ _LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SOFTCAP = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 9}
 _GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 _GEMMA4 = {"global_head_dim": 24, "vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16}
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+_GEMMA4_MOE |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+_GEMMA3N = {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 3}
+_GEMMA3N |= {"intermediate_size": [64] * 5, "hidden_size_per_layer_input": 16, "final_logit_softcapping": 8.0}
+_GEMMA3N |= {"vocab_size_per_layer_input": 90}  # of the ids beyond, the layers see nothing
 # transformers 5.17 runs the soft-capped ones through SDPA if one lets it, and SDPA drops the soft-cap in silence.
 _EAGER = {"implementation": "eager"}
 # Layer norms and GELUs give every position a common direction, which would decide alone if attention spoke softly.
@@ -235,6 +240,28 @@ FAMILIES: dict[str, Family] = dict(
             embed=0.1,
             scale={"q_norm": 0.5, "k_norm": 0.5},
         ),
+        _family(
+            "gemma4_moe",
+            "gemma4_text",
+            _WIDE,
+            _GEMMA4,
+            _GEMMA4_MOE,
+            _window("SFF"),
+            embed=0.1,
+            scale={"q_norm": 0.5, "k_norm": 0.5},
+        ),
+        # The last two layers attend to the K and V of the second and the third.
+        _family(
+            "gemma4_shared",
+            "gemma4_text",
+            _WIDE,
+            _GEMMA4,
+            {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            _window("SSFSF"),
+            embed=0.1,
+            scale={"q_norm": 0.5, "k_norm": 0.5},
+        ),
+        _family("gemma3n", "gemma3n_text", _WIDE, _GEMMA3N, {"num_kv_shared_layers": 2}, _window("SSFSF"), embed=0.1),
         _family(
             "modernbert_decoder",
             "modernbert-decoder",
@@ -314,16 +341,12 @@ _GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_
 _GATED_DELTA |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 32}
 _JAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "pad_token_id": 0}
 _JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
-_SHARED_KV = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16}
-_GEMMA3N = {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2}
-_GEMMA3N |= {"intermediate_size": [64] * 4}
 
 # What must be refused by name, each with the reason why:
 #   unrouted   never calls the registered function
 #   mask       keeps a part of its meaning in the mask alone
 #   two-way    looks ahead
 #   recurrent  has state besides keys and values
-#   shared-kv  has layers that read another layer's keys and values
 #   repeated   runs one attention module several times in one forward
 #   encoder    is an encoder-decoder
 #   positions  counts positions by itself, along its row
@@ -386,8 +409,6 @@ REFUSED: dict[str, Family] = dict(
         _family("mamba", "", {"state_size": 4}, why="recurrent"),
         _family("recurrent_gemma", "", _WIDE, {"lru_width": 48, "attention_window_size": WINDOW}, why="recurrent"),
         _family("minimax", "", _WIDE, _LOCAL_MOE, _layers("LFL"), why="recurrent"),
-        _family("gemma3n", "gemma3n_text", _WIDE, _GEMMA3N, _SHARED_KV, _window("SFSF"), why="shared-kv"),
-        _family("gemma4_shared", "gemma4_text", _WIDE, _SHARED_KV, _GEMMA4, _window("SFSF"), why="shared-kv"),
         _family("diffllama", "", _SQUARE, why="repeated"),
         _family("hrm_text", "", _MLP, {"head_dim": 16, "prefix_lm": False}, why="repeated"),
         *[

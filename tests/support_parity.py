@@ -22,8 +22,8 @@ Row = tuple[int, ...]
 NEAR_TIE = 1e-3  # where the two best logits are closer, rounding decides and nothing can be said
 
 # One of each kind of attention: plain, window on every layer, window and soft-cap, window and sinks, unequal dims,
-# learned positions, no positions on some layers.
-KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2"]
+# learned positions, no positions on some layers, layers that read the K and V of others.
+KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2", "gemma4_shared"]
 
 # Steps cut in different places, and nothing shared: none of it changes what a model says.
 CUTS: list[dict[str, Any]] = [

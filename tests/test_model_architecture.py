@@ -20,7 +20,6 @@ SAYS = {  # by the zoo's reason, what the error says is in the way
     "mask": "mask|chunked_attention",
     "two-way": "both directions",
     "recurrent": "kind that is not supported|attends .* times|brings an attention of its own",
-    "shared-kv": "share the K and V",
     "repeated": "several times|attends .* times",
     "encoder": "encoder-decoder",
     "positions": "several prompts stand side by side",

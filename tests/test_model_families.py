@@ -10,6 +10,7 @@ model one to refuse shows here too, each reason by something that can be seen fr
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -246,8 +247,11 @@ def test_each_argument_counts(name: str) -> None:
 
 def disagreements(model: PreTrainedModel) -> set[str]:
     """What the masks that the model asks for say beyond the arguments of its attention calls."""
+    # With a number of tokens to keep, or none, Gemma 4 hands its last layers copies of the masks.
+    takes = inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": torch.arange(LENGTH)} if "logits_to_keep" in takes else {}
     with probing(model, "zoo_probe_masks") as probe:
-        logits_of(model, prompt_of(8))
+        logits_of(model, prompt_of(8), **keep)
     found = set()
     for call in probe.calls:
         if call.mask is None or not any(call.mask is mask for mask in probe.masks):
@@ -266,7 +270,6 @@ class Seen:
     can_set: bool
     encoder_decoder: bool
     other_layers: set[str]  # kinds that are neither full nor sliding attention
-    shared_kv: int
     layers: int
     is_set: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -285,7 +288,6 @@ class Seen:
             "recurrent": bool(self.other_layers - {"chunked_attention"}) or 0 < len(modules) < self.layers,
             "mask": bool(self.masks & {"a mask of its own", "sees less than its arguments say"}),
             "two-way": "looks ahead" in self.masks or any(not getattr(c.module, "is_causal", True) for c in self.calls),
-            "shared-kv": self.shared_kv > 0,
             "repeated": len(modules) < len(self.calls),
             "positions": self.own_positions,
             "forgets": self.forgets,
@@ -296,9 +298,8 @@ class Seen:
 def observe(model: PreTrainedModel) -> Seen:
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    shared_kv = getattr(config, "num_kv_shared_layers", 0) or 0
     can_set, layers = model._can_set_attn_implementation(), config.num_hidden_layers
-    seen = Seen(can_set, bool(config.is_encoder_decoder), kinds, shared_kv, layers)
+    seen = Seen(can_set, bool(config.is_encoder_decoder), kinds, layers)
     if seen.encoder_decoder:
         return seen
     own = logits_of(model, prompt_of(9))

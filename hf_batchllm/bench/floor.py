@@ -42,7 +42,7 @@ class Shape:
     head_dim: int
     vocabulary: int
     linear_weights: int  # of all layers, without embedding and LM head
-    kv_bytes: int  # of a token, over all layers
+    kv_bytes: int  # of a token, over all layers that read them
     windows: tuple[int | None, ...]  # [layers]  keys that each layer sees; None: all
     query_key_value: int  # values of a token's q, k and v in a layer
     mlp_width: int
@@ -79,6 +79,7 @@ class Shape:
         if any(id(weight) not in known for weight in model.parameters() if weight.ndim > 1):
             raise NoFloorError("not every token meets all of its matrices (a mixture of experts)")
         architecture = inspect_model(model)
+        values = sum(shape.kv_values for shape in architecture.attention)  # each layer reads them, shared or not
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         inner = getattr(config, "n_inner", None) or 4 * config.hidden_size
@@ -88,9 +89,9 @@ class Shape:
             head_dim=head_dim,
             vocabulary=head.weight.shape[0],
             linear_weights=sum(module.weight.numel() for module in linear),
-            kv_bytes=architecture.kv_bytes_per_token,
+            kv_bytes=values * model.dtype.itemsize,
             windows=_windows(config, architecture.layers),
-            query_key_value=heads * head_dim + architecture.kv_values_per_token // architecture.layers,
+            query_key_value=heads * head_dim + values // architecture.layers,
             mlp_width=getattr(config, "intermediate_size", None) or inner,
             gated=any("gate" in name.rpartition(".")[2] for name, _ in model.named_modules()),
             value_bytes=model.dtype.itemsize,

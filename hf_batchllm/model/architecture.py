@@ -43,7 +43,7 @@ class Architecture:
 
     name: str
     layers: int  # with attention
-    kv_values_per_token: int  # over all layers
+    kv_values_per_token: int  # over all layers that have K and V of their own
     kv_bytes_per_token: int
     vocab_size: int
     max_positions: int | None  # the model has no positions beyond these
@@ -69,7 +69,8 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
-    values = sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
+    shapes = tuple(_shape_of(call, calls) for call in calls)
+    values = sum(shape.kv_values for shape in shapes if shape.source is None)
     return Architecture(
         name=name,
         layers=len(calls),
@@ -79,13 +80,14 @@ def inspect_model(model: nn.Module) -> Architecture:
         max_positions=_learned_positions(inner, config),
         rope_limit=_rope_limit(config),
         device=device,
-        attention=tuple(map(_shape_of, calls)),
+        attention=shapes,
     )
 
 
-def _shape_of(call: AttentionCall) -> AttentionShape:
+def _shape_of(call: AttentionCall, calls: list[AttentionCall]) -> AttentionShape:
     _, kv_heads, qk_dim = call.k.shape
-    return AttentionShape(call.q.shape[1], kv_heads, qk_dim, call.v.shape[2])
+    source = None if call.source is None else [each.layer for each in calls].index(call.source)
+    return AttentionShape(call.q.shape[1], kv_heads, qk_dim, call.v.shape[2], source)
 
 
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
@@ -135,8 +137,6 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
             f"{name} has layers of a kind that is not supported: {', '.join(unknown)} "
             "(full and sliding-window attention are)"
         )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name} lets layers share the K and V of others; that is not supported")
 
 
 def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
@@ -237,7 +237,8 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
         with torch.no_grad(), swap.applied(attention), attention_context(notes):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
             # meta device there are none to read.
-            # As the engine runs it: a few classes hand `logits_to_keep` on to their attention.
+            # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of
+            # tokens, or none, Gemma 4 hands its last layers copies of the masks.
             rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows(model) else {}
             model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
     finally:  # once more: an interrupt may have come while the block above restored things

@@ -46,7 +46,7 @@ def refuse_windows_of_the_cache(model: PreTrainedModel, name: str, calls: Sequen
     for place, call in enumerate(calls):
         layer = getattr(call.layer, "layer_idx", None)
         layer = place if not isinstance(layer, int) else layer
-        if layer >= len(cached) or not cached[layer].is_sliding:
+        if layer >= len(cached) or not getattr(cached[layer], "is_sliding", False):
             continue
         window = cached[layer].sliding_window
         if call.window is None or call.window > window:

@@ -1,4 +1,4 @@
-"""KVStorage: the tensors behind the page table, one pair for each attention layer."""
+"""KVStorage: the tensors behind the page table, one pair for each attention layer with K and V of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import CacheMemoryError
-from ..patches.attention_interface import autocast_dtype
+from ..errors import CacheMemoryError, UnsupportedModelError
+from ..patches.attention_interface import AttentionCall, autocast_dtype
 from .device_memory import is_out_of_memory
 
 KVPair = tuple[torch.Tensor, torch.Tensor]  # K and V, each [slots, kv_heads, dim]
@@ -23,6 +23,12 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     qk_dim: int
     v_dim: int
+    source: int | None = None  # the place of an earlier layer whose K and V this one reads; None: it has its own
+
+    @property
+    def kv_values(self) -> int:
+        """Of a token, in K and V together."""
+        return self.kv_heads * (self.qk_dim + self.v_dim)
 
 
 class KVStorage:
@@ -32,18 +38,33 @@ class KVStorage:
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers: dict[nn.Module, KVPair] = {}
+        self._readers: set[nn.Module] = set()  # layers that read the pair of another
         self._reserved: list[KVPair] = []  # for layers that have not run yet
         self._paged: dict[nn.Module, tuple[Any, Any]] = {}  # K and V as a kernel reads them
 
     def reserve(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
         """Take the memory of all layers now. Each layer gets a pair of its shape when it first runs."""
         for shape in shapes:
+            if shape.source is not None:
+                continue
             k, v = ((self.slots, shape.kv_heads, dim) for dim in (shape.qk_dim, shape.v_dim))
             self._reserved.append((_new(k, dtype, device), _new(v, dtype, device)))
 
     @property
     def slots(self) -> int:
         return self.num_pages * self.page_size
+
+    def read_by(self, call: AttentionCall) -> KVPair:
+        """The K and V that a layer attends to: its own, or those of its source."""
+        if call.source is not None:
+            self._readers.add(call.layer)
+            return self._layers[call.source]
+        if call.layer in self._readers:
+            raise UnsupportedModelError(
+                f"{type(call.layer).__name__} shared the K and V of an earlier layer in one step and has some of its "
+                "own in a later one; that is not supported: leave the model as it is between the results of a call"
+            )
+        return self.of(call.layer, call.k, call.v)
 
     def of(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> KVPair:
         """The K and V of one layer, [slots, kv_heads, dim].
@@ -108,6 +129,7 @@ class KVStorage:
         self._paged.clear()
         self._reserved.clear()
         self._layers.clear()
+        self._readers.clear()
 
     @property
     def bytes(self) -> int:

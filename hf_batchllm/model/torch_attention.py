@@ -278,6 +278,8 @@ def write_in_torch(
     call: AttentionCall, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """Put the call's K and V into the cache. Gives q, rotated if that was still to be done."""
+    if call.source is not None:
+        return call.q
     if call.rotation is None:
         write_kv(call.k, call.v, k_cache, v_cache, slots)
         return call.q
@@ -299,7 +301,7 @@ class CascadeAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls += 1
-        k_cache, v_cache = self.storage.of(call.layer, call.k, call.v)
+        k_cache, v_cache = self.storage.read_by(call)
         # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
         q = write_in_torch(call, k_cache, v_cache, self.plan.batch.slots)
         return self.plan.run(

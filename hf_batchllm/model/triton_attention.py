@@ -276,16 +276,13 @@ class KernelAttention:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls += 1
         kernels, storage = self.backend.kernels, self.backend.storage
-        k_cache, v_cache = storage.of(call.layer, call.k, call.v)
+        k_cache, v_cache = storage.read_by(call)
         refusal = self.backend.refusal(call)
         if refusal is not None:
             return self._in_torch(call, refusal, k_cache, v_cache)
         # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
-        given = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
-        q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
-        turn = call.rotation or Rotation(None, None)
-        kernels.write(*given, turn.cos, turn.sin, k_cache, v_cache, self.work.slots, q_out=q, **turn.options())
-        k_pages, v_pages = storage.paged(call.layer, kernels.by_page)
+        q = self._written(call, k_cache, v_cache) if call.source is None else call.q.contiguous()
+        k_pages, v_pages = storage.paged(call.source or call.layer, kernels.by_page)
         out = q.new_empty(*q.shape[:2], v_cache.shape[2])
         same = {"window": call.window, "softcap": call.softcap}
         if self.work.rows:
@@ -297,6 +294,15 @@ class KernelAttention:
             work = self.work.chunk_lists(call.window, group, *tiles, k_pages.shape[2])
             kernels.attend_chunks(q, k_pages, v_pages, out, work, call.scale, sinks=call.sinks, options=options, **same)
         return out
+
+    def _written(self, call: AttentionCall, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Put the call's K and V into the cache. Gives q, contiguous, rotated if that was still to be done."""
+        given = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
+        q = call.q if call.q.is_contiguous() else torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        turn = call.rotation or Rotation(None, None)
+        write = self.backend.kernels.write
+        write(*given, turn.cos, turn.sin, k_cache, v_cache, self.work.slots, q_out=q, **turn.options())
+        return q
 
     def _attend_rows(
         self,
