@@ -222,6 +222,7 @@ class BatchGenerator:
                     for request in call.run(bar.step):
                         bar.finish(request)
                         generation = self._generation(request, outputs)
+                        call.look_at_the_model()
                         call.timekeeper.switch("outside")
                         yield generation
                         call.timekeeper.switch("results")
