@@ -315,7 +315,10 @@ class BatchGenerator:
         self._closed = True
 
     def forget_prefixes(self) -> None:
-        """Drop the prefixes kept from earlier calls: needed after a change that goes unnoticed, such as a new hook."""
+        """Drop the prefixes kept from earlier calls.
+
+        Needed after a change that cannot be seen: inside a hook, or in an object that a hook reads.
+        """
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
         self._kv.clear()
