@@ -143,7 +143,7 @@ def questions(text: list[int], count: int = 3, seed: int = 9) -> list[list[int]]
 def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any]) -> None:
     text = document(1)
     generator = BatchGenerator(build(FAMILY), keep_prefixes=2, page_size=page_size)
-    with counted_tokens(build(FAMILY)) as sizes:  # a hook from the beginning on: a new one drops what is kept
+    with counted_tokens(build(FAMILY)) as sizes:
         first = generator.generate(questions(text), max_new_tokens=NEW_TOKENS)
         assert first.report.cached_tokens == 0
         for again in (questions(text, seed=10), questions(text, 1, seed=11), questions(text[:37], seed=12)):
