@@ -63,8 +63,9 @@ class BatchConfig:
     cuda_graphs: replay decode steps on a GPU as graphs. Turn off to debug. Results are the same.
     fuse: use fused kernels where the model's structure allows. Turn off to debug.
     keep_prefixes: how many shared prefixes stay in the cache for the next call; the least recently used is dropped
-        first. Set it when several calls in a row use the same documents. A change of weights or adapters drops them.
-        After adding a hook that changes what the model computes, call ``forget_prefixes()``.
+        first. Set it when several calls in a row use the same documents. They are dropped when the model changes:
+        its weights, modules, hooks, mode or config. A change inside a hook cannot be seen: call ``forget_prefixes()``
+        after it.
     backend: "torch" or "triton" attention; "auto" takes the best one for the device.
     """
 

@@ -222,6 +222,7 @@ class BatchGenerator:
                     for request in call.run(bar.step):
                         bar.finish(request)
                         generation = self._generation(request, outputs)
+                        call.look_at_the_model()
                         call.timekeeper.switch("outside")
                         yield generation
                         call.timekeeper.switch("results")
@@ -314,7 +315,10 @@ class BatchGenerator:
         self._closed = True
 
     def forget_prefixes(self) -> None:
-        """Drop the prefixes kept from earlier calls: needed after a change that goes unnoticed, such as a new hook."""
+        """Drop the prefixes kept from earlier calls.
+
+        Needed after a change that cannot be seen: inside a hook, or in an object that a hook reads.
+        """
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")
         self._kv.clear()

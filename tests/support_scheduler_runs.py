@@ -57,13 +57,13 @@ class Drive:
     def begin(self, jobs: Sequence[Job], fee: int = 0) -> None:
         prompts, limits = [job.prompt for job in jobs], [job.limit for job in jobs]
         plan = plan_sharing(prompts, min_shared_tokens=fee, new_tokens=limits)
+        self.cache.start_counting()
         self.lineup = line_up(prompts, plan, limits, self.cache)
         self.stops = {request: job.stops for request, job in zip(self.lineup.requests, jobs, strict=True)}
         self.scheduler.start(self.lineup.requests, self.cache, self.budget)
 
     def call(self, jobs: Sequence[Job], fee: int = 0) -> Drive:
         """All of one call, to its end."""
-        lost = self.cache.lost_tokens
         self.steps, self.tokens, self.most_running = [], 0, 0
         self.begin(jobs, fee)
         self.needed = self.count_needed(jobs)
@@ -78,7 +78,7 @@ class Drive:
             assert len(request.generated) == min(job.stops, job.limit)
             assert not request.pages and request.base is None
         assert all(prefix.running == 0 for prefix in self.units() if isinstance(prefix, Prefix))
-        self.lost_tokens = self.cache.lost_tokens - lost
+        self.lost_tokens = self.cache.lost_tokens - self.cache.still_lost([])
         return self
 
     def units(self) -> list[Unit]:

@@ -18,7 +18,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.progress import Progress
-from hf_batchllm.model.owners_state import not_in_graphs, owners_state
+from hf_batchllm.model.owners_state import OwnersState, not_in_graphs
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import GroupScheduler
 
@@ -227,12 +227,13 @@ def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
             return self.active
 
     model.model.layers[0].extra = Adapted()
-    states = [owners_state(model, device)]
-    assert owners_state(model, device) == states[0]
+    states = [OwnersState(model, device)]
+    assert states[0].change(model) is None
 
     def then(change: Any) -> None:
         change()
-        states.append(owners_state(model, device))
+        assert all(state.change(model) is not None for state in states)
+        states.append(OwnersState(model, device))
 
     then(model.train)
     then(lambda: setattr(model.model.layers[0].extra, "active", "two"))
@@ -242,4 +243,3 @@ def test_what_an_owner_may_do_between_two_results_is_seen() -> None:
     then(lambda: model.model.register_buffer("more", torch.zeros(1)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         then(lambda: None)
-    assert all(one != other for at, one in enumerate(states) for other in states[:at])

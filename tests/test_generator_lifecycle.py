@@ -15,7 +15,6 @@ from support_untouched import FAMILY, NEW_TOKENS, assert_untouched, fingerprint,
 from torch import nn
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
-from hf_batchllm.engine.kv_memory import weights_fingerprint
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.attention_swap import AttentionSwap
@@ -144,17 +143,18 @@ def questions(text: list[int], count: int = 3, seed: int = 9) -> list[list[int]]
 def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any]) -> None:
     text = document(1)
     generator = BatchGenerator(build(FAMILY), keep_prefixes=2, page_size=page_size)
-    first = generator.generate(questions(text), max_new_tokens=NEW_TOKENS)
-    assert first.report.cached_tokens == 0
-    for again in (questions(text, seed=10), questions(text, 1, seed=11), questions(text[:37], seed=12)):
-        shared = 37 if len(again[0]) < 50 else 60
-        with counted_tokens(build(FAMILY)) as sizes:
+    with counted_tokens(build(FAMILY)) as sizes:
+        first = generator.generate(questions(text), max_new_tokens=NEW_TOKENS)
+        assert first.report.cached_tokens == 0
+        for again in (questions(text, seed=10), questions(text, 1, seed=11), questions(text[:37], seed=12)):
+            shared = 37 if len(again[0]) < 50 else 60
+            sizes.clear()
             result = generator.generate(again, max_new_tokens=NEW_TOKENS)
-        assert_parity(FAMILY, again, result, NEW_TOKENS)
-        own = sum(len(prompt) - shared for prompt in again)
-        assert sizes[0] == own  # the first step holds all prompts, and no token of the document
-        assert result.report.cached_tokens == shared
-        assert result.report.computed_tokens == own
+            own = sum(len(prompt) - shared for prompt in again)
+            assert sizes[0] == own  # the first step holds all prompts, and no token of the document
+            assert_parity(FAMILY, again, result, NEW_TOKENS)
+            assert result.report.cached_tokens == shared
+            assert result.report.computed_tokens == own
     # Between calls there is memory for the kept prefix and for nothing else.
     home = generator._kv
     assert home.cache is not None and home.storage is not None
@@ -210,24 +210,6 @@ def test_prefixes_of_other_weights_are_dropped() -> None:
     result = generator.generate(given, max_new_tokens=NEW_TOKENS)
     assert result.report.cached_tokens == 0
     assert result.token_ids == BatchGenerator(model).generate(given, max_new_tokens=NEW_TOKENS).token_ids
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_changes_behind_the_back_of_pytorch_that_sums_may_miss(dtype: torch.dtype) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.randn(64, 64, dtype=dtype, generator=torch.Generator().manual_seed(0)))
-    model.one = nn.Parameter(torch.ones(8, dtype=dtype))
-    model.odd = nn.Parameter(torch.ones(3, dtype=dtype))
-    model.register_buffer("none", torch.empty(4, 0))
-    changes = [lambda weight=weight: weight.mul_(2) for weight in (model.weight.data, model.one.data, model.odd.data)]
-    changes += [model.weight.data.neg_, model.one.data.neg_, lambda: model.weight.data[3].mul_(1.01)]
-    if dtype != torch.float64:
-        changes += [lambda: model.weight.data.copy_(model.weight.data.flip(0))]
-    for place, change in enumerate(changes):
-        before = weights_fingerprint(model)
-        assert weights_fingerprint(model) == before
-        change()
-        assert weights_fingerprint(model) != before, place
 
 
 def test_weights_made_in_inference_mode_have_no_versions_and_are_kept_track_of_all_the_same() -> None:

@@ -14,10 +14,9 @@ from ..model.architecture import Architecture
 from ..model.device_memory import DeviceMemory, device_memory, is_out_of_memory
 from ..model.kv_storage import KVStorage, kv_dtype
 from ..notices import Notices
-from ..patches.adapter_swap import adapted_layers
-from ..patches.attention_interface import autocast_dtype
 from ..planning.paged_cache import PagedCache
 from ..wording import shown_size
+from .computed_with import ComputedWith
 from .memory_rehearsal import Rehearsals
 
 _SMALLER = 0.9  # of a size that could not be allocated: the next one to try
@@ -32,7 +31,7 @@ class KVMemory:
         self.architecture = architecture  # the generator sets it before each call
         self._config = config
         self._notices = notices
-        self._fingerprint: object = None
+        self._computed_with: ComputedWith | None = None  # what the cache holds; only where prefixes are kept
         self.memory: DeviceMemory = device_memory(architecture.device)
         self.rehearsals = Rehearsals()
         self._beside: int | None = None  # bytes to leave to the call's steps, if known
@@ -70,9 +69,8 @@ class KVMemory:
                 "rows at a time, or a smaller `max_new_tokens`",
             )
         self._results = min(results, free // 2)
-        if self.cache is not None and self._fingerprint != weights_fingerprint(self._model):
-            self.cache.forget_kept()  # other weights computed them
-            self.clear()
+        if self._config.keep_prefixes:
+            self._drop_what_another_model_computed()
         if self.cache is None or self.storage is None:
             self._make(min(pages_wanted, self._affordable(pages_wanted, pages_needed, beside)), pages_needed)
         else:
@@ -85,14 +83,33 @@ class KVMemory:
         self.cache.start_counting()
         return self.cache, self.storage
 
+    def look_again(self, adapters: bool) -> None:
+        """Prefixes were computed since the last look: with the model as it was when the call began?
+
+        adapters: whether they were computed with the adapters that the owner has activated.
+        """
+        if self._computed_with is None:
+            return
+        try:
+            self._computed_with.look_again(self._model, adapters)
+        except Exception as error:
+            self._computed_with = None  # unknown, then: nothing is kept
+            if not is_out_of_memory(error):
+                raise
+
     def settle(self) -> None:
         """A call has ended well: keep the pages of kept prefixes, free the others."""
         if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
             return
         try:
+            if self._computed_with is None:
+                raise torch.OutOfMemoryError
+            if (change := self._computed_with.change()) is not None:
+                self.clear()
+                self._notices("changed", f"no prefixes are kept of a call: {change} changed while it ran")
+                return
             self.storage.keep_only(self.cache.compact())
-            self._fingerprint = weights_fingerprint(self._model)
         except BaseException as error:
             self.clear()
             if not is_out_of_memory(error):
@@ -102,6 +119,13 @@ class KVMemory:
                 f"no prefixes are kept for the next call: {self.architecture.device} had no memory to put them "
                 "together. Set a smaller `kv_memory`",
             )
+
+    def _drop_what_another_model_computed(self) -> None:
+        before, now = self._computed_with, ComputedWith(self._model, self.architecture.device)
+        if self.cache is not None and (before is None or not before.holds_for(self._model, now)):
+            self.cache.forget_kept()
+            self.clear()
+        self._computed_with = now
 
     def clear(self) -> None:
         if self.storage is not None:
@@ -243,40 +267,3 @@ class KVMemory:
 
     def _shown(self, pages: int) -> str:
         return shown_size(pages * self.page_bytes)
-
-
-def weights_fingerprint(model: nn.Module) -> object:
-    """A value that changes whenever kept keys and values would be computed differently.
-
-    It changes with the weights (also in place, and behind PyTorch's back), with adapters that are merged or scaled, and
-    with autocast's dtype. The prompts' keys tell which adapters are active. Hooks are left out: most only watch, and
-    their effect cannot be seen from outside.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    # Writing through .data moves no version counter, but it changes the sums of the weights.
-    sums = [_added_up(tensor.detach()) for tensor in tensors]
-    identity = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
-    adapters = [
-        [str(getattr(layer, name, None)) for name in ("merged_adapters", "scaling")] for layer in adapted_layers(model)
-    ]
-    kinds = [[each for each in sums if each.dtype == kind] for kind in (torch.int64, torch.float64)]
-    totals = [torch.stack(each).tolist() for each in kinds if each]
-    return identity, totals, adapters, autocast_dtype(tensors[0].device)
-
-
-def _added_up(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum that changes with the tensor.
-
-    On a CPU it adds the bits as whole numbers. That takes a tenth of the time of a sum in float64, and shows every
-    change of a row. Each row has a factor of its own, so exchanging two rows shows as well.
-    """
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if plain and tensor.is_contiguous() and tensor.numel():
-        size = tensor.element_size()
-        # Not for 8-byte numbers: in a sum of words the sign bits of two negated numbers cancel out.
-        if size < 8 and tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
-            words = tensor.view(-1).view(torch.int64)
-            rows = tensor.numel() // tensor.shape[-1]
-            sums = words.view(rows, -1).sum(dim=1) if len(words) % rows == 0 else words
-            return (sums * torch.arange(1, 2 * len(sums), 2)).sum()
-    return tensor.sum(dtype=torch.float64)

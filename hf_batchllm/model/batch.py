@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from ..planning.requests_and_prefixes import Request, Unit, units_below
+from ..planning.requests_and_prefixes import Prefix, Request, Unit, units_below
 from ..planning.step import Chunk, Step
 
 
@@ -113,10 +113,12 @@ class BatchBuilder:
         self.short_chunk = short_chunk  # tokens: chunks of no more than these stand before longer ones
         self.pin_memory = pin_memory
         self.wanted = wanted
+        self.built_prefixes = False  # whether there were prefixes in a batch; set back by the reader
 
     def build(self, step: Step) -> ModelBatch:
         # Stable: neighbours in the plan stay neighbours.
         chunks = sorted(step.chunks, key=lambda chunk: chunk.end - chunk.begin > self.short_chunk)
+        self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
         units = units_below([*step.rows, *(chunk.unit for chunk in chunks)])
         place = {unit: index for index, unit in enumerate(units)}
         table = UnitTable(

@@ -1,12 +1,42 @@
-"""What a model's owner may set on it that a captured graph would miss: hooks, modes, other weights."""
+"""What a model's owner may do to it between two steps, and how it is noticed.
+
+Captured graphs replay what the model was when they were captured, and kept prefixes hold what it computed. Neither must
+be used once the model is another.
+"""
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any
+
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..patches.attention_interface import autocast_dtype
 from ..patches.unmodified import IDLE_HOOKS
+
+# What modules hold that is looked at in a way of its own, or has no part in a forward pass.
+_APART = frozenset(
+    [
+        *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"),
+        *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_non_persistent_buffers_set"),
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+        *("_forward_hooks_always_called", "_is_hf_initialized"),
+        *("generate", "generation_config", "warnings_issued"),
+    ]
+)
+# PEFT's notes of the active adapters.
+_NOTES = ("_active_adapter", "_disable_adapters", "active_adapters", "disable_adapters", "active_adapter")
+_NOT_OWN = _APART.union(_NOTES)
+# The layers of a RoPE that depends on the length note these while they run.
+_NOTED_BY_ROPE = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
+_ATTENTION = "_attn_implementation"  # of a config: another attention runs in any case
+_CONTAINERS = (dict, list, set, OrderedDict)
 
 
 def not_in_graphs(model: nn.Module) -> str | None:
@@ -25,31 +55,215 @@ def not_in_graphs(model: nn.Module) -> str | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether it has hooks that do something. transformers leaves idle ones behind."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(getattr(hook, "__module__", "") != IDLE_HOOKS for hook in hooks)
+    return bool(_hooks_in(module.__dict__))
 
 
-def owners_state(model: nn.Module, device: torch.device) -> object:
-    """A value that changes when the owner changes anything that captured graphs depend on: see ``not_in_graphs``.
+class OwnersState:
+    """What the owner has set on a model: taken when it is made, compared with the model's state of later.
 
-    It is asked for often, so it reads the modules' ``__dict__``, past their ``__getattr__``.
+    Modules and tensors are held weakly: what the owner takes out of the model is freed. Python reads much of it every
+    time, so the loops read the modules' ``__dict__``, past their ``__getattr__``.
     """
-    everywhere = nn.modules.module
-    state: list[object] = [autocast_dtype(device)]
-    state += [len(everywhere._global_forward_hooks), len(everywhere._global_forward_pre_hooks)]
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is None:
-            continue
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._settings = _settings(device)
+        self._model = weakref.ref(model)
+        self._modules = [_ModuleState(name, module) for name, module in model.named_modules()]
+        self._code = _Code({entry.kind for entry in self._modules})
+        configs: dict[int, PreTrainedConfig] = {}
+        for entry in self._modules:
+            for value in entry.own.values():
+                if isinstance(value, PreTrainedConfig):
+                    _collect(value, configs)
+        self._configs = [(config, _fields_of(config, frozen=True)) for config in configs.values()]
+
+    def change(self, model: nn.Module, adapters: bool = True, written: bool = False) -> str | None:
+        """What is another now, for a message; None if nothing is.
+
+        adapters: whether it matters which adapters are active.
+        written: whether it matters what has been written to parameters (see ``weights_digest`` for what goes unnoticed)
+            rather than where parameters and buffers are.
+        """
+        if model is not self._model():
+            return "the model"
+        if _settings(self._device) != self._settings:
+            return "a setting of PyTorch (autocast, hooks on all modules, the default dtype, the matmul precision)"
+        for entry in self._modules:
+            if entry.is_another(adapters, written):
+                return f"`{entry.name}`" if entry.name else "the model"
+        for config, fields in self._configs:
+            if not _same(_fields_of(config), fields):
+                return "the model's config"
+        return self._code.change()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters, buffers and other tensors of the modules, each once."""
+        seen: set[int] = set()
+        for entry in self._modules:
+            for tensor in entry.tensors():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
+
+
+class _ModuleState:
+    """A module, what it holds and what it is made of."""
+
+    __slots__ = ("buffers", "children", "hooks", "kind", "module", "name", "notes", "own", "parameters", "plain")
+
+    def __init__(self, name: str, module: nn.Module) -> None:
         held = module.__dict__
-        state += [held["training"], id(held.get("forward")), len(held["_forward_hooks"])]
-        state.append(len(held["_forward_pre_hooks"]))
-        for tensors in (held["_parameters"], held["_buffers"]):
-            state += [tensor.data_ptr() for tensor in tensors.values() if tensor is not None]
-        # A property in PEFT's layers; transformers' models have a method of that name.
-        if isinstance(getattr(type(module), "disable_adapters", None), property) or "disable_adapters" in held:
-            names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-            state += [str(getattr(module, name, None)) for name in names]
-        waiting.extend(held["_modules"].values())
-    return state
+        self.name = name
+        self.module = weakref.ref(module)
+        self.kind = type(module)
+        self.own = {key: _frozen(value) for key, value in held.items() if key not in _NOT_OWN}
+        self.notes = _notes_in(held)
+        self.plain = [key for key, value in self.own.items() if isinstance(value, torch.Tensor)]
+        self.hooks = _hooks_in(held)
+        self.children = [(key, None if each is None else weakref.ref(each)) for key, each in held["_modules"].items()]
+        self.parameters = [_place(key, each) for key, each in held["_parameters"].items()]
+        self.buffers = [_place(key, each) for key, each in held["_buffers"].items()]
+
+    def is_another(self, adapters: bool, written: bool) -> bool:
+        module = self.module()
+        if module is None or type(module) is not self.kind:
+            return True
+        held = module.__dict__
+        if not _same({key: value for key, value in held.items() if key not in _NOT_OWN}, self.own):
+            return True
+        if _hooks_in(held) != self.hooks or (adapters and _notes_in(held) != self.notes):
+            return True
+        children = held["_modules"]
+        if len(children) != len(self.children):
+            return True
+        for (key, child), (before, ref) in zip(children.items(), self.children, strict=True):
+            if key != before or child is not (None if ref is None else ref()):
+                return True
+        parameters = [_place(key, each) for key, each in held["_parameters"].items()]
+        if written:  # forward passes write to buffers, often what was there before: the digest tells
+            return parameters != self.parameters
+        if [place[:2] for place in parameters] != [place[:2] for place in self.parameters]:
+            return True
+        buffers = [_place(key, each) for key, each in held["_buffers"].items()]
+        return [place[:2] for place in buffers] != [place[:2] for place in self.buffers]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        module = self.module()
+        if module is None:
+            return
+        held = module.__dict__
+        for each in (*held["_parameters"].values(), *held["_buffers"].values(), *map(held.get, self.plain)):
+            if isinstance(each, torch.Tensor):
+                yield each
+
+
+class _Code:
+    """The code that modules of some classes run: their ``forward``, and what stands beside it in its file."""
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._forwards = [(kind, *_forward_of(kind)) for kind in kinds]
+        homes = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
+        spaces = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+        self._beside = [
+            (space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
+            for space in spaces
+        ]
+
+    def change(self) -> str | None:
+        for kind, *before in self._forwards:
+            if [*_forward_of(kind)] != before:
+                return f"the code of {kind.__name__}"
+        for space, before in self._beside:
+            for name, value in before.items():
+                if space.get(name) is not value:
+                    return f"`{name}` of {space['__name__']}"
+        return None
+
+
+def _forward_of(kind: type) -> tuple[Any, Any, Any]:
+    forward = getattr(kind, "forward", None)
+    return forward, getattr(forward, "__code__", None), kind.__call__
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    everywhere = nn.modules.module
+    return (
+        autocast_dtype(device),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        _named(everywhere._global_forward_hooks),
+        _named(everywhere._global_forward_pre_hooks),
+    )
+
+
+def _hooks_in(held: dict[str, Any]) -> tuple[Any, ...]:
+    after, before = held["_forward_hooks"], held["_forward_pre_hooks"]
+    return (*_named(before), *_named(after)) if after or before else ()
+
+
+def _named(hooks: dict[int, Any]) -> tuple[tuple[int, int], ...]:
+    """Each hook by its number, which no other one gets, and by itself. Without the idle ones."""
+    return tuple((key, id(hook)) for key, hook in hooks.items() if getattr(hook, "__module__", "") != IDLE_HOOKS)
+
+
+def _notes_in(held: dict[str, Any]) -> list[Any] | None:
+    notes = [held.get(note) for note in _NOTES]
+    return None if notes == _NO_NOTES else [_frozen(note) for note in notes]
+
+
+_NO_NOTES = [None] * len(_NOTES)
+
+
+def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, int | None, int | None]:
+    """A tensor's name, address and version. One made in inference mode has no version."""
+    if tensor is None:
+        return name, None, None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a tensor made of others has no memory of its own
+        address = id(tensor)
+    return name, address, None if tensor.is_inference() else tensor._version
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of dictionaries, lists and sets, which do not change any more; anything else as it is."""
+    if type(value) not in _CONTAINERS:
+        return value
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return set(value) if isinstance(value, set) else [_frozen(each) for each in value]
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether two dictionaries hold the same objects, or equal ones."""
+    try:
+        if now == then:
+            return True
+    except Exception:  # what cannot be compared, such as tensors, is another
+        pass
+    return all(
+        key in now and key in then and _equal(now[key], then[key])
+        for key in now.keys() | then.keys()
+        if not key.endswith(_NOTED_BY_ROPE)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:
+        return False
+
+
+def _collect(config: PreTrainedConfig, found: dict[int, PreTrainedConfig]) -> None:
+    if id(config) not in found:
+        found[id(config)] = config
+        for value in vars(config).values():
+            if isinstance(value, PreTrainedConfig):
+                _collect(value, found)
+
+
+def _fields_of(config: PreTrainedConfig, frozen: bool = False) -> dict[str, Any]:
+    fields = vars(config).items()
+    return {key: _frozen(value) if frozen else value for key, value in fields if not key.startswith(_ATTENTION)}

@@ -41,9 +41,17 @@ class PagedCache:
         self.lost_tokens = 0  # computed, then given up for want of memory, and needed again
 
     def start_counting(self) -> None:
-        """A call begins: count its peak and its lost tokens from here."""
+        """A call begins: count its peak and its lost tokens from here.
+
+        Kept prefixes, and the units below them, may have lost tokens in earlier calls: these are no loss of this call.
+        The requests that stood on them are gone, so less of them may be read than before.
+        """
         self.peak_pages = self.num_pages - len(self._free)
         self.lost_tokens = 0
+        for unit in units_below([*self._kept]):  # a base comes before what stands on it
+            unit.lost_end = unit.read_end = unit.start
+            if unit.base is not None:
+                unit.base.read_end = max(unit.base.read_end, unit.start)
 
     # -- counting ----------------------------------------------------------------------------------------------
 
@@ -131,8 +139,8 @@ class PagedCache:
         self.release(unit)
 
     def still_lost(self, requests: Iterable[Request]) -> int:
-        """The lost tokens of ``requests`` and their ancestors that have not been computed again yet."""
-        return sum(max(0, unit.lost_end - unit.computed) for unit in units_below([*requests]))
+        """The lost tokens of ``requests``, kept prefixes and their ancestors that have not been computed again."""
+        return sum(max(0, unit.lost_end - unit.computed) for unit in units_below([*requests, *self._kept]))
 
     # -- lifetimes ---------------------------------------------------------------------------------------------
 
@@ -247,7 +255,6 @@ class PagedCache:
         if self.match(prefix.ids, prefix.end, prefix.key)[1] == prefix.end:
             return False  # the same tokens are kept already, and this call did not use them
         prefix.kept = True
-        prefix.lost_end = prefix.start  # the next call counts anew
         prefix.ids = np.array(prefix.ids[: prefix.end])  # a copy, so that the rest of the prompt is freed
         self._kept[prefix] = None
         return True

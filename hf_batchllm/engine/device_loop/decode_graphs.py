@@ -15,7 +15,7 @@ from ...config import BatchConfig
 from ...kernels.work_lists import NoRoom
 from ...model.batch import ModelBatch
 from ...model.kv_storage import KVStorage
-from ...model.owners_state import not_in_graphs, owners_state
+from ...model.owners_state import OwnersState, not_in_graphs
 from ...model.runner import ModelRunner
 from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
@@ -59,7 +59,8 @@ class DecodeGraphs:
         self._pool: Any = None
         # A model that could not be captured in an earlier call cannot be captured in this one.
         self._given_up = not capture or notices.was_given(_CAPTURE)
-        self._state: object = None  # the model's state as it was captured
+        self._state: OwnersState | None = None  # the model's state as it was captured
+        self._adapter: str | None = None
         self._warm = False  # whether a run has compiled the kernels of all sizes that are prepared
         self.model_may_have_changed = True  # the caller had control since the last step
         self.why_not_prepared = ""  # why graphs are only captured when a step needs them
@@ -107,14 +108,14 @@ class DecodeGraphs:
             return
         adapters = self._runner.adapters
         adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
-        state = owners_state(self._runner.model, self._seats.last.device), adapter
+        model = self._runner.model
         self.model_may_have_changed = False
-        if state == self._state:
+        if self._state is not None and adapter == self._adapter and self._state.change(model) is None:
             return
         for graph in captured:
             self._forget(graph)
-        self._state = state
-        if (reason := not_in_graphs(self._runner.model)) is not None:
+        self._state, self._adapter = OwnersState(model, self._seats.last.device), adapter
+        if (reason := not_in_graphs(model)) is not None:
             self._give_up(reason)
 
     @property

@@ -1,0 +1,121 @@
+"""A digest of tensors: a few numbers that change with any value of theirs, and with the place of any value.
+
+A write through ``.data`` moves no version counter, and tensors made in inference mode have none. So nothing but the
+values tells whether they are the ones of before. The digest reads each of them once, at nearly the speed of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+_ROW = 1024  # words that are multiplied with a weight each, and added up
+_LANES = 1 << 20  # 4-byte numbers that are worked on at a time where a copy is needed
+
+
+class Digest:
+    """Computed when it is made; on a GPU nobody waits for it before it is compared."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        numbers: dict[torch.device, list[torch.Tensor]] = {}
+        self._kinds: list[object] = []
+        with torch.no_grad():
+            for tensor in tensors:
+                for part in _parts(tensor):
+                    self._kinds.append((part.shape, part.dtype, part.device))
+                    if part.numel():
+                        numbers.setdefault(part.device, []).append(_number_of(part))
+            self._numbers = [torch.stack(each) for each in numbers.values()]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Digest) or self._kinds != other._kinds:
+            return False
+        return all(map(torch.equal, self._numbers, other._numbers))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, mostly."""
+    if tensor.is_meta:
+        return []
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
+    if tensor.layout == torch.strided:
+        parts = [tensor.detach().as_subclass(torch.Tensor)]
+    elif tensor.layout == torch.sparse_coo:
+        parts = [tensor.detach()._indices(), tensor.detach()._values()]
+    else:
+        parts = [tensor.detach().to_dense()]
+    quantized = getattr(tensor, "quant_state", None)  # of bitsandbytes: the scales
+    return parts + [each for each in vars(quantized).values() if isinstance(each, torch.Tensor)] if quantized else parts
+
+
+def _number_of(tensor: torch.Tensor) -> torch.Tensor:  # int64, a single one
+    flat = _flat(tensor)
+    if tensor.device.type == "cuda" and _triton_runs():
+        from ..kernels.digest_triton import digest
+
+        return digest(flat)
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    rest = flat[8 * len(words) :].to(torch.int64)
+    rows = len(words) // _ROW
+    summed = [words[rows * _ROW :], rest]
+    if rows and tensor.device.type == "cpu":
+        summed.append(_rows_on_cpu(words[: rows * _ROW].view(rows, _ROW), tensor.dtype))
+    elif rows:
+        summed.append(_rows_anywhere(words[: rows * _ROW].view(rows, _ROW)))
+    return _mixed(torch.cat(summed))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:  # uint8 [bytes]
+    """The tensor's bytes: in place, or copied where they do not lie one after the other."""
+    if not tensor.is_contiguous() and tensor.dim() >= 2 and tensor.mT.is_contiguous():
+        tensor = tensor.mT
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return flat if flat.storage_offset() % 8 == 0 else flat.clone()
+
+
+def _rows_on_cpu(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # int64 [rows]
+    """Of each row a number that depends on the place of each word.
+
+    In whole numbers the highest bits of two words cancel out: the signs of every second number in float32. A sum of
+    float32 numbers shows these, and only these are left to it.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        return _rows_anywhere(words)
+    signs = words.view(torch.float32).sum(dim=1).view(torch.int32)
+    return words @ _weights(_ROW, words.device) + signs
+
+
+def _rows_anywhere(words: torch.Tensor) -> torch.Tensor:  # int64 [rows]
+    """As ``_rows_on_cpu``, with copies: numbers of 4 bytes do not lose their highest bits in 8 bytes."""
+    weights = _weights(2 * _ROW, words.device)
+    some = _LANES // (2 * _ROW)
+    return torch.cat([(part.view(torch.int32) * weights).sum(dim=1) for part in words.split(some)])
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """One number of many, by the places that they have."""
+    size = 1 << max(10, (len(numbers) - 1).bit_length())
+    return ((numbers ^ (numbers >> 32)) * _weights(size, numbers.device)[: len(numbers)]).sum()
+
+
+@cache
+def _weights(count: int, device: torch.device) -> torch.Tensor:  # int64 [count]
+    """Random odd numbers, the same in every call."""
+    with torch.inference_mode(False):
+        made = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=torch.Generator().manual_seed(count))
+        return (made | 1).to(device)
+
+
+@cache
+def _triton_runs() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""Kept prefixes are used by the model that computed them, and by no other, whatever its owner does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES
+from support_kernels import plain
+from torch import nn
+from torch.nn.utils import parametrize
+
+from hf_batchllm import BatchGenerator
+
+pytestmark = plain
+DOCUMENT = [5 + 7 * place % 80 for place in range(24)]
+OTHER = [6 + 11 * place % 80 for place in range(24)]
+GIVEN = [[*DOCUMENT, 3], [*DOCUMENT, 4, 5]]
+CONFIG: dict[str, Any] = {"page_size": 8, "min_shared_tokens": 4, "max_batch_tokens": 30}
+Change = Callable[[Any], object]
+
+
+def attention(model: Any, layer: int = 1) -> Any:
+    return model.model.layers[layer].self_attn
+
+
+class OnlyValues(nn.Module):
+    """Stands in for a projection, over its parameters."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = inner.weight, inner.bias
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(states, self.weight).flip(-1)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def heads_exchanged(model: Any) -> None:
+    weight = attention(model).k_proj.weight
+    half = len(weight) // 2
+    weight.data[:] = weight.data[[*range(half, 2 * half), *range(half)]]
+
+
+def columns_exchanged(model: Any) -> None:
+    weight = attention(model).v_proj.weight
+    weight.data[:] = weight.data[:, [1, 0, *range(2, weight.shape[1])]]
+
+
+def signs_changed(model: Any) -> None:
+    weight = attention(model).k_proj.weight
+    weight.data[:, [1, 3]] = -weight.data[:, [1, 3]]
+
+
+def forward_replaced(model: Any) -> None:
+    proj = attention(model).k_proj
+    proj.forward = lambda states: 2 * nn.Linear.forward(proj, states)
+
+
+def class_exchanged(model: Any) -> None:
+    proj = attention(model).k_proj
+    proj.__class__ = type("Flipped", (nn.Linear,), {"forward": OnlyValues.forward})
+
+
+def layers_exchanged(model: Any) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+
+
+CHANGES: dict[str, Change] = {
+    "weights": lambda model: model.load_state_dict({key: 0.9 * each for key, each in model.state_dict().items()}),
+    "data": lambda model: attention(model).k_proj.weight.data.mul_(1.1),
+    "heads": heads_exchanged,
+    "columns": columns_exchanged,
+    "signs": signs_changed,
+    "buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "module": lambda model: setattr(attention(model), "k_proj", OnlyValues(attention(model).k_proj)),
+    "class": class_exchanged,
+    "layers": layers_exchanged,
+    "parametrized": lambda model: parametrize.register_parametrization(attention(model).k_proj, "weight", Twice()),
+    "forward": forward_replaced,
+    "hook": lambda model: model.model.layers[0].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:])),
+    "number": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
+    "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.GELU()),
+    "config": lambda model: setattr(model.config, "hidden_act", "gelu"),
+    "nested": lambda model: model.config.rope_parameters.update(rope_theta=7.0),
+    "train": lambda model: model.train(),
+    "dtype": lambda model: model.double(),
+}
+
+
+def model_of_its_own() -> Any:
+    return FAMILIES["llama"]()
+
+
+def fresh(model: Any) -> list[list[int]]:
+    return BatchGenerator(model, **CONFIG).generate(GIVEN, max_new_tokens=4).token_ids
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_calls(change: str) -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    for cached in (0, 24):
+        assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == cached
+    CHANGES[change](model)
+    result = generator.generate(GIVEN, max_new_tokens=4)
+    assert result.report.cached_tokens == 0
+    assert result.token_ids == fresh(model)
+    assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == 24
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("change", ["weights", "heads", "columns", "module", "number", "hook", "train"])
+@pytest.mark.filterwarnings("ignore:no prefixes are kept of a call")
+def test_a_change_between_two_results(change: str, back: bool) -> None:
+    """The second document is computed with the changed model. ``back``: afterwards the model is the one of before."""
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    other = [[*OTHER, 3], [*OTHER, 4]]
+    stream = generator.stream([*GIVEN, *other], max_new_tokens=1)
+    next(stream)
+    before = {key: each.clone() for key, each in model.state_dict().items()}
+    proj, norm = attention(model).k_proj, model.model.layers[0].input_layernorm
+    epsilon = norm.variance_epsilon
+    CHANGES[change](model)
+    if back:
+        assert len([next(stream), next(stream)]) == 2
+        attention(model).k_proj, norm.variance_epsilon = proj, epsilon
+        model.model.layers[0]._forward_pre_hooks.clear()
+        model.eval()
+        for key, each in model.state_dict().items():
+            each.data.copy_(before[key])
+    list(stream)
+    for given in (GIVEN, other):
+        result = generator.generate(given, max_new_tokens=4)
+        assert result.report.cached_tokens == 0
+        assert result.token_ids == BatchGenerator(model, **CONFIG).generate(given, max_new_tokens=4).token_ids
+
+
+def test_a_stream_in_which_nothing_changes_keeps_its_prefixes() -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    list(generator.stream([*GIVEN, [*OTHER, 3], [*OTHER, 4]], max_new_tokens=2))
+    assert generator.generate([GIVEN[0], [*OTHER, 9]], max_new_tokens=2).report.cached_tokens == 48
+
+
+def test_what_changed_while_a_call_ran_is_said() -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    stream = generator.stream(GIVEN, max_new_tokens=1)
+    next(stream)
+    attention(model).scaling *= 2
+    generator._kv.look_again(adapters=True)  # as if a prefix had been computed since
+    with pytest.warns(UserWarning, match=r"no prefixes are kept of a call: `model.layers.1.self_attn` changed while"):
+        list(stream)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_autocast_between_two_results(kind: torch.dtype) -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    stream = generator.stream([*GIVEN, [*OTHER, 3], [*OTHER, 4]], max_new_tokens=1)
+    next(stream)
+    with torch.autocast("cpu", dtype=kind), pytest.warns(UserWarning, match="a setting of PyTorch"):
+        list(stream)
+    assert generator.generate(GIVEN, max_new_tokens=1).report.cached_tokens == 0
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = model_of_its_own()
+        generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+        assert [generator.generate(GIVEN, max_new_tokens=2).report.cached_tokens for _ in range(2)] == [0, 24]
+        columns_exchanged(model)
+        result = generator.generate(GIVEN, max_new_tokens=4)
+        assert result.report.cached_tokens == 0
+        assert result.token_ids == fresh(model)
+
+
+def test_a_prefix_of_training_mode_is_not_used_in_evaluation() -> None:
+    model = model_of_its_own()
+    attention(model).attention_dropout = 0.0
+    model.model.layers[0].input_layernorm = nn.Sequential(model.model.layers[0].input_layernorm, nn.Dropout(0.5))
+    generator = BatchGenerator(model.train(), keep_prefixes=4, **CONFIG)
+    with pytest.warns(UserWarning, match="training mode"):
+        generator.generate(GIVEN, max_new_tokens=4)
+    model.eval()
+    result = generator.generate(GIVEN, max_new_tokens=4)
+    assert result.report.cached_tokens == 0
+    assert result.token_ids == fresh(model)
+
+
+def test_what_changes_nothing_drops_nothing() -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator.generate(GIVEN, max_new_tokens=2)
+    model.requires_grad_(False)
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.generation_config.temperature = 0.7
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([GIVEN[0]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, pad_token_id=0)
+    with torch.inference_mode():
+        assert generator.generate(GIVEN, max_new_tokens=2).report.cached_tokens == 24
+
+
+def test_a_module_taken_out_of_the_model_is_freed() -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    generator.generate(GIVEN, max_new_tokens=2)
+    before = weakref.ref(attention(model).k_proj.weight)
+    attention(model).k_proj = nn.Linear(48, len(attention(model).k_proj.weight), bias=False)
+    gc.collect()
+    assert before() is None
