@@ -51,8 +51,8 @@ def warn_of_options(
     if config.cache_implementation == "quantized":
         notices(
             "quantized",
-            'cache_implementation="quantized" has no effect: keys and values stay in the model\'s dtype, so results are '
-            "those of a cache that is not quantised",
+            'cache_implementation="quantized" has no effect: keys and values stay in the model\'s dtype, so results '
+            "are those of a cache that is not quantised",
         )
     if config.max_new_tokens is not None:
         if asked.get("max_length") is not None:
