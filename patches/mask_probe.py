@@ -26,8 +26,8 @@ class NotedMask:
     marker: torch.Tensor  # the model passes it on as the mask; kept alive so that no other tensor gets its id
 
     def sees(self, query: int, key: int) -> bool:
-        zero = torch.tensor(0)
-        return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
+        zero, at, other = (torch.tensor(number, device="cpu") for number in (0, query, key))
+        return bool(self.function(zero, zero, at, other))
 
 
 # For each thread: several may probe their models at a time.

@@ -140,7 +140,8 @@ def _with(token: int, place: int) -> Generation:
 def test_rounding_decides_at_the_edge_of_a_warper() -> None:
     rows = [_with(token, 5) for token in (50, 74)]
     assert _row_on_an_edge() in rows
-    assert not all([check_row(build("llama"), row, _ON_AN_EDGE, SEED) for row in rows])
+    whole = [check_row(build("llama"), row, _ON_AN_EDGE, SEED) for row in rows]
+    assert not all(whole)
 
 
 @pytest.mark.parametrize(("place", "token"), [(1, 15), (2, 66), (2, 83), (3, 22), (3, 83), (4, 74), (5, 16)])

@@ -278,5 +278,5 @@ def _added_up(tensor: torch.Tensor) -> torch.Tensor:
             words = tensor.view(-1).view(torch.int64)
             rows = tensor.numel() // tensor.shape[-1]
             sums = words.view(rows, -1).sum(dim=1) if len(words) % rows == 0 else words
-            return (sums * torch.arange(1, 2 * len(sums), 2)).sum()
+            return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
     return tensor.sum(dtype=torch.float64)

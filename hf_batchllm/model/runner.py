@@ -128,7 +128,7 @@ class ModelRunner:
         # On a CPU, allocating so much memory takes longer than the conversion.
         if self._logits is None or self._logits.shape[0] < len(logits):
             with torch.inference_mode(False):  # a later step may run outside
-                self._logits = torch.empty(logits.shape, dtype=torch.float32)
+                self._logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:

@@ -123,7 +123,7 @@ class BeamEngine:
             logits = torch.cat([logits, torch.stack(earlier)])
         if rows == list(range(len(rows))):
             return complete, logits[: len(rows)]
-        return complete, logits[torch.tensor(rows, device=logits.device)]
+        return complete, logits[torch.tensor(rows, dtype=torch.long, device=logits.device)]
 
     def choose(self, candidates: Candidates) -> list[BeamGroup]:
         """Choose each group's next beams and its answers so far. Returns the groups whose search is over."""
