@@ -46,11 +46,12 @@ class Searches:
     def __init__(self, rules: SearchRules, longest: Sequence[int]) -> None:
         count, width = len(longest), rules.width
         self.rules = rules
-        self.running = torch.full((count, width), NEVER, **_FLOATS)  # scores of the beams
-        self.running[:, 0] = 0.0  # at first all beams are the same, so only one counts
-        self.scores = torch.full((count, width), NEVER, **_FLOATS)  # of the answers
-        self.finished = torch.zeros(count, width, dtype=torch.bool, device="cpu")  # whether the answer exists
-        self._may_improve = torch.ones(count, 1, dtype=torch.bool, device="cpu")
+        with torch.inference_mode(False):  # later steps may run outside it
+            self.running = torch.full((count, width), NEVER, **_FLOATS)  # scores of the beams
+            self.running[:, 0] = 0.0  # at first all beams are the same, so only one counts
+            self.scores = torch.full((count, width), NEVER, **_FLOATS)  # of the answers
+            self.finished = torch.zeros(count, width, dtype=torch.bool, device="cpu")  # whether the answer exists
+            self._may_improve = torch.ones(count, 1, dtype=torch.bool, device="cpu")
         self._longest = list(longest)
 
     def step(
