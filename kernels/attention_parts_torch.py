@@ -162,7 +162,7 @@ def _fused(
     if mask is not None:
         if mask.ndim == 2:
             mask = mask[None, None]
-        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found: tuple[torch.Tensor, torch.Tensor] = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return found

@@ -71,7 +71,7 @@ def penalise(
 ) -> torch.Tensor:  # [rows, vocabulary] float32
     """Logits after the repetition penalty of the tokens seen, and without EOS in rows that are not long enough yet."""
     rows, vocabulary = logits.shape
-    out = torch.empty(rows, vocabulary, device=logits.device) if out is None else out
+    out = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device) if out is None else out
     assert logits.stride(1) == 1 and out.stride(1) == 1 and out.dtype == torch.float32
     assert seen is None or (seen.shape[1] == triton.cdiv(vocabulary, 32) and seen.stride(1) == 1)
     assert seen is None or line is not None or len(seen) == rows

@@ -182,7 +182,7 @@ def greedy(
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocabulary, GREEDY_BLOCK)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
-    scores = torch.empty(rows, blocks, device=logits.device)
+    scores = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     if rows:
         _best_of_block[(rows * blocks,)](
@@ -214,7 +214,7 @@ def gumbel_sample(
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocabulary, SAMPLE_BLOCK)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
-    scores = torch.empty(rows, blocks, device=logits.device)
+    scores = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     by_row = isinstance(temperature, RowRecipes)
     if isinstance(temperature, RowRecipes):
         table, which = temperature.table, temperature.which

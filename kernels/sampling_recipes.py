@@ -55,7 +55,7 @@ class Numbers(NamedTuple):
         top_p = float(recipe.top_p) if cuts & BY_MASS else 1.0  # type: ignore[arg-type]
         tail = max(1 - top_p, 1e-30) / vocabulary if cuts & BY_MASS else 1.0
         shift = shift_of(recipe, vocabulary)
-        rounded = torch.tensor(shift, dtype=torch.float32).item()
+        rounded = torch.tensor(shift, dtype=torch.float32, device="cpu").item()
         rest = shift - rounded if cuts & BY_RATIO else 0.0
         return cls(factor, cuts, recipe.top_k if cuts & BY_RANK else 0, top_p, math.log2(tail), rounded, rest)
 
@@ -99,7 +99,7 @@ class RecipeTable:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # steps may run outside of inference mode
-            return torch.tensor(list(values), dtype=dtype).to(self._device)
+            return torch.tensor(list(values), dtype=dtype, device="cpu").to(self._device)
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,7 @@ def cutoffs(
     """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
-    out = torch.empty(rows, device=logits.device) if out is None else out
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device) if out is None else out
     if by_row is None:
         recipe = Recipe(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         numbers, which = Numbers.of(recipe, vocabulary), out
@@ -345,7 +345,7 @@ def cutoffs(
     kept = 0 if kinds == {0} else rows
     group_best = torch.empty(kept, groups, dtype=logits.dtype, device=logits.device)
     listed = torch.empty(kept, groups, dtype=torch.int32, device=logits.device)
-    block_best, block_mass = torch.empty(2, rows, blocks, device=logits.device)
+    block_best, block_mass = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
     shape = {"BY_ROW": by_row is not None, "VOCABULARY": vocabulary, "BLOCK": SURVEY_BLOCK, "GROUP": CUT_GROUP}
     _survey[(rows * blocks,)](
         logits, logits.stride(0), which, numbers.factor, numbers.cuts, group_best, block_best, block_mass, **shape,

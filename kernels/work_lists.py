@@ -383,5 +383,8 @@ def build_prefill(
     for field, values in enumerate((row, rows, low, shorts_begin, shorts, rest, full_from, full_to, pages)):
         items[: len(chunk), field] = values[longest_first]
     return PrefillWork(
-        torch.from_numpy(items), torch.tensor([len(chunk)], dtype=torch.int32), torch.from_numpy(entries), tile
+        torch.from_numpy(items),
+        torch.tensor([len(chunk)], dtype=torch.int32, device="cpu"),
+        torch.from_numpy(entries),
+        tile,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ _FIELD = "_attn_implementation_internal"
 _ABSENT = object()
 # By the id of a model's first config: a swap waits until a swap in another thread has ended.
 _locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_FORK_WAITS = 1.0  # seconds at most, for steps in other threads
 
 
 class AttentionSwap:
@@ -79,3 +81,36 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
             below = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
             waiting.extend(sub for sub in below if isinstance(sub, PreTrainedConfig))
     return list(found.values())
+
+
+# -- fork ------------------------------------------------------------------------------------------------------
+
+
+class _Fork(threading.local):  # two threads may fork at a time
+    """A forked process has none of the other threads: a step that runs in one of them would never end there.
+
+    So a fork waits until no step runs: the new process then gets models with their own attention. Where a step takes
+    longer than that, its lock is made anew for the new process.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def before(self) -> None:
+        self._held = [lock for lock in list(_locks.values()) if lock.acquire(timeout=_FORK_WAITS)]
+
+    def in_parent(self) -> None:
+        held, self._held = self._held, []
+        for lock in held:
+            lock.release()
+
+    def in_child(self) -> None:
+        others = [lock for lock in list(_locks.values()) if lock not in self._held]
+        self.in_parent()
+        for lock in others:
+            lock._at_fork_reinit()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    _fork = _Fork()
+    os.register_at_fork(before=_fork.before, after_in_parent=_fork.in_parent, after_in_child=_fork.in_child)

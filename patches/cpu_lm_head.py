@@ -62,7 +62,7 @@ class HeadSwap:
         if self._logits is None or self._logits.shape[0] < rows or _references(self._logits) > self._own_references:
             # The last condition: a hook or a wrapper has kept an earlier step's logits, which must not be overwritten.
             with torch.inference_mode(False):
-                self._logits = torch.empty(rows, vocabulary, dtype=weight.dtype)
+                self._logits = torch.empty(rows, vocabulary, dtype=weight.dtype, device=weight.device)
             self._own_references = _references(self._logits)
         logits = self._logits[:rows]
         across = hidden[0].t().contiguous()  # [width, rows]

@@ -27,9 +27,9 @@ class NotedMask:
     marker: torch.Tensor  # the model passes it on as the mask; kept alive so that no other tensor gets its id
 
     def sees(self, query: int, key: int) -> bool:
-        zero = torch.tensor(0)
+        zero, at, other = (torch.tensor(number, device="cpu") for number in (0, query, key))
         with _TablesGoOn():
-            return bool(self.function(zero, zero, torch.tensor(query), torch.tensor(key)))
+            return bool(self.function(zero, zero, at, other))
 
 
 class _TablesGoOn(TorchFunctionMode):

@@ -103,7 +103,7 @@ def _whole(parameter: torch.Tensor) -> StorageWeakRef | None:
 
 
 def _is_held_elsewhere(parameter: torch.Tensor) -> bool:
-    return _references(parameter) > _references(torch.empty(0))
+    return _references(parameter) > _references(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 
 def _references(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_batchllm import BatchGenerator
+from hf_batchllm import BatchGenerator, Generation
 
 FAMILIES = ("llama", "gemma3")
 
@@ -120,3 +121,30 @@ def test_each_prompt_has_its_own_settings(
     assert [row.index for row in result] == list(range(4))
     for row, options in zip(result, every, strict=True):
         check_row(model, row, options | _tokens(options), SEED)
+
+
+# The last draw of the third prompt is between two tokens, at distances from the entropy that differ by 1e-7.
+_ON_AN_EDGE = {"max_new_tokens": 6, "do_sample": True, "min_p": 0.3, "typical_p": 0.4, "forced_bos_token_id": 7}
+
+
+@cache
+def _row_on_an_edge() -> Generation:
+    return _generator("llama").generate(_prompts(0), seed=SEED, progress=False, **_ON_AN_EDGE)[2]
+
+
+def _with(token: int, place: int) -> Generation:
+    row = _row_on_an_edge()
+    return replace(row, token_ids=[*row.token_ids[:place], token, *row.token_ids[place + 1 :]])
+
+
+def test_rounding_decides_at_the_edge_of_a_warper() -> None:
+    rows = [_with(token, 5) for token in (50, 74)]
+    assert _row_on_an_edge() in rows
+    whole = [check_row(build("llama"), row, _ON_AN_EDGE, SEED) for row in rows]
+    assert not all(whole)
+
+
+@pytest.mark.parametrize(("place", "token"), [(1, 15), (2, 66), (2, 83), (3, 22), (3, 83), (4, 74), (5, 16)])
+def test_a_token_that_no_rounding_gives_is_found(place: int, token: int) -> None:
+    with pytest.raises(AssertionError, match=f"token {place}: {token}"):
+        check_row(build("llama"), _with(token, place), _ON_AN_EDGE, SEED)

@@ -139,7 +139,7 @@ class JobChecks:
         if not any(options.do_sample for options in resolved):
             seeds = None
         elif seeds is None:
-            seeds = int(torch.randint(2**63 - 1, ()).item())
+            seeds = int(torch.randint(2**63 - 1, (), device="cpu").item())
         can_stop = [rules[place].can_stop for place in places]
         return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..model.batch import BatchBuilder, ModelBatch
-from ..model.runner import ModelRunner, current_device
+from ..model.runner import ModelRunner
 from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
@@ -53,7 +53,7 @@ class AtOnce:
         self.timekeeper = timekeeper
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        with current_device(self.runner.architecture.device):
+        with self.runner.surroundings():
             logits = self.runner.step(batch)
             self.timekeeper.switch("tokens")
             with self.runner.adapted():

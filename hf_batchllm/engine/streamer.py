@@ -36,7 +36,7 @@ class Feed:
         self.begin()
         for token in request.generated[self._told :]:
             self._told += 1
-            self._streamer.put(torch.tensor([token]))
+            self._streamer.put(torch.tensor([token], device="cpu"))
 
     def end(self) -> None:
         self.begin()
@@ -57,4 +57,4 @@ def feed_for(options: Sequence[Options], prompts: Sequence[Prompt | None], padde
     if padded is not None:
         return Feed(streamer, padded.ids)
     (prompt,) = prompts
-    return Feed(streamer, None if prompt is None else torch.tensor([prompt.ids.tolist()]))
+    return Feed(streamer, None if prompt is None else torch.tensor([prompt.ids.tolist()], device="cpu"))

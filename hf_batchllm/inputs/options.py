@@ -60,7 +60,7 @@ def make_processors(
     them.
     """
     arguments = arguments or options.arguments
-    prompt = torch.zeros(1, 1, dtype=torch.long) if prompt is None else prompt
+    prompt = torch.zeros(1, 1, dtype=torch.long, device="cpu") if prompt is None else prompt
     return model._get_logits_processor(
         generation_config=config_for_prompt(options, prompt_tokens, max_new_tokens),
         input_ids_seq_length=prompt_tokens,

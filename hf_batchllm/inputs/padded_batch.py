@@ -124,7 +124,7 @@ def _ids(name: str, value: Any) -> torch.Tensor:
     if not integers:
         raise TypeError(f"`{name}` holds {value.dtype}; token ids are integers")
     if isinstance(value, np.ndarray):
-        return torch.tensor(value.astype(np.int64))
+        return torch.from_numpy(value.astype(np.int64))
     if value.is_meta:
         raise ValueError(f"`{name}` is on the meta device, where tensors have no values")
     return value
@@ -137,7 +137,7 @@ def _mask(mask: Any, shape: torch.Size) -> torch.Tensor:
         raise ValueError(
             f"`attention_mask` has shape {list(mask.shape)} and `input_ids` {list(shape)}: they must be the same"
         )
-    given = torch.tensor(mask) if isinstance(mask, np.ndarray) else mask
+    given = torch.from_numpy(mask.copy()) if isinstance(mask, np.ndarray) else mask
     if given.is_meta:
         raise ValueError("`attention_mask` is on the meta device, where tensors have no values")
     kept = given != 0

@@ -197,7 +197,7 @@ def _without_token_types(kwargs: dict[str, Any], model: GenerativeModel, padded:
         raise UnsupportedOptionError(
             "token_type_ids", f"is not supported: it would change what {name} computes. If it need not, leave it out"
         )
-    if torch.as_tensor(given).any():
+    if torch.as_tensor(given, device="cpu").any():
         raise UnsupportedOptionError("token_type_ids", f"has no meaning to {name}: leave it out")
     return {option: value for option, value in kwargs.items() if option != "token_type_ids"}
 

@@ -171,7 +171,9 @@ class PipelineCall:
                     "begin from: set `bos_token_id`"
                 )
             else:
-                prepared.add(EncodedInput(encoded["prompt_text"], None, torch.tensor([[bos]])), [bos])
+                prepared.add(
+                    EncodedInput(encoded["prompt_text"], None, torch.tensor([[bos]], device=ids.device)), [bos]
+                )
             return
         mask = self._mask(ids, encoded.get("attention_mask"))
         columns = mask[0].nonzero()[:, 0] if mask is not None and not mask.all() else None
@@ -247,7 +249,7 @@ class PipelineCall:
         return self._records(encoded, [row.token_ids + [pad] * (longest - len(row.token_ids)) for row in rows])
 
     def _records(self, encoded: EncodedInput, new_tokens: list[list[int]]) -> list[Any]:
-        new = torch.tensor(new_tokens, dtype=torch.long)  # [samples, tokens]
+        new = torch.tensor(new_tokens, dtype=torch.long, device=encoded.before.device)  # [samples, tokens]
         sequences = torch.cat([encoded.before.expand(len(new), -1), new], dim=1)
         outputs = {"generated_sequence": sequences[None], "input_ids": encoded.ids, "prompt_text": encoded.text}
         records: list[Any] = self._pipe.postprocess(outputs, **self._postprocess)
@@ -270,5 +272,5 @@ def _option_that_sees_padding(options: Parameters) -> str | None:
 
 
 def _as_list(tokens: Any) -> list[int]:
-    listed: list[int] = [] if tokens is None else torch.as_tensor(tokens).flatten().tolist()
+    listed: list[int] = [] if tokens is None else torch.as_tensor(tokens, device="cpu").flatten().tolist()
     return listed

@@ -38,8 +38,9 @@ def options_for_generate(pipe: TextGenerationPipeline, forward: Parameters) -> P
     """All that the pipeline's ``_forward`` passes to ``generate`` besides the prompt; the same for every prompt."""
     reporting: Any = copy.copy(pipe)
     reporting.model = _ModelThatReports(pipe.model)
+    prompt = torch.ones(1, 1, dtype=torch.long, device="cpu")
     try:
-        reporting._forward({"input_ids": torch.ones(1, 1, dtype=torch.long), "prompt_text": ""}, **forward)
+        reporting._forward({"input_ids": prompt, "prompt_text": ""}, **forward)
     except _Called as called:
         return _without_defaults(called.options, pipe, forward)
     raise TypeError(f"{type(pipe).__name__}._forward does not call the model's `generate`")

@@ -93,8 +93,9 @@ class AnswerRequest:
         """
         if token_ids[-1] in self.settings.ends:
             return False
-        no_scores = torch.empty(1, 0)  # the harness's criteria look at tokens alone
-        return not bool(self.criteria(0)(torch.tensor([token_ids]), no_scores).all())
+        no_scores = torch.empty(1, 0, dtype=torch.float32, device="cpu")  # the harness's criteria look at tokens alone
+        ids = torch.tensor([token_ids], dtype=torch.long, device="cpu")
+        return not bool(self.criteria(0)(ids, no_scores).all())
 
     def text(self, token_ids: list[int]) -> str:
         end = self.lm.think_end_token

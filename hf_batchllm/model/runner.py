@@ -25,6 +25,7 @@ from ..planning.step import Chunk
 from .architecture import Architecture, selects_rows
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
+from .kept_autocast import KeptAutocast
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -47,10 +48,17 @@ class ModelRunner:
         self._fused = fused
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
+        self._autocast = KeptAutocast(architecture.device)
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was set before it
         self.adapters: AdapterSwap | None = None  # where prompts name their adapters
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = selects_rows(model)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Where steps run and tokens are picked: the model's device, and autocast as the call found it."""
+        with current_device(self.architecture.device), self._autocast.applied():
+            yield
 
     def step(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
         """Run the step's tokens. Gives the logits that are sampled; ``record`` is given those asked for beside."""
@@ -127,7 +135,7 @@ class ModelRunner:
         # On a CPU, allocating so much memory takes longer than the conversion.
         if self._logits is None or self._logits.shape[0] < len(logits):
             with torch.inference_mode(False):  # a later step may run outside
-                self._logits = torch.empty(logits.shape, dtype=torch.float32)
+                self._logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         return self._logits[: len(logits)].copy_(logits)
 
     def restore(self) -> None:
@@ -138,6 +146,7 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.restore()
         self._swap.restore()
+        self._autocast.restore()
         if self._outside is not None:
             grad_mode, context = self._outside
             torch.set_grad_enabled(grad_mode)

@@ -20,7 +20,7 @@ def start_copy_to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
     if tensor.device.type != "cuda":
         now = tensor.cpu().numpy().copy()  # the next step may write to the same place
         return lambda: now
-    landed = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    landed = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     landed.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

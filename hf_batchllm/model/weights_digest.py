@@ -108,7 +108,8 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 def _weights(count: int, device: torch.device) -> torch.Tensor:  # int64 [count]
     """Random odd numbers, the same in every call."""
     with torch.inference_mode(False):
-        made = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=torch.Generator().manual_seed(count))
+        generator = torch.Generator().manual_seed(count)
+        made = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64, device="cpu")
         return (made | 1).to(device)
 
 

@@ -188,7 +188,7 @@ def _nucleus(
     best = scores.amax(dim=-1, keepdim=True)
     ordered, order = short.sort(dim=-1)
     mass = (ordered - best).exp().double() * (weights.amax(dim=-1, keepdim=True).double() / total)
-    reached = 1 - mass.sum(dim=-1, keepdim=True) + mass.cumsum(dim=-1)  # by each token and all worse ones
+    reached = 1 - mass.sum(dim=-1, keepdim=True) + _running_sums(mass)  # by each token and all worse ones
     edge = 1 - warper.top_p
     removed = reached <= edge
     removed[:, -warper.min_tokens_to_keep :] = False
@@ -221,7 +221,7 @@ def _pass(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
 
     In float64 and with 52 random bits, so that the far tail of a large vocabulary keeps its exact share.
     """
-    reached = weights.double().cumsum(dim=-1)
+    reached = _running_sums(weights.double())
     total = reached[:, -1:]
     # Below the total, whatever rounding does: some step always goes beyond it, and has a weight.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -229,6 +229,14 @@ def _pass(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
     before, after = F.pad(reached, (1, 0)).gather(-1, index), reached.gather(-1, index)
     into = ((target - before) / (after - before)).clamp(min=0)
     return index[:, 0], into[:, 0], (torch.isfinite(total) & (total > 0))[:, 0]
+
+
+def _running_sums(weights: torch.Tensor) -> torch.Tensor:
+    """The sums of each row's numbers up to each place."""
+    if weights.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return weights.cumsum(dim=-1)
+    # In PyTorch's deterministic mode a GPU refuses to add up floats like this.
+    return weights.cpu().cumsum(dim=-1).to(weights.device)
 
 
 # -- noise -----------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class _ChainMaker:
 
     def make(self, request: Request) -> ProcessorChain:
         """A chain for this request alone."""
-        prompt = torch.tensor(request.prompt_ids[None], dtype=torch.long) if self._from_prompt else None
+        prompt = torch.tensor(request.prompt_ids[None], dtype=torch.long, device="cpu") if self._from_prompt else None
         return self._chain(len(request.prompt_ids), self._longest(request), self._given_to(request), prompt)
 
     def _longest(self, request: Request) -> int:
@@ -218,7 +218,7 @@ class _ChainMaker:
         )
 
     def _row_of(self, given: Any, index: int) -> torch.Tensor | None:  # [1, width]
-        return None if given is None else torch.as_tensor(given)[index : index + 1].to(self._model.device)
+        return None if given is None else torch.as_tensor(given, device=self._model.device)[index : index + 1]
 
 
 class _SharedWatermark:

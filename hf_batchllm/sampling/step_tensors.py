@@ -53,7 +53,7 @@ class StepTensors:
     def _of(self, name: str, step: int, like: torch.Tensor) -> torch.Tensor:
         steps = self._steps[name]
         while len(steps) <= step:
-            steps.append(torch.zeros(self._rows, like.shape[-1], device=like.device))
+            steps.append(torch.zeros(self._rows, like.shape[-1], dtype=torch.float32, device=like.device))
         return steps[step]
 
     def scores_of(self, request: Request, made: int, rows: int = 1) -> tuple[torch.Tensor, ...] | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.generation import stopping_criteria as criteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -99,7 +100,8 @@ def rules_of(
             ready = prepared.get(given_tokenizer, strings)
         if ready is not None:
             config.stop_strings = None
-        merged = inner._get_stopping_criteria(config, StoppingCriteriaList(users), given_tokenizer)
+        with torch.device("cpu"):  # where strings are looked for; they are kept for calls under other default devices
+            merged = inner._get_stopping_criteria(config, StoppingCriteriaList(users), given_tokenizer)
     except Exception as error:
         if strings is None:
             raise

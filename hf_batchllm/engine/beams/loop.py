@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...model.batch import BatchBuilder
-from ...model.runner import ModelRunner, current_device
+from ...model.runner import ModelRunner
 from ...planning.requests_and_prefixes import Branch, FinishReason, Request
 from ...planning.step import Step
 from ..timekeeper import Timekeeper
@@ -85,7 +85,7 @@ class BeamEngine:
         self.beam_tokens += beams
         stretch = self.timekeeper.launched(1, step.tokens - beams, beams)
         self.timekeeper.switch(self.timekeeper.launching)
-        with current_device(self.runner.architecture.device):
+        with self.runner.surroundings():
             logits = self.runner.step(batch)
             self.timekeeper.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
@@ -123,7 +123,7 @@ class BeamEngine:
             logits = torch.cat([logits, torch.stack(earlier)])
         if rows == list(range(len(rows))):
             return complete, logits[: len(rows)]
-        return complete, logits[torch.tensor(rows, device=logits.device)]
+        return complete, logits[torch.tensor(rows, dtype=torch.long, device=logits.device)]
 
     def choose(self, candidates: Candidates) -> list[BeamGroup]:
         """Choose each group's next beams and its answers so far. Returns the groups whose search is over."""

@@ -24,14 +24,16 @@ def beam_output(
 ) -> GenerateBeamDecoderOnlyOutput:
     """Where a prompt's search was over before the others, its rows of scores and logits are 0."""
     device = sequences.device
-    indices = torch.full((len(answers), longest), -1, dtype=torch.int32)
+    indices = torch.full((len(answers), longest), -1, dtype=torch.int32, device="cpu")
     for row, answer in zip(indices, answers, strict=True):
         assert isinstance(answer, Answer)
         first = answer.index * options.num_beams
-        row[: len(answer.parents)] = torch.tensor([first + parent for parent in answer.parents], dtype=torch.int32)
+        parents = [first + parent for parent in answer.parents]
+        row[: len(parents)] = torch.tensor(parents, dtype=torch.int32, device="cpu")
     scores = None
     if options.config.output_scores:
-        scores = torch.tensor([NEVER if answer.score is None else answer.score for answer in answers], device=device)
+        each = [NEVER if answer.score is None else answer.score for answer in answers]
+        scores = torch.tensor(each, dtype=torch.float32, device=device)
     fields: dict[str, Any] = {} if tensors is None else {**tensors.outputs(None, device)}
     fields |= {"sequences": sequences, "sequences_scores": scores, "beam_indices": indices.to(device)}
     return GenerateBeamDecoderOnlyOutput(**fields)

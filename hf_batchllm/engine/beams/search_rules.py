@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 NEVER = -1.0e9  # transformers' score of a beam or an answer that does not exist
+_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever PyTorch's defaults are
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,12 @@ class Searches:
     def __init__(self, rules: SearchRules, longest: Sequence[int]) -> None:
         count, width = len(longest), rules.width
         self.rules = rules
-        self.running = torch.full((count, width), NEVER)  # scores of the beams
-        self.running[:, 0] = 0.0  # at first all beams are the same, so only one counts
-        self.scores = torch.full((count, width), NEVER)  # of the answers
-        self.finished = torch.zeros(count, width, dtype=torch.bool)  # whether the answer exists
-        self._may_improve = torch.ones(count, 1, dtype=torch.bool)
+        with torch.inference_mode(False):  # later steps may run outside it
+            self.running = torch.full((count, width), NEVER, **_FLOATS)  # scores of the beams
+            self.running[:, 0] = 0.0  # at first all beams are the same, so only one counts
+            self.scores = torch.full((count, width), NEVER, **_FLOATS)  # of the answers
+            self.finished = torch.zeros(count, width, dtype=torch.bool, device="cpu")  # whether the answer exists
+            self._may_improve = torch.ones(count, 1, dtype=torch.bool, device="cpu")
         self._longest = list(longest)
 
     def step(
@@ -58,7 +61,7 @@ class Searches:
         scores: torch.Tensor,  # [searches, candidates]  sums of log-probabilities, in the order of picking
         ends: torch.Tensor,  # [searches, candidates] bool
     ) -> Choice:
-        rules, index = self.rules, torch.tensor(which, dtype=torch.long)
+        rules, index = self.rules, torch.tensor(which, dtype=torch.long, device="cpu")
         # Candidates that end go on only where there are not enough others.
         going_on = scores + ends.to(torch.float32) * NEVER
         chosen = going_on.topk(rules.width).indices
@@ -89,4 +92,4 @@ class Searches:
         return Choice(chosen.tolist(), answers.tolist(), over.tolist())
 
     def _by_length(self, lengths: Sequence[int]) -> torch.Tensor:  # [searches, 1]
-        return torch.tensor([float(length**self.rules.length_penalty) for length in lengths])[:, None]
+        return torch.tensor([float(length**self.rules.length_penalty) for length in lengths], **_FLOATS)[:, None]

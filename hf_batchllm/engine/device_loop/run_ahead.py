@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...model.batch import ModelBatch
-from ...model.runner import ModelRunner, current_device
+from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
 from ...planning.requests_and_prefixes import Request
 from ...wording import shown_size
@@ -53,7 +53,7 @@ class RunAhead:
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         if self._stream is not None:
             self._outside = torch.cuda.current_stream()
-        with current_device(self.device), torch.cuda.stream(self._stream):
+        with self.runner.surroundings(), torch.cuda.stream(self._stream):
             wait = self._launch(batch, sampling)
             if self.graphs is not None and self._still_running is not None and self.graphs.prepares:
                 self._still_running.begin(sampling)

@@ -34,8 +34,8 @@ class Seats:
             return cls(
                 torch.zeros(len(which), dtype=torch.long, device=device),
                 torch.zeros(len(which), dtype=torch.bool, device=device),
-                torch.tensor(eos if len(sets) > 1 else eos[0], dtype=torch.long).to(device),
-                torch.tensor(which, dtype=torch.int32).to(device) if len(sets) > 1 else None,
+                torch.tensor(eos if len(sets) > 1 else eos[0], dtype=torch.long, device="cpu").to(device),
+                torch.tensor(which, dtype=torch.int32, device="cpu").to(device) if len(sets) > 1 else None,
             )
 
     @property

@@ -19,7 +19,7 @@ from ...errors import PromptError
 from ...inputs.options import Options
 from ...inputs.prompts import Prompt
 from ...model.batch import ModelBatch
-from ...model.runner import ModelRunner, current_device
+from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
 from ...planning.requests_and_prefixes import Request
 from ...results.run_report import RunReport
@@ -189,12 +189,11 @@ class ScoreLauncher:
         self._runner = runner
         self._lookups = lookups
         self._timekeeper = timekeeper
-        self._device = runner.architecture.device
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         ignored = np.zeros((len(sampling), 1), np.int64)
         rows, places = self._lookups.pairs(sampling, batch.asked)
-        with current_device(self._device):
+        with self._runner.surroundings():
             logits = self._runner.every_row(batch)
             if not len(rows):
                 return lambda: ignored

@@ -1,0 +1,134 @@
+"""Other threads and other processes: results are the same there, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from support_families import build
+from support_process_states import PROMPTS, made
+
+from hf_batchllm import BatchGenerator
+
+TOKENS = 6
+_forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+def _generated(generator: BatchGenerator, **options: Any) -> list[list[int]]:
+    return generator.generate(PROMPTS, max_new_tokens=TOKENS, progress=False, **options).token_ids
+
+
+def _in_fork(work: Callable[[], Any], patience: float = 30) -> Any:
+    """What ``work`` gives, or the text of its error, in a forked process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            theirs.send(work())
+        except BaseException as error:
+            theirs.send(repr(error))
+
+    process = context.Process(target=run)
+    process.start()
+    try:
+        assert ours.poll(patience), "the forked process does not answer"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("other", ["llama", "gemma3"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_two_generators_in_two_threads(other: str, options: dict[str, Any]) -> None:
+    models = [build("llama"), build(other)]  # one model for both, or one for each
+    known = [_generated(made(model), **options) for model in models]
+    found: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        found[number] = _generated(made(models[number]), **options)
+
+    workers = [Thread(target=run, args=(number,)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [found[0], found[1]] == known
+
+
+@_forks
+def test_a_fork_after_a_generator_was_made_and_used() -> None:
+    generator = made(build("llama"))
+    assert _in_fork(lambda: _generated(generator)) == _generated(generator)
+    assert _in_fork(lambda: _generated(generator, num_beams=2)) == _generated(generator, num_beams=2)
+
+
+@_forks
+def test_a_fork_while_a_stream_is_open() -> None:
+    generator = made(build("llama"))
+    stream = generator.stream(PROMPTS, max_new_tokens=TOKENS)
+    next(stream)
+    assert "let it end" in _in_fork(lambda: _generated(generator))
+    there = _in_fork(lambda: [row.token_ids for row in stream])
+    assert there == [row.token_ids for row in stream]
+
+
+@_forks
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
+def test_a_fork_while_another_thread_runs_a_step(seconds: float) -> None:
+    """The fork waits for a step, but not for long."""
+    model = build("llama")
+    known, inside, fork = _generated(made(model)), Event(), Event()
+
+    def slow(*_: Any) -> None:
+        inside.set()
+        fork.wait(10)
+        time.sleep(seconds)
+
+    hook = model.model.layers[1].register_forward_hook(slow)
+    worker = Thread(target=_generated, args=(made(model),))
+    worker.start()
+    inside.wait(10)
+    hook.remove()
+    generator = made(build("gemma3"))  # has a lock of its own
+    both = made(model)
+    fork.set()
+    try:
+        assert _in_fork(lambda: (_generated(both), _generated(generator))) == (known, _generated(generator))
+        if seconds < 1:  # the model in the fork has its own attention
+            ids = torch.tensor([PROMPTS[0]])
+            expected = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).tolist()
+            assert _in_fork(lambda: model.generate(ids, max_new_tokens=2, do_sample=False).tolist()) == expected
+    finally:
+        worker.join()
+
+
+_PROGRAM = """
+import json
+from support_families import build
+from support_process_states import CALLS
+found = [CALLS[name](build("llama")) for name in ("sampled", "beams", "scores")]
+print(json.dumps(found))
+"""
+
+
+def test_without_asserts_and_with_another_hash_seed() -> None:
+    from support_process_states import CALLS
+
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
+    command = [sys.executable, "-O", "-c", _PROGRAM]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    known = [CALLS[name](build("llama")) for name in ("sampled", "beams", "scores")]
+    assert json.loads(out.splitlines()[-1]) == json.loads(json.dumps(known))
