@@ -31,6 +31,7 @@ from .inputs.seeds import Seeds
 from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
+from .model.device_memory import is_device_error
 from .notices import Notices
 from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import FinishReason, Request
@@ -324,9 +325,9 @@ class BatchGenerator:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             self.close()
-        except GeneratorBusyError:
-            if kind is None:  # otherwise an error is on its way that says more
-                raise
+        except Exception as error:
+            if kind is None or not (isinstance(error, GeneratorBusyError) or is_device_error(error)):
+                raise  # otherwise an error is on its way that says more
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.architecture.layers} layers on {self.architecture.device}"

@@ -126,15 +126,13 @@ class PipelineCall:
             late.caller_has_generator = False
             raise late from None
         except Exception as error:
-            if result is None and part_of(error) is generator.interrupted is not None:
-                result = generator.interrupted  # what had finished when the error came
-            if isinstance(result, BatchResult):
-                self._keep(error, generator, result, prepared)
+            part = part_of(error)  # what had finished when the error came, in this call or in one within it
+            kept = part if result is None and part is generator.interrupted else result
+            if isinstance(kept, BatchResult):
+                self._keep(error, generator, kept, prepared)
             raise
 
-    def _keep(
-        self, error: Exception, generator: TokenGenerator, result: BatchResult, prepared: PreparedInputs
-    ) -> None:
+    def _keep(self, error: Exception, generator: TokenGenerator, result: BatchResult, prepared: PreparedInputs) -> None:
         """The results that an error leaves, with their texts: the error may be that of ``postprocess`` itself."""
         with suppress(Exception):
             result = generator.with_texts(result)

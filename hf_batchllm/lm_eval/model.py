@@ -96,8 +96,9 @@ class BatchLM(HFLM):
             with self._precision():
                 scores = self._generator.score(contexts, continuations, progress=self._shows_progress(disable_tqdm))
         except BaseException as error:
-            for score in part_of(error) or ():  # finished scores go into the harness's cache
-                self._remember(requests[score.index], score)
+            for score in part_of(error) or ():
+                if isinstance(score, Score):  # finished scores go into the harness's cache
+                    self._remember(requests[score.index], score)
             raise
         for request, score in zip(requests, scores, strict=True):
             found.append(self._remember(request, score))
