@@ -60,7 +60,8 @@ def attach(error: BaseException, part: BatchResult | ScoreResult, note: str) -> 
     if isinstance(notes, list):  # the same object may have come out of an earlier call, or out of one within this
         notes[:] = [each for each in notes if _HAD_FINISHED not in str(each)]
     if len(part):
-        error.add_note(note)
+        with suppress(Exception):
+            error.add_note(note)
 
 
 def part_of(error: BaseException) -> BatchResult | ScoreResult | None:
