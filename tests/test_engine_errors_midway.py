@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,10 @@ def test_the_results_in_an_error_hold_no_memory_of_the_cache(way: str, monkeypat
     storages.watch(monkeypatch.setattr)
     model, error = build(FAMILY), OfMine()
     generator = BatchGenerator(model, max_batch_tokens=6)
+    options: dict[str, Any] = {"max_new_tokens": 3, "num_beams": 2 if way == "beams" else 1}
+    call = partial(generator.score, GIVEN, GIVEN) if way == "score" else partial(generator.generate, GIVEN, **options)
     with hooked(model, failing_at(5, error)), pytest.raises(OfMine) as caught:
-        if way == "score":
-            generator.score(GIVEN, GIVEN)
-        else:
-            generator.generate(GIVEN, max_new_tokens=3, num_beams=2 if way == "beams" else 1)
+        call()
     assert caught.value.__traceback__ is not None and generator.interrupted is not None
     assert storages.seen and storages.alive() == 0
 
