@@ -94,8 +94,8 @@ def test_steps_that_are_too_large_run_in_parts(way: str, most: int) -> None:
 FAILURES = st.frozensets(st.integers(0, 8).map(lambda number: 2 * number + 1), min_size=1)
 
 
-@pytest.mark.filterwarnings(NOTICE)
-@settings(max_examples=10, deadline=None)
+@pytest.mark.filterwarnings(NOTICE, "ignore:`scheduler` has no effect")
+@settings(max_examples=7, deadline=None)
 @given(
     way=st.sampled_from(sorted(WAYS)),
     at=FAILURES,
@@ -223,11 +223,9 @@ def test_steps_launched_ahead_are_taken_back(place: str, monkeypatch: pytest.Mon
     fields: dict[str, Any] = {"steps_per_sync": 4, "page_size": 4, "max_batch_tokens": 12}
     expected = BatchGenerator(build(FAMILY), **fields).generate(PROMPTS, **RUNS_AHEAD).token_ids
     assert len({len(row) for row in expected}) > 1
-    for at in ({2}, {1, 4}):
-        with monkeypatch.context() as patch:
-            calls = fail_behind(place, at, patch.setattr)
-            got = BatchGenerator(build(FAMILY), **fields).generate(PROMPTS, **RUNS_AHEAD)
-        assert calls[0] > min(at) and got.token_ids == expected, at
+    calls = fail_behind(place, {2, 5}, monkeypatch.setattr)
+    got = BatchGenerator(build(FAMILY), **fields).generate(PROMPTS, **RUNS_AHEAD)
+    assert calls[0] > 2 and got.token_ids == expected
 
 
 # -- parts -----------------------------------------------------------------------------------------------------

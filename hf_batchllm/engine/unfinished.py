@@ -51,8 +51,8 @@ def attach(error: BaseException, part: BatchResult | ScoreResult, note: str) -> 
 
     The error goes on as it is: it may be of any class. A ``result`` of its own stays.
     """
-    if not hasattr(error, "result") or part_of(error) is not None:
-        with suppress(Exception):  # the class may forbid it
+    with suppress(Exception):  # its class may do anything
+        if not hasattr(error, "result") or part_of(error) is not None:
             error.result = part  # type: ignore[attr-defined]
     if part_of(error) is not part:
         note = note.replace("error.result and in ", "")
@@ -66,5 +66,7 @@ def attach(error: BaseException, part: BatchResult | ScoreResult, note: str) -> 
 
 def part_of(error: BaseException) -> BatchResult | ScoreResult | None:
     """What ``attach`` has put into an error."""
-    part = getattr(error, "result", None)
+    part = None
+    with suppress(Exception):
+        part = getattr(error, "result", None)
     return part if isinstance(part, BatchResult | ScoreResult) else None
