@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
+from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .inputs.adapters import AS_IT_IS, adapter_of_each
 from .inputs.base_model import base_model
@@ -31,13 +31,14 @@ from .inputs.seeds import Seeds
 from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
+from .model.device_memory import is_device_error
 from .notices import Notices
 from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import FinishReason, Request
 from .planning.sharing import make_plan
 from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
-from .results.scores import Score, ScoreResult
+from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
 from .wording import a_kind
 
@@ -54,11 +55,12 @@ class BatchGenerator:
     that are text need it, and so does ``text`` in the results.
 
     ``last_report``: how the last call went (a RunReport); None before it, and if the call was refused before any work.
-    ``interrupted``: the finished results of the last call, if that was interrupted (a BatchResult, or a ScoreResult).
-    It stays until the next call begins.
+    ``interrupted``: the finished results of the last call, if an interrupt or an error broke it off (a BatchResult, or
+    a ScoreResult). It stays until the next call begins. An error has them in ``error.result``, too.
     """
 
     checks = JobChecks  # decides whether a call can be served
+    at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
@@ -133,18 +135,17 @@ class BatchGenerator:
         on_error: "raise", or "record" to run the good prompts and put the reason into ``error`` of the others.
         progress: whether to show a bar; by default for long lists, if transformers' bars are on.
         """
-        finished: _Finished[Generation] = _Finished()
+        finished = FinishedGenerations()
         body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        result, interrupt = self._turns.run(body)
+        result, interrupt = self._turns.run(body, partial(self._keep, finished))
         if interrupt is None:
             return result
-        generations = [finished.results[key] for key in sorted(finished.results)]
-        self.interrupted = BatchResult(generations, finished.report, self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(generations), finished.expected)
+        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
+        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
 
     def _generate(
         self,
-        finished: _Finished[Generation],
+        finished: FinishedGenerations,
         prompts: Any,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
         seed: Seeds | None,
@@ -255,19 +256,18 @@ class BatchGenerator:
         continuation's first token. After token ids and chats, continuations are encoded by themselves, without special
         tokens.
         """
-        finished: _Finished[Score] = _Finished()
+        finished = FinishedScores()
         body = partial(self._score, finished, contexts, continuations, choices, adapter, on_error, progress)
-        result, interrupt = self._turns.run(body)
+        result, interrupt = self._turns.run(body, partial(self._keep, finished))
         if interrupt is None:
             assert result is not None
             return result
-        scores = list(finished.results.values())
-        self.interrupted = ScoreResult(scores, finished.report, complete=False)
-        raise GenerationInterrupted(self.interrupted, len(scores), finished.expected)
+        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
+        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
 
     def _score(
         self,
-        finished: _Finished[Score],
+        finished: FinishedScores,
         contexts: Any,
         continuations: Any,
         choices: Any,
@@ -329,9 +329,9 @@ class BatchGenerator:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             self.close()
-        except GeneratorBusyError:
-            if kind is None:  # otherwise an error is on its way that says more
-                raise
+        except Exception as error:
+            if kind is None or not (isinstance(error, GeneratorBusyError) or is_device_error(error)):
+                raise  # otherwise an error is on its way that says more
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.architecture.layers} layers on {self.architecture.device}"
@@ -370,6 +370,12 @@ class BatchGenerator:
             score=request.score,
         )
 
+    def _keep(self, finished: Finished[Any], error: BaseException) -> None:
+        """An error has broken a call off: what had finished goes with it. Before the first step there is nothing."""
+        if finished.report is not None:
+            self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
+            attach(error, self.interrupted, note_of(len(finished.results), finished.expected, self.at_hand))
+
     def _report(self, call: Call) -> RunReport | None:
         report = call.report()
         if report is not None:
@@ -380,18 +386,6 @@ class BatchGenerator:
         for index, why in sorted(job.problems.items()):
             for sample in range(job.options[index].num_return_sequences):
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
-
-
-R = TypeVar("R")
-
-
-@dataclass
-class _Finished(Generic[R]):
-    """The finished part of a call, for when an interrupt comes."""
-
-    results: dict[tuple[int, int], R] = field(default_factory=dict)  # by prompt and sample, or context and choice
-    report: RunReport | None = None
-    expected: int = 0  # results of the whole call
 
 
 def _as_tensors(

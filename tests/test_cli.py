@@ -364,7 +364,8 @@ def test_exit_codes_of_runs_that_stop(
     code, said = stops(raising(RuntimeError("shapes do not fit")))
     assert (code, said) == (
         1,
-        "hf-batchllm: error: the run was stopped by RuntimeError: shapes do not fit (--traceback shows where)\n",
+        "hf-batchllm: error: the run was stopped by RuntimeError: shapes do not fit (--traceback shows where). "
+        "The finished results are in out.jsonl: the same command continues from them\n",
     )
     code, said = stops(raising(KeyboardInterrupt()))
     assert code == 130

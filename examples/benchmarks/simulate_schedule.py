@@ -26,8 +26,10 @@ from hf_batchllm.bench.floor import Floor, floor_of
 from hf_batchllm.bench.plot_steps import draw_steps
 from hf_batchllm.bench.workload import Mix, MixedGroups, Workload
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.engine.smaller_steps import SmallerSteps
 from hf_batchllm.engine.timekeeper import Timekeeper
 from hf_batchllm.inputs.prompts import Prompt
+from hf_batchllm.notices import Notices
 from hf_batchllm.planning.base_scheduler import BaseScheduler
 from hf_batchllm.planning.lineup import line_up
 from hf_batchllm.planning.paged_cache import PagedCache
@@ -91,7 +93,9 @@ def simulate(case: Case, scheduler: BaseScheduler, budget: int = _BUDGET) -> Out
     rules = StopRules(stop_tokens=frozenset() if case.known else frozenset([_STOP]))
     endings = Endings(lineup.requests, [rules] * len(prompts), 0.0, torch.device("cpu"))
     timekeeper = Timekeeper(clock=gpu.clock, ahead=True)
-    engine = Engine(scheduler, _NoBuilder(), gpu, endings, 2 * gpu.most_times, timekeeper)  # type: ignore[arg-type]
+    smaller = SmallerSteps(scheduler, torch.device("cpu"), _PAGE, Notices())
+    depth = 2 * gpu.most_times
+    engine = Engine(scheduler, _NoBuilder(), gpu, endings, depth, timekeeper, smaller)  # type: ignore[arg-type]
     timekeeper.start(cache)
     scheduler.start(lineup.requests, cache, budget)
     for _ in engine.run():

@@ -52,12 +52,12 @@ def main(arguments: Sequence[str]) -> int:
                 source.close()
         except KeyboardInterrupt:
             begun = loader is not None and loader.loaded
-            kept = f" The finished results are in {asked.target}: the same command continues from them" if begun else ""
-            console.error(f"interrupted.{kept}")
+            console.error(f"interrupted.{_kept(asked.target) if begun else ''}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
-            console.error(_why(error, begun), error)
+            stopped = begun and not isinstance(error, BatchLLMError | OSError)
+            console.error(_why(error, begun) + (f".{_kept(asked.target)}" if stopped else ""), error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
         finally:
             if loader is not None:
@@ -114,6 +114,10 @@ def _why(error: Exception, begun: bool) -> str:
     if isinstance(error, BatchLLMError | OSError):
         return reason(error)
     return f"{'the run was stopped by' if begun else 'failed with'} {reason(error)} (--traceback shows where)"
+
+
+def _kept(target: str) -> str:
+    return f" The finished results are in {target}: the same command continues from them"
 
 
 def _closed_pipe(error: Exception) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from ..config import BatchConfig
 from ..errors import PromptError
 from ..model.architecture import Architecture
+from ..model.device_memory import is_device_error
 from ..model.model_in_use import ModelInUse
 from ..notices import Notices
 from ..patches.fusion import Fusion
@@ -200,6 +201,8 @@ class Call:
             self.engine.endings.take_turn(requests)
         before = scheduler.preemptions if turn else 0
         scheduler.start(requests, self.cache, self._memory.step_tokens)
+        if self.engine.smaller.most is not None:
+            scheduler.limit_steps(self.engine.smaller.most)
         if scheduler.preemptions < before:  # it counts anew
             self._earlier_preemptions += before
         if self._ahead is not None:
@@ -237,9 +240,10 @@ class Call:
                 self._adapters.restore()
             if self._ahead is not None:
                 self._ahead.close()
-        except BaseException:
+        except BaseException as second:
             complete = False
-            raise
+            if error is None or not is_device_error(second):  # a device that has failed says so again
+                raise
         finally:
             if complete:
                 self._settle()

@@ -54,8 +54,13 @@ class Turns:
         finally:
             self.running = None
 
-    def run(self, body: Callable[[Turn], T]) -> tuple[T | None, KeyboardInterrupt | None]:
-        """What ``body`` gives, or the interrupt that broke it off, without the frames that it came through."""
+    def run(
+        self, body: Callable[[Turn], T], failed: Callable[[BaseException], None] | None = None
+    ) -> tuple[T | None, KeyboardInterrupt | None]:
+        """What ``body`` gives, or the interrupt that broke it off, without the frames that it came through.
+
+        ``failed`` is told of any other error, which then goes on as it is.
+        """
         turn = None
         try:
             turn = Turn()
@@ -63,6 +68,10 @@ class Turns:
         except KeyboardInterrupt as interrupt:
             self.end(turn)
             kept = _bare(interrupt)
+        except BaseException as error:
+            if failed is not None:
+                failed(error)
+            raise
         return None, kept
 
     def stream(self, body: Callable[[Turn], Iterator[T]]) -> Iterator[T]:

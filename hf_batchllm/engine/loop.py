@@ -17,6 +17,8 @@ from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..planning.step import Step
 from ..sampling.stopping import Endings
+from .device_errors import name_what_ran
+from .smaller_steps import SmallerSteps
 from .timekeeper import Stretch, Timekeeper
 
 
@@ -36,25 +38,41 @@ class Launcher(Protocol):
     def back(self) -> None:
         """Results were handed out: the caller may have changed the model since."""
 
+    def may_repeat(self, sampling: Sequence[Request]) -> bool:
+        """After a launch that failed: whether it may be tried again. ``sampling``: as it was given."""
+
+    def put_back(self, step: Step) -> None:
+        """After a launch that failed: free memory, and put back what may have changed. No other step is on its way."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether the latest step went to the device as a CUDA graph."""
+
 
 class AtOnce:
     """The host picks tokens, from logits that it waits for."""
 
     most_times = 1
+    replays = False
 
     def __init__(
         self,
         runner: ModelRunner,
         sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
         timekeeper: Timekeeper,
+        may_pick_again: Callable[[Sequence[Request]], bool] = lambda _: True,
     ) -> None:
         self.runner = runner
         self.sampler = sampler
         self.timekeeper = timekeeper
+        self.may_pick_again = may_pick_again
+        self._picking = False
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with self.runner.surroundings():
+            self._picking = False
             logits = self.runner.step(batch)
+            self._picking = True
             self.timekeeper.switch("tokens")
             with self.runner.adapted():
                 tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
@@ -62,6 +80,12 @@ class AtOnce:
 
     def back(self) -> None:
         """Each step looks at the model anew."""
+
+    def may_repeat(self, sampling: Sequence[Request]) -> bool:
+        return not self._picking or self.may_pick_again(sampling)
+
+    def put_back(self, step: Step) -> None:
+        self.runner.restore()
 
 
 @dataclass
@@ -73,6 +97,7 @@ class Flight:
     counts: list[int]  # the most tokens that each of them may get
     wait: Callable[[], np.ndarray]
     record: Stretch
+    replayed: bool  # as a CUDA graph
 
 
 class Engine:
@@ -86,12 +111,14 @@ class Engine:
         endings: Endings,
         depth: int,
         timekeeper: Timekeeper,
+        smaller: SmallerSteps,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
         self.endings = endings
         self.timekeeper = timekeeper
+        self.smaller = smaller
         self.depth = depth if scheduler.runs_ahead else 1
         # Of bursts, one runs and one waits for its turn: with more, tokens would only be seen later.
         self.flights = 2 if launcher.most_times > 1 else depth
@@ -103,14 +130,16 @@ class Engine:
         """Requests as they finish. ``watch`` is told of each collected step, and of its number of new tokens."""
         flights: deque[Flight] = deque()
         switch = self.timekeeper.switch
+        step: Step | None = None
         try:
             while True:
                 switch("scheduling")
-                late = self.endings.late()  # these go first: nothing is launched before
+                # These go first: nothing is launched before, but for a step that has begun in parts.
+                late = [] if self.smaller.waiting else self.endings.late()
                 step = None if late else self._next(must_wait=bool(flights))
                 finished: list[Request] = []
                 if step is not None:
-                    flights.append(self._launch(step))
+                    self._try(step, flights)
                 elif late and not flights:
                     finished = self._out_of_time(late)
                 elif not flights:
@@ -129,6 +158,9 @@ class Engine:
                     switch("results")
                     yield from finished
                     self.launcher.back()
+        except Exception as error:
+            name_what_ran(error, [(flight.step, flight.replayed) for flight in flights], step, self.launcher.replays)
+            raise
         finally:  # after an interrupt: launched steps may have run for requests that had ended
             for flight in flights:
                 self.timekeeper.collected(flight.record)
@@ -140,14 +172,31 @@ class Engine:
 
     def _next(self, must_wait: bool) -> Step | None:
         """The next step; None if there is none, or if launched steps must be seen first."""
+        if self.smaller.waiting:
+            part = None if must_wait else self.smaller.next(self.launcher.put_back)
+            if must_wait or part is not None:
+                return part
         if must_wait and self.scheduler.must_know():
             return None
-        return self.scheduler.next()
-
-    def _launch(self, step: Step) -> Flight:
+        step = self.scheduler.next()
+        if step is None:
+            return None
         most = self.launcher.most_times
         if most > 1 and not step.chunks:
             step.times = self._checked(self.scheduler.repeat(step, most), step, most)
+        return self._next(must_wait) if self.smaller.cut(step) else step
+
+    def _try(self, step: Step, flights: deque[Flight]) -> None:
+        """Launch a step. If it runs out of memory, its parts wait until all others have been seen."""
+        try:
+            flights.append(self._launch(step))
+        except Exception as error:
+            if not self.smaller.takes(error, step, lambda: self.launcher.may_repeat(step.sampling())):
+                raise
+        else:
+            self.smaller.ran()
+
+    def _launch(self, step: Step) -> Flight:
         batch = self.builder.build(step)
         sampling = step.sampling()
         counts = [step.times_of(request) for request in sampling]
@@ -161,7 +210,8 @@ class Engine:
         decode_tokens = len(step.rows) if step.chunks else sum(counts)
         prompt_tokens = step.tokens - len(step.rows)
         self.model_tokens += prompt_tokens + decode_tokens
-        return Flight(step, sampling, counts, wait, self.timekeeper.launched(step.times, prompt_tokens, decode_tokens))
+        record = self.timekeeper.launched(step.times, prompt_tokens, decode_tokens)
+        return Flight(step, sampling, counts, wait, record, self.launcher.replays)
 
     def _checked(self, times: Any, step: Step, most: int) -> int:
         """``times``, as ``repeat`` gave it. With a wrong number, rows would write to pages of others."""

@@ -28,6 +28,7 @@ from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
+from .smaller_steps import SmallerSteps
 from .step_size import times_in_a_row
 from .timekeeper import Timekeeper
 
@@ -62,7 +63,8 @@ class Wiring:
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watcher is None else watcher.wanted,
         )
-        return Engine(scheduler, builder, launcher, self._endings(scheduler), depth, self.timekeeper)
+        endings = self._endings(scheduler)
+        return Engine(scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler))
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""
@@ -72,15 +74,20 @@ class Wiring:
         roots = [request for request in self.requests if isinstance(request, Branch)]
         groups = [self._group(root) for root in roots]
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
+        scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0))
         return BeamEngine(
-            BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0)),
+            scheduler,
             self.use.builder(),
             self.runner,
             groups,
             BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors),
             BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores),
             self.timekeeper,
+            self._smaller(scheduler),
         )
+
+    def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:
+        return SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices)
 
     def _group(self, root: Branch) -> BeamGroup:
         samples = self.job.options[root.index].num_return_sequences
@@ -102,7 +109,7 @@ class Wiring:
                 self.notices(f"host: {reason}", reason)
             record = None if outputs.tensors is None else outputs.tensors.record
             sampler = picking.by_host(record, self.notices)
-            return AtOnce(self.runner, outputs.around(sampler), self.timekeeper), 1
+            return AtOnce(self.runner, outputs.around(sampler), self.timekeeper, sampler.may_repeat), 1
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
         longest = max((request.max_new_tokens for request in self.requests), default=1)

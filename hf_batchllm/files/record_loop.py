@@ -19,7 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from ..errors import InputFileError, PromptError
+from ..errors import FilesError, InputFileError, PromptError
 from ..generator import BatchGenerator
 from ..results.generations import Generation
 from ..results.notebook import in_notebook
@@ -36,6 +36,7 @@ from .store.open_output import open_output
 from .store.output import Output
 from .store.run_record import RunRecord
 from .store.sources import Source, record_key
+from .store.stream_output import is_stream
 from .weights_fingerprint import fingerprint
 
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
@@ -94,7 +95,16 @@ def run_records(
                 note=note,
             )
             run = _FileRun(generator, source, output, reader, writer, options, record.seed or 0, report)
-            run.run_windows(todo)
+            try:
+                run.run_windows(todo)
+            except Exception as error:
+                kept = report.before + report.written
+                if kept and not isinstance(error, FilesError) and not is_stream(target):
+                    error.add_note(
+                        f"{kept:,} of {report.records:,} results are in {target}: run the same again, and it goes on "
+                        "from them"
+                    )
+                raise
         if not report.left:
             output.finish(order=options.order, figures=report.figures())
         return report

@@ -93,6 +93,7 @@ class _ChecksAsGenerate(JobChecks):
 
 class _AsGenerate(BatchGenerator):
     checks = _ChecksAsGenerate
+    at_hand = False
 
 
 class _StandIn(Fallback):

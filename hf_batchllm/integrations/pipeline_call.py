@@ -7,7 +7,7 @@ input. The options for ``generate`` come from ``_forward``, once for the call.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.pipelines.text_generation import ReturnType
 
 from ..config import BatchConfig
 from ..engine.extra_outputs import ExtraOutputs
+from ..engine.unfinished import attach, note_of, part_of
 from ..errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
@@ -34,6 +35,8 @@ _EXTRA_OUTPUTS = ("output_scores", "output_logits")  # come with ``return_dict_i
 
 class TokenGenerator(BatchGenerator):
     """Gives token ids without texts: the pipeline decodes them with its own options."""
+
+    at_hand = False
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
         super().__init__(model, tokenizer, config)
@@ -122,6 +125,19 @@ class PipelineCall:
             late = GenerationInterrupted(generator.with_texts(result), len(result), len(result))
             late.caller_has_generator = False
             raise late from None
+        except Exception as error:
+            part = part_of(error)  # what had finished when the error came, in this call or in one within it
+            kept = part if result is None and part is generator.interrupted else result
+            if isinstance(kept, BatchResult):
+                self._keep(error, generator, kept, prepared)
+            raise
+
+    def _keep(self, error: Exception, generator: TokenGenerator, result: BatchResult, prepared: PreparedInputs) -> None:
+        """The results that an error leaves, with their texts: the error may be that of ``postprocess`` itself."""
+        with suppress(Exception):
+            result = generator.with_texts(result)
+        expected = len(prepared.prompts) * (self._option("num_return_sequences") or 1)
+        attach(error, result, note_of(len(result), expected, at_hand=False))
 
     def stream(self, generator: TokenGenerator, prepared: PreparedInputs) -> Generator[Any, None, None]:
         """The same one by one: each as soon as it and all before it are ready. Options are checked at once."""

@@ -20,7 +20,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from ..config import BatchConfig
-from ..errors import ConfigError, GenerationInterrupted, PromptError, UnsupportedModelError
+from ..engine.unfinished import part_of
+from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..generator import BatchGenerator
 from ..results.scores import Score
 from .answers import answer_requests, run_requests
@@ -94,9 +95,10 @@ class BatchLM(HFLM):
         try:
             with self._precision():
                 scores = self._generator.score(contexts, continuations, progress=self._shows_progress(disable_tqdm))
-        except GenerationInterrupted as interrupt:
-            for score in interrupt.result:  # finished scores go into the harness's cache
-                self._remember(requests[score.index], score)
+        except BaseException as error:
+            for score in part_of(error) or ():
+                if isinstance(score, Score):  # finished scores go into the harness's cache
+                    self._remember(requests[score.index], score)
             raise
         for request, score in zip(requests, scores, strict=True):
             found.append(self._remember(request, score))

@@ -97,7 +97,11 @@ class CudaMemory:
         return fraction(self._device) if fraction is not None and native else 1.0
 
     def trim(self) -> None:
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # whatever uses the device next raises it again, and says what it was about
+            if not is_device_error(error):
+                raise
 
     def used(self) -> MemoryUse:
         return MemoryUse(torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
@@ -135,6 +139,26 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return HostMemory(_CPU_SHARE if device.type == "cpu" else _OTHER_SHARE)
 
 
+# A CPU's allocator raises a plain RuntimeError, and so do libraries that take memory of their own.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+# Oldest supported versions of PyTorch have no class for the errors of a device.
+_DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    # A CPU's allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a device has failed. As a rule this process cannot use it any more: every attempt raises it again."""
+    if is_out_of_memory(error):
+        return False
+    return isinstance(error, _DEVICE_ERROR) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))

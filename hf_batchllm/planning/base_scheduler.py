@@ -57,6 +57,12 @@ class BaseScheduler(ABC):
         """
         return False
 
+    def limit_steps(self, tokens: int | None) -> None:  # noqa: B027 -- the engine cuts larger steps
+        """From now on steps should have at most so many tokens, as a larger one ran out of memory; None: as at first.
+
+        Without it larger steps are cut into parts, which run one after the other.
+        """
+
     def repeat(self, step: Step, most: int) -> int:
         """How many times in a row a step of rows alone runs before its tokens are looked at, from 1 to ``most``.
 
@@ -101,6 +107,11 @@ class _Adapted(BaseScheduler):
 
     def must_know(self) -> bool:
         return bool(self.inner.must_know())
+
+    def limit_steps(self, tokens: int | None) -> None:
+        limit = getattr(self.inner, "limit_steps", None)
+        if limit is not None:
+            limit(tokens)
 
     def repeat(self, step: Step, most: int) -> Any:  # the engine checks what comes back
         repeat = getattr(self.inner, "repeat", None)

@@ -37,11 +37,14 @@ class QueueScheduler(BaseScheduler):
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         self.cache = cache
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = self._given_tokens = max_batch_tokens
         self.waiting = deque(self._ordered(requests))
         self.running: dict[Request, None] = {}  # oldest first; a dict, so that one can leave from the middle
         self.preemptions = 0
         self._some_gave_up = False
+
+    def limit_steps(self, tokens: int | None) -> None:
+        self.max_batch_tokens = self._given_tokens if tokens is None else min(self._given_tokens, tokens)
 
     @abstractmethod
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:

@@ -64,6 +64,10 @@ class HostSampler:
         self._seed = seed
         self._record = record
 
+    def may_repeat(self, requests: Sequence[Request]) -> bool:
+        """Whether a step of these requests may be picked from twice."""
+        return self._chains.may_repeat(requests)
+
     @torch.no_grad()
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """The next token of each request; ``logits`` is [requests, vocabulary] float32.

@@ -117,12 +117,15 @@ class PromptLogProbs:
         rows = [*range(own)]
         tokens = part.unit.tokens(part.begin + 1, part.begin + 1 + own).tolist() if own else []
         others: list[list[_UnitLogProbs]] = []
-        for position in sorted(at for at in known.branches if part.begin <= at < part.end):
-            for token, branches in known.branches.pop(position).items():
+        positions = sorted(at for at in known.branches if part.begin <= at < part.end)
+        for position in positions:
+            for token, branches in known.branches[position].items():
                 rows.append(position - part.begin)
                 tokens.append(token)
                 others.append(branches)
         entries = log_probs(logits, np.array(rows, dtype=np.int64), tokens, self.k)
+        for position in positions:  # only now: if memory runs out before, the part is run again
+            del known.branches[position]
         first = part.begin + 1 - known.start
         known.entries[first : first + own] = entries[:own]
         for branches, entry in zip(others, entries[own:], strict=True):

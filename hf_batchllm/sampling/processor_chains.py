@@ -116,6 +116,13 @@ class ProcessorChains:
             self._own[request] = maker.make(request)
         return self._own[request]
 
+    def may_repeat(self, requests: Sequence[Request]) -> bool:
+        """Whether the processors of these requests give the same again if they are called for the same step twice.
+
+        Those that are called alone may keep state from step to step.
+        """
+        return not any(ProcessorKind.ALONE in self.of(request).layout.kinds for request in requests)
+
     def forget_done(self) -> None:
         """Free the chains of requests that have ended."""
         for request in [request for request in self._own if request.done]:

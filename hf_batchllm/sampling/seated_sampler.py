@@ -38,6 +38,7 @@ class SeatedSampler:
         self._numbers: torch.Tensor | None = None  # [5, seats] int32: prompt, sample, kind, minimum, line
         self._own_seed: torch.Tensor | None = None  # [seats] int64, if prompts have seeds of their own
         self._seen: torch.Tensor | None = None  # [lines, words]  tokens that a request has had, prompt included
+        self._lines: list[int] = []  # of each seat: its line in `_seen`, -1 for none
 
     def __call__(self, logits: torch.Tensor, seats: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         if self._sampler is None:
@@ -46,6 +47,15 @@ class SeatedSampler:
         prompt, sample, kind, minimum, line = self._numbers.index_select(1, seats)
         seed = None if self._own_seed is None else self._own_seed.index_select(0, seats)
         return self._sampler(logits, RowsState(prompt, sample, made, kind, minimum, line, self._seen, seed))
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Forget tokens picked in a step that failed. The host has seen all tokens of these requests."""
+        if self._sampler is None or self._seen is None:
+            return
+        for request in requests:
+            if self._lines[request.seat] >= 0:
+                bits = self._sampler.seen(request.tokens(0, request.length))
+                self._seen[self._lines[request.seat]] = torch.from_numpy(bits).to(self._device)
 
     def _make_sampler(self, vocabulary: int) -> DeviceSampler:
         requests, options = self._requests, self._options
@@ -70,4 +80,5 @@ class SeatedSampler:
                 self._own_seed = torch.tensor([*(as_int64(seed) for seed, _ in noise), 0], device=self._device)
             if bits:
                 self._seen = to_device(np.stack(bits), self._device)
+        self._lines = lines
         return sampler

@@ -44,6 +44,7 @@ class SimulatedGpu:
     ``stop``: the token that ends an answer, as the engine knows it.
     """
 
+    replays = True
     most_times = 3  # as engine/step_size.py has it for sixteen GB of weights
 
     def __init__(self, answers: Sequence[int], stop: int, shape: Shape = LLAMA_8B, rates: Rates = H200) -> None:
@@ -78,6 +79,12 @@ class SimulatedGpu:
         return wait
 
     def back(self) -> None:
+        pass
+
+    def may_repeat(self, sampling: Sequence[Request]) -> bool:
+        return False  # it never fails
+
+    def put_back(self, step: Step) -> None:
         pass
 
     def _seconds(self, step: Step, time: int, sampling: Sequence[Request]) -> float:

@@ -66,6 +66,10 @@ class BeamScores:
         """The searches that the group belongs to, and its place in them."""
         return self._place[group]
 
+    def may_repeat(self, groups: Sequence[BeamGroup]) -> bool:
+        """Whether candidates may be found twice from the same logits."""
+        return self._chains.may_repeat([group.root for group in groups])
+
     @torch.no_grad()
     def __call__(self, groups: Sequence[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
         """``logits`` [rows, vocabulary] float32: a row for each beam, in the groups' order; one for a group without."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from ...model.batch import BatchBuilder
 from ...model.runner import ModelRunner
 from ...planning.requests_and_prefixes import Branch, FinishReason, Request
 from ...planning.step import Step
+from ..device_errors import name_what_ran
+from ..smaller_steps import SmallerSteps
 from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
 from .ended_candidates import BeamEndings
@@ -28,6 +31,7 @@ class BeamEngine:
         scores: BeamScores,
         endings: BeamEndings,
         timekeeper: Timekeeper,
+        smaller: SmallerSteps,
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
@@ -37,6 +41,8 @@ class BeamEngine:
         self.scores = scores
         self.endings = endings
         self.timekeeper = timekeeper
+        self.smaller = smaller
+        self._picking = False
         self.steps = 0
         self.model_tokens = 0
         self.idle_tokens = 0
@@ -57,15 +63,24 @@ class BeamEngine:
         switch = self.timekeeper.switch
         while True:
             switch("scheduling")
-            if late := self.endings.late():
+            if late := [] if self.smaller.waiting else self.endings.late():
                 finished = [self._group_of[root] for root in late]
                 for group in finished:
                     self._out_of_time(group)
             else:
-                step = self.scheduler.next()
+                step = self._next()
                 if step is None:
                     return
-                finished, chosen = self._step(step)
+                try:
+                    chosen, candidates = self._step(step)
+                except Exception as error:
+                    if self.smaller.takes(error, step, partial(self._may_repeat, step)):
+                        continue
+                    name_what_ran(error, [], step)
+                    raise
+                self.smaller.ran()
+                with current_device(self.runner.architecture.device), self.runner.adapted():  # criteria may run it
+                    finished = [group for each in candidates for group in self.choose(each)]
                 if watch is not None:
                     switch("outside")
                     watch(step, sum(len(group.answers) for group in chosen))
@@ -73,28 +88,49 @@ class BeamEngine:
                 switch("results")
                 yield from group.answers
 
-    def _step(self, step: Step) -> tuple[list[BeamGroup], list[BeamGroup]]:
-        """Run a step. Returns the groups whose search is over with it, and all groups whose next beams were chosen."""
+    def _next(self) -> Step | None:
+        if self.smaller.waiting and (part := self.smaller.next(self._put_back)) is not None:
+            return part
+        step = self.scheduler.next()
+        return self._next() if step is not None and self.smaller.cut(step) else step
+
+    def _may_repeat(self, step: Step) -> bool:
+        """After a step that failed."""
+        groups = {self._group_of[unit.root]: None for unit in step.sampling() if isinstance(unit, Branch)}
+        return not self._picking or self.scores.may_repeat(list(groups))
+
+    def _put_back(self, step: Step) -> None:
+        """After a step that failed: no unit of it has logits."""
+        self.runner.restore()
+        for unit in step.sampling():
+            if isinstance(unit, Branch):
+                self._group_of[unit.root].logits.pop(unit, None)
+
+    def _step(self, step: Step) -> tuple[list[BeamGroup], list[Candidates]]:
+        """Run a step. Returns the groups whose beams have all run, and the candidates for their next beams.
+
+        Nothing is chosen here: the step may run out of memory, and is then run again.
+        """
+        self._picking = False
         batch = self.builder.build(step)
         sampling = step.sampling()
         beams = len(step.rows) + sum(
             chunk.end - chunk.begin for chunk in step.chunks if isinstance(chunk.unit, Branch) and not chunk.unit.width
         )
-        self.steps += 1
-        self.model_tokens += step.tokens
-        self.beam_tokens += beams
         stretch = self.timekeeper.launched(1, step.tokens - beams, beams)
         self.timekeeper.switch(self.timekeeper.launching)
         with self.runner.surroundings():
             logits = self.runner.step(batch)
             self.timekeeper.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
-            finished = []
+            self._picking = True
             with self.runner.adapted():  # guidance runs the model
-                for candidates in self.scores(groups, logits) if groups else []:
-                    finished += self.choose(candidates)
+                candidates = self.scores(groups, logits) if groups else []
+        self.steps += 1
+        self.model_tokens += step.tokens
+        self.beam_tokens += beams
         self.timekeeper.collected(stretch)
-        return finished, groups
+        return groups, candidates
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""

@@ -70,6 +70,7 @@ class DecodeGraphs:
         self.bytes = 0  # that the graphs take
         self.captured = 0
         self.steps = 0  # that graphs have run
+        self.replays = False  # whether the latest step is a captured graph
 
     def run(self, batch: ModelBatch, steps_to_come: int) -> torch.Tensor | None:  # [rows, most_times]
         """Run a burst. Returns its tokens as ``DecodeRows.settle``, or None if the kernels cannot do every layer.
@@ -90,6 +91,7 @@ class DecodeGraphs:
             graph = self._make(size)
             graph.load(batch, step)
         times = batch.burst.times
+        self.replays = graph.captured
         if not graph.captured:
             graph.run()
             self._warm |= size % _WARM_ROWS == 0
@@ -223,10 +225,12 @@ class DecodeGraphs:
         self._graphs = {rows: other for rows, other in self._graphs.items() if other is not graph}
 
     def close(self, stream: torch.cuda.Stream | None) -> None:
-        if stream is not None and self._graphs:
-            stream.synchronize()
         captured = any(graph.captured for graph in self._graphs.values())
-        self._graphs.clear()
+        try:
+            if stream is not None and self._graphs:
+                stream.synchronize()
+        finally:  # after a CUDA error, waiting raises it again
+            self._graphs.clear()
         if stream is not None and captured:
             torch.cuda.empty_cache()  # until then, nothing else can use the memory of the graphs' pool
 

@@ -15,9 +15,10 @@ from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
 from ...planning.requests_and_prefixes import Request
+from ...planning.step import Step
+from ...sampling.seated_sampler import SeatedSampler
 from ...wording import shown_size
 from .decode_graphs import DecodeGraphs
-from .decode_rows import Pick
 from .seats import Seats
 from .still_running import StillRunning
 
@@ -26,7 +27,7 @@ class RunAhead:
     """A ``Launcher`` whose steps go to the device without waiting for the tokens of earlier ones."""
 
     def __init__(
-        self, runner: ModelRunner, pick: Pick, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
+        self, runner: ModelRunner, pick: SeatedSampler, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
     ) -> None:
         self.runner = runner
         self.pick = pick
@@ -64,6 +65,8 @@ class RunAhead:
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         burst = batch.burst
+        if self.graphs is not None:
+            self.graphs.replays = False
         if self.graphs is not None and burst is not None:
             produced = self.graphs.run(batch, int(burst.left.max()))
             if produced is not None:
@@ -93,6 +96,22 @@ class RunAhead:
     def back(self) -> None:
         if self.graphs is not None:
             self.graphs.model_may_have_changed = True
+
+    def may_repeat(self, sampling: Sequence[Request]) -> bool:
+        return True
+
+    def put_back(self, step: Step) -> None:
+        with current_device(self.device), torch.cuda.stream(self._stream):
+            if self.graphs is not None:
+                self.graphs.close(self._stream)  # they hold memory that no other step can use; new ones can be captured
+            self.runner.restore()
+            going = [request for request in step.sampling() if not request.done]
+            self.seats.put(going)
+            self.pick.put_back(going)
+
+    @property
+    def replays(self) -> bool:
+        return self.graphs is not None and self.graphs.replays
 
     @property
     def summary(self) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...planning.requests_and_prefixes import Request
+
 _PAD = -2  # fills up short sets of tokens; -1 would not do: it stands where no token was picked
 
 
@@ -41,6 +43,14 @@ class Seats:
     @property
     def any_eos(self) -> bool:
         return self.eos.numel() > 0
+
+    def put(self, requests: Sequence[Request]) -> None:
+        """Set the seats of requests that go on, whose tokens the host has all seen."""
+        numbers = [[request.seat, request.generated[-1]] for request in requests if request.generated]
+        if numbers:
+            seats, tokens = torch.tensor(numbers, device=self.last.device).T
+            self.last[seats] = tokens
+            self.ended[seats] = False
 
     def store(self, seats: torch.Tensor, picked: torch.Tensor) -> None:
         """Keep the tokens that a step has picked for the requests at ``seats``; -1 for no token."""

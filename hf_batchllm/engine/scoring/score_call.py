@@ -22,6 +22,7 @@ from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
 from ...planning.requests_and_prefixes import Request
+from ...planning.step import Step
 from ...results.run_report import RunReport
 from ...results.scores import Score
 from ...results.sharing_plan import SharingPlan
@@ -184,6 +185,7 @@ class ScoreLauncher:
     """Looks tokens up on the device. The figures come back later, behind an event: the next step need not wait."""
 
     most_times = 1
+    replays = False
 
     def __init__(self, runner: ModelRunner, lookups: Lookups, timekeeper: Timekeeper) -> None:
         self._runner = runner
@@ -209,3 +211,10 @@ class ScoreLauncher:
 
     def back(self) -> None:
         """Each step looks at the model anew."""
+
+    def may_repeat(self, sampling: Sequence[Request]) -> bool:
+        return True
+
+    def put_back(self, step: Step) -> None:
+        self._runner.restore()
+        self._lookups.ask_again(step.chunks)

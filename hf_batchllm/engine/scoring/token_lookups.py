@@ -135,6 +135,11 @@ class Lookups:
         stretches = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
         return [Chunk(unit, int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches]
 
+    def ask_again(self, chunks: Sequence[Chunk]) -> None:
+        """These chunks were to run, and did not: ``wanted`` forgets that it was asked about them."""
+        for chunk in chunks:
+            self._asked_end[chunk.unit] = min(self._asked_end.get(chunk.unit, 0), chunk.begin)
+
     def pairs(self, sampling: Sequence[Request], asked: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
         """For each look-up in a step's logits, its row and its place among the targets, in the order of the rows.
 

@@ -1,0 +1,154 @@
+"""When a step runs out of memory: it runs again in smaller parts, and later steps are smaller.
+
+A step that failed half-way has changed little. It has written some K and V, which its parts write again to the same
+places. What else it may have changed is put back by the loop (``put_back``), once all earlier steps have been seen. The
+scheduler is not asked meanwhile: to it, the parts together are the step that it made.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ..errors import BatchLLMError
+from ..model.device_memory import device_memory, is_out_of_memory
+from ..notices import Notices
+from ..planning.base_scheduler import BaseScheduler
+from ..planning.requests_and_prefixes import Request
+from ..planning.step import Chunk, Step
+
+_CALM = 64  # steps without a failure until they may be twice as large; twice as many after each further failure
+
+
+class SmallerSteps:
+    """``most``: the most tokens of a step since one ran out of memory; None before that."""
+
+    def __init__(self, scheduler: BaseScheduler, device: torch.device, page_size: int, notices: Notices) -> None:
+        self._scheduler = scheduler
+        self._device = device
+        self._page_size = page_size
+        self._notices = notices
+        self._parts: deque[Step] = deque()
+        self._failed: Step | None = None  # whose state has to be put back before anything else runs
+        self._tried: list[int] = []  # tokens of the steps that failed one after the other
+        self._largest = 0  # tokens of the largest step that failed
+        self._failures = 0
+        self._calm = 0  # steps since the last failure
+        self.most: int | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether parts of a step have yet to run: they come before the scheduler's next step."""
+        return bool(self._parts)
+
+    def cut(self, step: Step) -> bool:
+        """Take a step of the scheduler that is too large. Its parts wait."""
+        if self.most is None or step.tokens <= self.most:
+            return False
+        self._parts.append(step)
+        return True
+
+    def next(self, put_back: Callable[[Step], None]) -> Step | None:
+        """The next part, all earlier steps having been seen; None if the requests of all parts have ended."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            gc.collect()  # frames and tensors that hold each other
+            device_memory(self._device).trim()
+            put_back(failed)
+        while self._parts:
+            part = self._still_to_run(self._parts.popleft())
+            if self.most is not None and part.tokens > self.most:
+                self._parts.extendleft(reversed(parts_of(part, self.most)))
+            elif part.tokens:
+                return part
+        return None
+
+    def takes(self, error: Exception, step: Step, may_repeat: Callable[[], bool]) -> bool:
+        """Whether ``step``, which ended with ``error``, is run again. ``may_repeat``: asked where memory ran out."""
+        if not is_out_of_memory(error) or isinstance(error, BatchLLMError):
+            return False
+        if not may_repeat():
+            error.add_note(
+                "The step cannot be run again in smaller parts: a logits processor that may keep state had been "
+                "called. Set a smaller `max_batch_tokens` or `kv_memory`"
+            )
+            return False
+        self._tried.append(step.tokens)
+        if self._tried[-2:] == [1, 1]:
+            tried = ", ".join(f"{tokens:,}" for tokens in dict.fromkeys(self._tried))
+            error.add_note(
+                f"Steps of fewer and fewer tokens were tried ({tried}), and none fits into the memory that is left on "
+                f"{self._device}: set a smaller `kv_memory`, or free what else is there"
+            )
+            return False
+        traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+        self._parts.appendleft(step)
+        self._failed = step
+        self._failures += 1
+        self._calm = 0
+        self._largest = max(self._largest, step.tokens)
+        self.most = max(1, step.tokens // 2)
+        self._scheduler.limit_steps(self.most)
+        self._notices(
+            "smaller steps",
+            f"a step of {step.tokens:,} tokens ran out of memory on {self._device}: it is run again in smaller parts, "
+            "and later steps are smaller. The results stay the same. For larger steps set a smaller `kv_memory`, or "
+            "free what else is there; to have steps fit from the start, set a smaller `max_batch_tokens`",
+        )
+        return True
+
+    def ran(self) -> None:
+        """A step has been launched. After many of them steps may grow again: others may have given memory back."""
+        if self.most is None:
+            return
+        self._tried.clear()
+        self._calm += 1
+        if self._calm < _CALM << self._failures:
+            return
+        self._calm = 0
+        self.most = None if 2 * self.most >= self._largest else 2 * self.most
+        self._scheduler.limit_steps(self.most)
+
+    def _still_to_run(self, step: Step) -> Step:
+        """The step without requests that have ended since it was made."""
+        return Step(
+            [request for request in step.rows if not request.done],
+            [chunk for chunk in step.chunks if self._is_needed(chunk)],
+            step.times,
+        )
+
+    def _is_needed(self, chunk: Chunk) -> bool:
+        unit = chunk.unit
+        if isinstance(unit, Request) and unit.done:
+            return False
+        return unit.start + len(unit.pages) * self._page_size >= chunk.end  # else it has left the cache
+
+
+def parts_of(step: Step, most: int) -> list[Step]:
+    """``step`` in parts of at most ``most`` tokens, in its order: a prefix comes before the units on it."""
+    parts: list[Step] = []
+    room = 0
+
+    def part() -> Step:
+        nonlocal room
+        if not room:
+            parts.append(Step(times=step.times))
+            room = most
+        return parts[-1]
+
+    for request in step.rows:
+        part().rows.append(request)
+        room -= 1
+    for chunk in step.chunks:
+        begin = chunk.begin
+        while begin < chunk.end:
+            into = part()
+            end = min(chunk.end, begin + room)
+            into.chunks.append(Chunk(chunk.unit, begin, end))
+            room -= end - begin
+            begin = end
+    return parts

@@ -1,0 +1,72 @@
+"""What had finished when an error or an interrupt broke a call off: it goes to the caller, with the error."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from ..results.generations import BatchResult, Generation
+from ..results.run_report import RunReport
+from ..results.scores import Score, ScoreResult
+
+R = TypeVar("R")
+Decode = Callable[[list[int]], str | None]
+
+_HAD_FINISHED = "results had finished"
+
+
+class Finished(ABC, Generic[R]):
+    """The results of a call so far. ``report``: None until the first step, and while steps run."""
+
+    def __init__(self) -> None:
+        self.results: dict[tuple[int, int], R] = {}  # by prompt and sample, or by context and choice
+        self.report: RunReport | None = None
+        self.expected = 0  # results of the whole call
+
+    @abstractmethod
+    def part(self, decode: Decode) -> BatchResult | ScoreResult:
+        """What there is of the call's result."""
+
+
+class FinishedGenerations(Finished[Generation]):
+    def part(self, decode: Decode) -> BatchResult:
+        return BatchResult([self.results[key] for key in sorted(self.results)], self.report, decode)
+
+
+class FinishedScores(Finished[Score]):
+    def part(self, decode: Decode) -> ScoreResult:
+        return ScoreResult(list(self.results.values()), self.report, complete=False)
+
+
+def note_of(finished: int, expected: int, at_hand: bool) -> str:
+    """What an error says of the results. ``at_hand``: whether the caller holds the generator."""
+    where = "error.result and in gen.interrupted" if at_hand else "error.result"
+    return f"{finished:,} of {expected:,} {_HAD_FINISHED}: they are in {where}"
+
+
+def attach(error: BaseException, part: BatchResult | ScoreResult, note: str) -> None:
+    """Put the finished part into ``error.result``, and a note that says so, if anything had finished.
+
+    The error goes on as it is: it may be of any class. A ``result`` of its own stays.
+    """
+    with suppress(Exception):  # its class may do anything
+        if not hasattr(error, "result") or part_of(error) is not None:
+            error.result = part  # type: ignore[attr-defined]
+    if part_of(error) is not part:
+        note = note.replace("error.result and in ", "")
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list):  # the same object may have come out of an earlier call, or out of one within this
+        notes[:] = [each for each in notes if _HAD_FINISHED not in str(each)]
+    if len(part):
+        with suppress(Exception):
+            error.add_note(note)
+
+
+def part_of(error: BaseException) -> BatchResult | ScoreResult | None:
+    """What ``attach`` has put into an error."""
+    part = None
+    with suppress(Exception):
+        part = getattr(error, "result", None)
+    return part if isinstance(part, BatchResult | ScoreResult) else None
