@@ -21,7 +21,10 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
+from .code_in_use import CodeInUse, code_in_use, has_changed, settled
 from .kv_storage import AttentionShape, kv_dtype
+from .owners_code import refuse_owners_code
+from .owners_layers import made_like
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
@@ -62,10 +65,13 @@ def inspect_model(model: nn.Module) -> Architecture:
     device = _single_device(inner, name)
     _refuse_by_config(inner, name)
     _refuse_repeated_layers(inner, name)
-    calls = _attention_calls(inner, name)
+    look = code_in_use(inner)
+    refuse_owners_code(inner, look, name)
+    calls = _attention_calls(inner, name, look)
     _refuse_by_calls(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
     values = sum(call.k.shape[1] * (call.k.shape[2] + call.v.shape[2]) for call in calls)
+    settled(inner, look)
     return Architecture(
         name=name,
         layers=len(calls),
@@ -89,6 +95,12 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     inner = base_model(model)
     device = _single_device(inner, architecture.name)
     _refuse_repeated_layers(inner, architecture.name)
+    if has_changed(inner):
+        before, architecture = architecture, inspect_model(model)
+        if architecture.attention != before.attention:
+            raise UnsupportedModelError(
+                f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
+            )
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
@@ -174,26 +186,24 @@ class _NoteTaker:
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
 
-def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
+def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> list[AttentionCall]:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
-    try:
-        # Such a copy depends on these two alone. Making and running it takes half a second where there are many layers.
-        key = type(model), model.config.to_json_string(use_diff=False)
-        if key in _SEEN:
-            return _SEEN[key]
-    except Exception:  # a config that holds something that is no JSON
-        key = None
+    # Such a copy depends on this alone. Making and running it takes half a second where there are many layers.
+    key = look.architecture
+    if key in _SEEN:
+        return _SEEN[key]
     try:
         # The copy's weights are never filled in, yet making them may draw random numbers: the caller's must not move.
         # In bfloat16: on the meta device the grouped products of experts are defined for that type alone.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             skeleton: nn.Module = type(model)(copy.deepcopy(model.config))
             skeleton = skeleton.to(torch.bfloat16).eval()
-        calls = _noted_passes(skeleton, torch.device("meta"), name)
-        if key is not None:
-            if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
-                _SEEN.pop(next(iter(_SEEN)), None)
-            _SEEN[key] = calls
+        with made_like(skeleton, model, name) as alike:
+            calls = _noted_passes(skeleton, torch.device("meta"), name)
+            alike.check(calls)
+        if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
+            _SEEN.pop(next(iter(_SEEN)), None)
+        _SEEN[key] = calls
         return calls
     except UnsupportedModelError:
         raise
