@@ -21,10 +21,13 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
+from ..patches.uncompiled import Uncompiled
 from .code_in_use import CodeInUse, code_in_use, has_changed, settled
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import refuse_owners_code
 from .owners_layers import made_like
+from .sharded import refuse_sharded
+from .unpacking import unpack
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
@@ -93,6 +96,7 @@ def _shape_of(call: AttentionCall) -> AttentionShape:
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     """With what an owner may change between two calls: the weights' device and type, the size of the vocabulary."""
     inner = base_model(model)
+    unpack(inner)
     device = _single_device(inner, architecture.name)
     _refuse_repeated_layers(inner, architecture.name)
     if has_changed(inner):
@@ -116,7 +120,9 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 def _single_device(model: PreTrainedModel, name: str) -> torch.device:
-    devices = {tensor.device for tensor in model.parameters()}
+    parameters = list(model.parameters())
+    refuse_sharded(model, parameters, name)
+    devices = {tensor.device for tensor in parameters}
     placed = set(getattr(model, "hf_device_map", {}).values())
     if torch.device("meta") in devices or (placed & {"disk", "cpu"} and len(placed) > 1):
         raise UnsupportedModelError(
@@ -233,12 +239,14 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
+    compiled = Uncompiled(model)
     try:
-        with torch.no_grad(), swap.applied(attention), attention_context(notes):
+        with torch.no_grad(), swap.applied(attention), compiled.applied(), attention_context(notes):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
             # meta device there are none to read.
             model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks)
     finally:  # once more: an interrupt may have come while the block above restored things
+        compiled.restore()
         swap.restore()
         torch.set_grad_enabled(grad_mode)
         use_context(context)

@@ -18,8 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
-from ..patches.attention_interface import ATTENTION_NAME
-from ..patches.mask_probe import MASK_PROBE_NAME
+from ..patches.attention_swap import steps_lock
 
 _PLAIN = frozenset([int, float, bool, str, type(None)])
 # Set by the owner's modes, or by this library; they do not say which tokens a layer sees.
@@ -27,7 +26,6 @@ _SKIPPED = frozenset(["training", "gradient_checkpointing", "_attn_implementatio
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
 _TORCHS_OWN = len(nn.Module().__dict__)
-_OURS = (ATTENTION_NAME, MASK_PROBE_NAME)
 
 
 @dataclass
@@ -36,12 +34,18 @@ class CodeInUse:
 
     layers: list[nn.Module] = field(default_factory=list)  # with children: those that attend, and those around them
     configs: list[PreTrainedConfig] = field(default_factory=list)
+    implementations: list[str | None] = field(default_factory=list)  # of attention, for each config
     homes: list[ModuleType] = field(default_factory=list)  # the Python modules of the classes
     architecture: tuple[Hashable, ...] = ()  # what the notes of ``inspect_model`` depend on
     attention: tuple[Hashable, ...] = ()  # what else the owner's code is judged by
 
 
 def code_in_use(model: PreTrainedModel) -> CodeInUse:
+    with steps_lock(model.config):  # a step in another thread swaps attention and forwards
+        return _look(model)
+
+
+def _look(model: PreTrainedModel) -> CodeInUse:
     look = CodeInUse()
     classes: dict[type, bool] = {}
     plain: list[Hashable] = []
@@ -77,9 +81,9 @@ def code_in_use(model: PreTrainedModel) -> CodeInUse:
         if isinstance(interface := vars(home).get("ALL_ATTENTION_FUNCTIONS"), AttentionInterface):
             functions += interface._local_mapping.items()
     functions += [(name, model.__dict__.get(name, getattr(type(model), name, None))) for name in REPLACEABLE]
-    names = [getattr(config, "_attn_implementation", None) for config in look.configs]
+    look.implementations = [getattr(config, "_attn_implementation", None) for config in look.configs]
     look.attention = (
-        *(None if name in _OURS else name for name in names),
+        *look.implementations,
         *((name, _token(function)) for name, function in functions),
     )
     return look

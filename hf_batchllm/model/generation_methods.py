@@ -1,7 +1,7 @@
 """Methods that transformers' ``generate`` calls on a model and this library does not: is one an owner's own?
 
-``prepare_inputs_for_generation`` and ``_update_model_kwargs_for_generation`` are tried. Code that comes with a checkpoint
-often defines them, and mostly they give the forward pass what transformers' own would. Others are refused.
+``prepare_inputs_for_generation`` and ``_update_model_kwargs_for_generation`` are tried on made-up tokens: code that comes
+with a checkpoint often defines them, and mostly they do what transformers' own would. Others are refused.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ def _difference(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     longest = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST) - _STEPS
     for length in sorted({*(each for each in _LENGTHS if each <= longest), max(longest, 1)}):
-        try:
-            difference = _tried(model, length)
-        except Exception as error:
-            difference = f"it failed ({type(error).__name__}: {error})"
-        if difference is not None:
-            return f"with a prompt of {length:,} tokens, {difference}"
+        for masked in (True, False):  # ``generate`` may leave out a mask that hides nothing
+            try:
+                difference = _tried(model, length, masked)
+            except Exception as error:
+                difference = f"it failed ({type(error).__name__}: {error})" if masked else None
+            if difference is not None:
+                return f"with a prompt of {length:,} token{'s' * (length != 1)}, {difference}"
     return None
 
 
 @torch.no_grad()
-def _tried(model: PreTrainedModel, length: int) -> str | None:
+def _tried(model: PreTrainedModel, length: int, masked: bool) -> str | None:
     """Goes through the steps of ``generate`` with made-up tokens, without running the model."""
     text = model.config.get_text_config(decoder=True)
     device, vocabulary = model.device, max(2, text.vocab_size)
     ids = (torch.arange(length + _STEPS, device=device) * 7 + 1)[None] % vocabulary  # [1, tokens]
     cache = DynamicCache()
     given: dict[str, Any] = {
-        "attention_mask": torch.ones(1, length, dtype=torch.long, device=device),
+        "attention_mask": torch.ones(1, length, dtype=torch.long, device=device) if masked else None,
         "use_cache": True,
         "past_key_values": cache,
         "logits_to_keep": 1,

@@ -1,7 +1,7 @@
-"""Code of an owner's in the way between ``generate`` and the model's layers, which this library would pass over.
+"""Code of an owner's between ``generate`` and the model's layers, which this library would pass over.
 
-That is an attention function, a mask, or a method that ``generate`` calls. Where it is not transformers' own the model is
-refused by name; a method is first tried, as most do nothing unusual.
+That is an attention function, a mask, or a method that ``generate`` calls. Where it is not transformers' own, the model
+is refused by name. Some methods are tried first, as most do nothing unusual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _PLAIN_ATTENTION = ("sdpa", "eager")  # what a user may go back to
 def refuse_owners_code(model: PreTrainedModel, look: CodeInUse, name: str) -> None:
     """Refuse code that would be passed over, or that changes attention in a way which cannot be seen from outside."""
     text = type(model.config.get_text_config(decoder=True))
-    used = {config._attn_implementation for config in look.configs if type(config) is text or config is model.config}
+    each = zip(look.configs, look.implementations, strict=True)
+    used = {implementation for config, implementation in each if type(config) is text or config is model.config}
     _refuse_attention(look, sorted(used - {None}), name)
     _refuse_functions(look, used, name)
     refuse_methods(model, name, is_theirs)

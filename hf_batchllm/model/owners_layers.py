@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..patches.attention_interface import AttentionCall
+from ..patches.uncompiled import own_forward
 from .code_in_use import plain_attributes
 
 _MOST_NAMED = 3
@@ -48,7 +49,7 @@ class _Likeness:
             for end in range(len(parts) + 1):
                 place = ".".join(parts[:end])
                 real = self._real.get(place)
-                if type(real) is not type(self._copy.get_submodule(place)) or "forward" in real.__dict__:
+                if type(real) is not type(self._copy.get_submodule(place)) or own_forward(real) is not None:
                     raise LayersDiffer(place)
 
 
@@ -67,7 +68,7 @@ def made_like(copy: nn.Module, model: nn.Module, name: str) -> Iterator[_Likenes
         ]
         more = len(likeness.given) - len(shown)
         raise UnsupportedModelError(
-            f"{error}. Its layers and its config differ: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}. Was "
-            "the config changed after the model was made? Masks follow the config, and layers what they noted: change "
+            f"{error}. Its layers and its config differ: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}. "
+            "Was the config changed after the model was made? Masks follow the config, and layers what they noted: change "
             "both, or load the model with the config that you mean"
         ) from error

@@ -6,7 +6,11 @@ import torch
 from torch import nn
 
 from ..patches.attention_interface import autocast_dtype
-from ..patches.unmodified import IDLE_HOOKS
+from ..patches.uncompiled import own_forward
+from ..patches.unmodified import IDLE_HOOKS, code_home
+
+# Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
+_TENSOR_CODE = ("transformers.integrations.", "compressed_tensors.quantization.")
 
 
 def not_in_graphs(model: nn.Module) -> str | None:
@@ -18,7 +22,8 @@ def not_in_graphs(model: nn.Module) -> str | None:
         where = f"`{name}`" if name else "the model"
         if has_hooks(module):
             return f"the hooks on {where} would not be called"
-        if "forward" in module.__dict__:
+        forward = own_forward(module)
+        if forward is not None and not code_home(forward).startswith(_TENSOR_CODE):
             return f"{where} has a `forward` of its own, which would not be called"
     return None
 
