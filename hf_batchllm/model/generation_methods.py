@@ -1,7 +1,7 @@
 """Methods that transformers' ``generate`` calls on a model and this library does not: is one an owner's own?
 
-``prepare_inputs_for_generation`` and ``_update_model_kwargs_for_generation`` are tried on made-up tokens: code that comes
-with a checkpoint often defines them, and mostly they do what transformers' own would. Others are refused.
+``prepare_inputs_for_generation`` and ``_update_model_kwargs_for_generation`` are tried on made-up tokens: code that
+comes with a checkpoint often defines them, and mostly they do what transformers' own would. Others are refused.
 """
 
 from __future__ import annotations

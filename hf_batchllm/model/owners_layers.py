@@ -69,6 +69,6 @@ def made_like(copy: nn.Module, model: nn.Module, name: str) -> Iterator[_Likenes
         more = len(likeness.given) - len(shown)
         raise UnsupportedModelError(
             f"{error}. Its layers and its config differ: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}. "
-            "Was the config changed after the model was made? Masks follow the config, and layers what they noted: change "
-            "both, or load the model with the config that you mean"
+            "Was the config changed after the model was made? Masks follow the config, and layers what they noted: "
+            "change both, or load the model with the config that you mean"
         ) from error

@@ -28,8 +28,8 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
         notices(
             "hooks",
             f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one "
-            "packed row [1, tokens, ...] without padding, and a prefix that prompts share only once. A hook that treats "
-            "every token alike works (one that adds a vector, for one); a hook that looks at places in a sequence, or "
+            "packed row [1, tokens, ...] without padding, and a prefix that prompts share only once. A hook that "
+            "treats every token alike works (one that adds a vector, for one); a hook that looks at places in a sequence, or "
             "at the batch, does not",
         )
     if Uncompiled(model):

@@ -20,9 +20,6 @@ def refuse_sharded(model: torch.nn.Module, parameters: Sequence[torch.Tensor], n
     how = "by transformers' tensor parallelism" if (getattr(model, "_tp_size", None) or 1) > 1 else None
     for kind in set(map(type, parameters)):
         how = how or _SHARDED.get(kind.__name__)
-    # A parameter stays an ``nn.Parameter`` around a DTensor only in its data.
-    if how is None and any(type(each.data).__name__ in _SHARDED for each in parameters[:1]):
-        how = _SHARDED["DTensor"]
     if how is None and parameters and hasattr(parameters[0], "ds_id"):
         how = "by DeepSpeed's ZeRO-3"
     if how is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors are unpacked in a hook on the first forward pass: here before memory is measured."""
+"""Checkpoints of compressed-tensors unpack in a hook on the first forward pass: here, before memory is measured."""
 
 from __future__ import annotations
 
