@@ -6,7 +6,7 @@ would compile it anew in nearly every step. Only the model's own modules are tou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -21,10 +21,10 @@ _ABSENT = object()
 
 
 class Uncompiled:
-    """``restore`` may be called again and again."""
+    """``restore`` may be called again and again. ``modules``: all of a model's."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._forwards = list(_original_forwards(model))
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._forwards = list(_original_forwards(modules))
         self._before: list[Any] | None = None
 
     def __bool__(self) -> bool:
@@ -53,6 +53,19 @@ class Uncompiled:
         self._before = None
 
 
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """As ``modules()``, several times faster, in another order; a module that stands in two places comes twice."""
+    found: list[nn.Module] = []
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            found.append(module)
+            if children := module._modules:
+                waiting.extend(children.values())
+    return found
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The ``forward`` set on a module itself, past ``torch.compile``; None if it is that of its class."""
     forward = module.__dict__.get("forward")
@@ -63,10 +76,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     return None if of_class or is_compiled(module) else original
 
 
-def _original_forwards(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(the ``__dict__`` of a module, a key in it, what belongs there)"""
     classes: dict[type, Any] = {}
-    for module in model.modules():
+    for module in modules:
         cls, held = type(module), module.__dict__
         if held.get(_COMPILED_CALL) is not None:
             yield held, _COMPILED_CALL, None

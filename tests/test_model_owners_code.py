@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from hf_batchllm import BatchGenerator, UnsupportedModelError
+from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
 
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 Own = LlamaForCausalLM
@@ -240,7 +241,7 @@ def test_a_window_changed_in_config_and_layers_is_followed() -> None:
     generator = BatchGenerator(model)
     before = tokens(generator)
     model.config.sliding_window = 3
-    with pytest.raises(UnsupportedModelError, match="self_attn.sliding_window` is 8, and the config makes it 3"):
+    with pytest.raises(UnsupportedModelError, match=r"self_attn\.sliding_window` is 8, and the config makes it 3"):
         tokens(generator)
     for module in model.modules():
         if getattr(module, "sliding_window", None):
@@ -269,3 +270,14 @@ def test_an_unchanged_model_is_not_inspected_again(monkeypatch: pytest.MonkeyPat
         assert len(generator.generate(PROMPTS, **GREEDY)) == len(PROMPTS)
     generator.model.train().eval()
     generator.generate(PROMPTS, **GREEDY)
+
+
+def test_a_rope_that_depends_on_lengths_is_known_by_its_layer() -> None:
+    family = FAMILIES["llama"]
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    settings = {**family.config, "rope_parameters": dynamic, "max_position_embeddings": 40}
+    model = replace(family, config=settings)()
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    model.config.max_position_embeddings = 500
+    with pytest.raises(PromptError, match="rotary"):
+        BatchGenerator(model).generate([list(range(3, 38))], max_new_tokens=8)

@@ -21,11 +21,11 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
-from ..patches.uncompiled import Uncompiled
+from ..patches.uncompiled import Uncompiled, every_module
 from .code_in_use import CodeInUse, code_in_use, has_changed, settled
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import refuse_owners_code
-from .owners_layers import made_like
+from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_sharded
 from .unpacking import unpack
 
@@ -33,8 +33,6 @@ _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
 )
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 # The calls of architectures looked at before; they hold no memory, as they come from copies without data.
 _SEEN: dict[tuple[type, str], list[AttentionCall]] = {}
@@ -82,7 +80,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         kv_bytes_per_token=values * inner.dtype.itemsize,
         vocab_size=_vocab_size(inner),
         max_positions=_learned_positions(inner, config),
-        rope_limit=_rope_limit(config),
+        rope_limit=rope_limit(inner, _rope_limit(config)),
         device=device,
         attention=tuple(map(_shape_of, calls)),
     )
@@ -239,7 +237,7 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
-    compiled = Uncompiled(model)
+    compiled = Uncompiled(every_module(model))
     try:
         with torch.no_grad(), swap.applied(attention), compiled.applied(), attention_context(notes):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
@@ -283,7 +281,7 @@ def _rope_limit(config: PreTrainedConfig) -> int | None:
     each = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     limits = []
     for rope in each:
-        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPE:
+        if rope.get("rope_type", rope.get("type")) in LENGTH_DEPENDENT_ROPE:
             trained = rope.get("original_max_position_embeddings")
             trained = trained or getattr(config, "original_max_position_embeddings", None)
             limits.append(trained or config.max_position_embeddings)

@@ -14,10 +14,25 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..patches.attention_interface import AttentionCall
-from ..patches.uncompiled import own_forward
+from ..patches.uncompiled import every_module, own_forward
 from .code_in_use import plain_attributes
 
 _MOST_NAMED = 3
+# RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def rope_limit(model: nn.Module, by_config: int | None) -> int | None:
+    """The trained length of a RoPE that depends on lengths: the config may have been changed since it was made."""
+    limits = [] if by_config is None else [by_config]
+    for module in every_module(model):
+        kinds = module.__dict__.get("rope_type")
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in LENGTH_DEPENDENT_ROPE and isinstance(
+                length := getattr(module, "original_max_seq_len", None), int
+            ):
+                limits.append(length)
+    return min(limits, default=None)
 
 
 class LayersDiffer(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from ..inputs.base_model import base_model
 from ..notices import Notices
-from ..patches.uncompiled import Uncompiled
+from ..patches.uncompiled import Uncompiled, every_module
 from .batch_dependent import depends_on_batch
 from .generation_methods import own_methods
 from .owners_code import is_theirs
@@ -24,15 +25,16 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
     """Each kind once for each generator."""
     inner = base_model(model)
     name = type(inner).__name__
-    if (place := _hooked(model)) is not None:
+    modules = every_module(model)
+    if (place := _hooked(model, modules)) is not None:
         notices(
             "hooks",
             f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one "
             "packed row [1, tokens, ...] without padding, and a prefix that prompts share only once. A hook that "
-            "treats every token alike works (one that adds a vector, for one); a hook that looks at places in a sequence, or "
-            "at the batch, does not",
+            "treats every token alike works (one that adds a vector, for one); a hook that looks at places in a "
+            "sequence, or at the batch, does not",
         )
-    if Uncompiled(model):
+    if Uncompiled(modules):
         warn_of_compiled(inner, notices)
     if methods := own_methods(inner, is_theirs):
         notices(
@@ -56,19 +58,22 @@ def warn_of_compiled(model: nn.Module, notices: Notices) -> None:
     )
 
 
-def _hooked(model: nn.Module) -> str | None:
+def _hooked(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
     """The first place with a hook of its owner's."""
     everywhere = nn.modules.module
     if any(
         map(_is_owners, (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()))
     ):
         return "all modules"
-    # Past ``__getattr__``: there are thousands of modules, and hardly any has hooks.
-    hooked = [held for held in map(vars, model.modules()) if held["_forward_hooks"] or held["_forward_pre_hooks"]]
-    for path, module in model.named_modules() if hooked else ():
-        if any(map(_is_owners, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
-            return f"`{path}`" if path else "the model"
+    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+    if any(any(map(_is_owners, _hooks_of(module))) for module in hooked):
+        paths = [path for path, module in model.named_modules() if any(map(_is_owners, _hooks_of(module)))]
+        return f"`{paths[0]}`" if paths[0] else "the model"
     return None
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def _is_owners(hook: Any) -> bool:

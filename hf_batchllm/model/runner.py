@@ -22,7 +22,7 @@ from ..patches.attention_interface import (
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
-from ..patches.uncompiled import Uncompiled
+from ..patches.uncompiled import Uncompiled, every_module
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
@@ -47,7 +47,7 @@ class ModelRunner:
         self.backend = backend
         self._swap = AttentionSwap(model)
         self._fused = fused
-        self._compiled = Uncompiled(model)
+        self._compiled = Uncompiled(every_module(model))
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was set before it
