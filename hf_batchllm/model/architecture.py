@@ -35,7 +35,7 @@ _BYPASSES = (
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 # The calls of architectures looked at before; they hold no memory, as they come from copies without data.
-_SEEN: dict[tuple[type, str], list[AttentionCall]] = {}
+_SEEN: dict[tuple[object, ...], list[AttentionCall]] = {}
 _MOST_ARCHITECTURES_KEPT = 16
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FunctionType, ModuleType
@@ -32,12 +32,11 @@ _TORCHS_OWN = len(nn.Module().__dict__)
 class CodeInUse:
     """One look at a model."""
 
-    layers: list[nn.Module] = field(default_factory=list)  # with children: those that attend, and those around them
     configs: list[PreTrainedConfig] = field(default_factory=list)
     implementations: list[str | None] = field(default_factory=list)  # of attention, for each config
     homes: list[ModuleType] = field(default_factory=list)  # the Python modules of the classes
-    architecture: tuple[Hashable, ...] = ()  # what the notes of ``inspect_model`` depend on
-    attention: tuple[Hashable, ...] = ()  # what else the owner's code is judged by
+    architecture: tuple[object, ...] = ()  # what the notes of ``inspect_model`` depend on
+    attention: tuple[object, ...] = ()  # what else the owner's code is judged by
 
 
 def code_in_use(model: PreTrainedModel) -> CodeInUse:
@@ -47,8 +46,8 @@ def code_in_use(model: PreTrainedModel) -> CodeInUse:
 
 def _look(model: PreTrainedModel) -> CodeInUse:
     look = CodeInUse()
-    classes: dict[type, bool] = {}
-    plain: list[Hashable] = []
+    classes: dict[type, bool] = {}  # whether its instances are looked at: those with children, as all that attend are
+    plain: list[object] = []
     configs: dict[int, PreTrainedConfig] = {id(model.config): model.config}
     waiting: list[nn.Module | None] = [model]
     while waiting:
@@ -61,7 +60,6 @@ def _look(model: PreTrainedModel) -> CodeInUse:
             home = cls.__module__.partition(".")[0]
             looked_at = classes[cls] = home not in _WITHOUT_ATTENTION
         if looked_at:
-            look.layers.append(module)
             plain.append(cls)
             plain += plain_attributes(module).items()
             if "forward" in held:
@@ -77,8 +75,8 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(_token, code))
     functions = [*AttentionInterface._global_mapping.items(), *AttentionMaskInterface._global_mapping.items()]
     functions += masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.items()
-    for home in look.homes:
-        if isinstance(interface := vars(home).get("ALL_ATTENTION_FUNCTIONS"), AttentionInterface):
+    for python_module in look.homes:
+        if isinstance(interface := vars(python_module).get("ALL_ATTENTION_FUNCTIONS"), AttentionInterface):
             functions += interface._local_mapping.items()
     functions += [(name, model.__dict__.get(name, getattr(type(model), name, None))) for name in REPLACEABLE]
     look.implementations = [getattr(config, "_attn_implementation", None) for config in look.configs]
@@ -152,13 +150,13 @@ def _replaceable(classes: list[type], homes: list[ModuleType]) -> Iterator[Any]:
         yield from (value for value in vars(home).values() if isinstance(value, FunctionType))
 
 
-def _token(value: Any) -> Hashable:
+def _token(value: Any) -> object:
     """Equal for the same code alone. Holds no object that may hold the model, and no address without what lay there."""
     code = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
     return id(value), type(value), getattr(code, "__code__", None)
 
 
-def _state_of(config: PreTrainedConfig) -> Hashable:
+def _state_of(config: PreTrainedConfig) -> object:
     return tuple(
         (key, _state_of(value) if isinstance(value, PreTrainedConfig) else repr(value))
         for key, value in vars(config).items()

@@ -62,7 +62,7 @@ def _difference(model: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
-def _tried(model: PreTrainedModel, length: int, masked: bool) -> str | None:
+def _tried(model: Any, length: int, masked: bool) -> str | None:
     """Goes through the steps of ``generate`` with made-up tokens, without running the model."""
     text = model.config.get_text_config(decoder=True)
     device, vocabulary = model.device, max(2, text.vocab_size)

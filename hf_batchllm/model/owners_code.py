@@ -24,9 +24,9 @@ _PLAIN_ATTENTION = ("sdpa", "eager")  # what a user may go back to
 def refuse_owners_code(model: PreTrainedModel, look: CodeInUse, name: str) -> None:
     """Refuse code that would be passed over, or that changes attention in a way which cannot be seen from outside."""
     text = type(model.config.get_text_config(decoder=True))
-    each = zip(look.configs, look.implementations, strict=True)
-    used = {implementation for config, implementation in each if type(config) is text or config is model.config}
-    _refuse_attention(look, sorted(used - {None}), name)
+    pairs = zip(look.configs, look.implementations, strict=True)
+    used = {implementation for config, implementation in pairs if type(config) is text or config is model.config}
+    _refuse_attention(look, sorted(each for each in used if each is not None), name)
     _refuse_functions(look, used, name)
     refuse_methods(model, name, is_theirs)
 
