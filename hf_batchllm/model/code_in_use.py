@@ -110,7 +110,6 @@ REPLACEABLE = (
     "_expand_inputs_for_generation",
     "_merge_criteria_processor_list",
     "_prepare_generated_length",
-    "_has_unfinished_sequences",
     "create_masks_for_generate",
 )
 
