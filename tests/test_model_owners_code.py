@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +102,13 @@ def test_one_that_changes_what_the_model_is_given_is_refused(name: str, method: 
 def test_other_methods_of_ones_own_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"MyLlama has a `{name}` of its own"):
         BatchGenerator(of_subclass(**{name: passed_on(name)}))
+
+
+def test_a_generate_that_comes_with_a_checkpoint_is_refused() -> None:
+    model: Any = FAMILIES["llama"]()
+    model.generate = partial(passed_on("generate"), model)  # as transformers sets ``custom_generate``
+    with pytest.raises(UnsupportedModelError, match="has a `generate` of its own"):
+        BatchGenerator(model)
 
 
 def test_a_method_set_on_the_model_later_is_seen_by_the_next_call() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,14 @@ _HARMLESS = frozenset(["use_cache", "return_dict", "logits_to_keep", "num_logits
 
 
 def own_methods(model: PreTrainedModel, is_theirs: Callable[[Any], bool]) -> list[str]:
-    """The names of those that are neither transformers' nor a known library's."""
-    return [name for name in REPLACEABLE if hasattr(model, name) and not is_theirs(getattr(model, name))]
+    """The names of those that are neither transformers' nor a known library's.
+
+    A ``generate`` set on the model itself is mostly a wrapper that logs, and is passed over; but transformers sets one
+    there that comes with a checkpoint (``custom_generate``), as a partial.
+    """
+    own = [name for name in REPLACEABLE if hasattr(model, name) and not is_theirs(getattr(model, name))]
+    wrapped = "generate" in model.__dict__ and not isinstance(model.__dict__["generate"], partial)
+    return [name for name in own if name != "generate" or not wrapped]
 
 
 def refuse_methods(model: PreTrainedModel, name: str, is_theirs: Callable[[Any], bool]) -> None:
