@@ -23,7 +23,7 @@ from .engine.scoring.score_call import ScoreJob, ScoreOutputs
 from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .inputs.adapters import AS_IT_IS, adapter_of_each
-from .inputs.base_model import base_model
+from .inputs.base_model import base_model, without_compile
 from .inputs.options import Options
 from .inputs.padded_batch import PaddedBatch, take_padded
 from .inputs.prompts import Prompt
@@ -32,6 +32,7 @@ from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
 from .model.device_memory import is_device_error
+from .model.owners_warnings import warn_of_compiled
 from .notices import Notices
 from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import FinishReason, Request
@@ -67,10 +68,13 @@ class BatchGenerator:
     ) -> None:
         self.config = BatchConfig.of(config, fields)
         self._notices = Notices()
+        given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._checks = self.checks(model, self._tokenizer, self._notices)
         self.model = model
         self.architecture = inspect_model(model)
+        if model is not given:
+            warn_of_compiled(base_model(model), self._notices)
         check_backend(self.config, self.architecture.device, self._notices)
         self._kv = KVMemory(model, self.architecture, self.config, self._notices)
         self._fusion = Fusion(model)

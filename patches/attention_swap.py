@@ -25,7 +25,7 @@ class AttentionSwap:
 
     def __init__(self, model: nn.Module) -> None:
         self._configs = attention_configs(model)
-        self._lock = _locks.setdefault(id(self._configs[0]), threading.RLock())
+        self._lock = steps_lock(self._configs[0])
         self._before: list[Any] | None = None
         self._locked = False  # set before the lock is acquired
 
@@ -66,6 +66,11 @@ class AttentionSwap:
             self._before, self._locked = None, False; self._lock.release()  # noqa: E702 # fmt: skip
         except RuntimeError:
             pass  # it was never acquired: an interrupt came while it waited
+
+
+def steps_lock(model_config: PreTrainedConfig) -> Any:
+    """Held by each step of a model: whoever holds it sees the model as its owner left it, unless in a step itself."""
+    return _locks.setdefault(id(model_config), threading.RLock())
 
 
 def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:

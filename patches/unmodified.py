@@ -32,6 +32,13 @@ def is_function(function: Any, module: str, name: str) -> bool:
     return False
 
 
+def code_home(function: Any) -> str:
+    """The Python module in which a function, or a bound method, was written."""
+    function = getattr(function, "__func__", function)
+    home: str = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+    return home
+
+
 def is_compiled(module: nn.Module) -> bool:
     """By its own ``compile()``, or wrapped by ``torch.compile``."""
     return module._compiled_call_impl is not None or is_class(type(module), *_COMPILED)

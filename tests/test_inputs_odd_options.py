@@ -249,7 +249,6 @@ MODELS: list[tuple[str, Any, str]] = [
     ("the tokenizer", lambda: WORDS, "the model comes first, the tokenizer second"),
     ("a pipeline", lambda: TextGenerationPipeline(build(FAMILY), WORDS), "pass the model in it, its `.model`"),
     ("a wrapper", lambda: torch.nn.DataParallel(build(FAMILY)), "pass the model in it, its `.module`"),
-    ("a compiled model", lambda: torch.compile(build(FAMILY)), "pass the model that torch.compile was called with"),
     ("a module", lambda: torch.nn.Linear(2, 2), "takes a transformers model with a language-model head, not a Linear"),
     (
         "no head",

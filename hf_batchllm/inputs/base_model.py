@@ -40,9 +40,9 @@ else:
 
 def base_model(model: nn.Module) -> GenerativeModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    given: Any = model
+    given: Any = without_compile(model)
     is_wrapper = hasattr(given, "get_base_model") and not isinstance(given, type)
-    inner = given.get_base_model() if is_wrapper else given
+    inner = without_compile(given.get_base_model()) if is_wrapper else given
     if not isinstance(inner, PreTrainedModel) and hasattr(inner, "peft_config"):  # PEFT's mixed adapters wrap twice
         inner = getattr(getattr(inner, "base_model", None), "model", inner)
     if not isinstance(inner, PreTrainedModel):
@@ -53,14 +53,21 @@ def base_model(model: nn.Module) -> GenerativeModel:
     return cast(GenerativeModel, inner)
 
 
+def without_compile(model: nn.Module) -> nn.Module:
+    """What ``torch.compile(model)`` was called with: its wrapper would compile each step anew."""
+    while type(model).__name__ == "OptimizedModule" and isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+        model = inner
+    return model
+
+
 def _hint(given: Any) -> str:
     """What the user may have meant to pass."""
     if isinstance(given, str | os.PathLike):
         return f": load it first, AutoModelForCausalLM.from_pretrained({os.fspath(given)!r})"
     if isinstance(given, type):
         return ": load a model first, AutoModelForCausalLM.from_pretrained(...)"
-    if hasattr(given, "_orig_mod"):
-        return ": pass the model that torch.compile was called with"
+    if type(given).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
+        return ": its weights may be spread over several processes. Load the model whole, in a process of its own"
     for name in ("model", "module", "pretrained_model"):  # pipelines and trainers; DDP; TRL's models with a value head
         if isinstance(getattr(given, name, None), PreTrainedModel):
             return f": pass the model in it, its `.{name}`"

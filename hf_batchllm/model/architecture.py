@@ -23,17 +23,21 @@ from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attenti
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from .architecture_refusals import refuse_own_positions, refuse_own_temperature, refuse_windows_of_the_cache
+from ..patches.uncompiled import Uncompiled, every_module
+from .code_in_use import CodeInUse, code_in_use, has_changed, settled
 from .kv_storage import AttentionShape, kv_dtype
+from .owners_code import refuse_owners_code
+from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
+from .sharded import refuse_sharded
+from .unpacking import unpack
 
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
 )
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 # The calls of architectures looked at before; they hold no memory, as they come from copies without data.
-_SEEN: dict[tuple[type, str], list[AttentionCall]] = {}
+_SEEN: dict[tuple[object, ...], list[AttentionCall]] = {}
 _MOST_ARCHITECTURES_KEPT = 16
 
 
@@ -64,13 +68,16 @@ def inspect_model(model: nn.Module) -> Architecture:
     device = _single_device(inner, name)
     _refuse_by_config(inner, name)
     _refuse_repeated_layers(inner, name)
-    calls = _attention_calls(inner, name)
+    look = code_in_use(inner)
+    refuse_owners_code(inner, look, name)
+    calls = _attention_calls(inner, name, look)
     _refuse_by_calls(inner, name, calls)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)
+    settled(inner, look)
     return Architecture(
         name=name,
         layers=len(calls),
@@ -78,7 +85,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         kv_bytes_per_token=values * inner.dtype.itemsize,
         vocab_size=_vocab_size(inner),
         max_positions=_learned_positions(inner, config),
-        rope_limit=_rope_limit(config),
+        rope_limit=rope_limit(inner, _rope_limit(config)),
         device=device,
         attention=shapes,
     )
@@ -93,8 +100,15 @@ def _shape_of(call: AttentionCall, calls: list[AttentionCall]) -> AttentionShape
 def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     """With what an owner may change between two calls: the weights' device and type, the size of the vocabulary."""
     inner = base_model(model)
+    unpack(inner)
     device = _single_device(inner, architecture.name)
     _refuse_repeated_layers(inner, architecture.name)
+    if has_changed(inner):
+        before, architecture = architecture, inspect_model(model)
+        if architecture.attention != before.attention:
+            raise UnsupportedModelError(
+                f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
+            )
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
@@ -110,7 +124,9 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 def _single_device(model: PreTrainedModel, name: str) -> torch.device:
-    devices = {tensor.device for tensor in model.parameters()}
+    parameters = list(model.parameters())
+    refuse_sharded(model, parameters, name)
+    devices = {tensor.device for tensor in parameters}
     placed = set(getattr(model, "hf_device_map", {}).values())
     if torch.device("meta") in devices or (placed & {"disk", "cpu"} and len(placed) > 1):
         raise UnsupportedModelError(
@@ -179,26 +195,24 @@ class _NoteTaker:
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
 
-def _attention_calls(model: PreTrainedModel, name: str) -> list[AttentionCall]:
+def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> list[AttentionCall]:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
-    try:
-        # Such a copy depends on these two alone. Making and running it takes half a second where there are many layers.
-        key = type(model), model.config.to_json_string(use_diff=False)
-        if key in _SEEN:
-            return _SEEN[key]
-    except Exception:  # a config that holds something that is no JSON
-        key = None
+    # Such a copy depends on this alone. Making and running it takes half a second where there are many layers.
+    key = look.architecture
+    if key in _SEEN:
+        return _SEEN[key]
     try:
         # The copy's weights are never filled in, yet making them may draw random numbers: the caller's must not move.
         # In bfloat16: on the meta device the grouped products of experts are defined for that type alone.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             skeleton: nn.Module = type(model)(copy.deepcopy(model.config))
             skeleton = skeleton.to(torch.bfloat16).eval()
-        calls = _noted_passes(skeleton, torch.device("meta"), name)
-        if key is not None:
-            if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
-                _SEEN.pop(next(iter(_SEEN)), None)
-            _SEEN[key] = calls
+        with made_like(skeleton, model, name) as alike:
+            calls = _noted_passes(skeleton, torch.device("meta"), name)
+            alike.check(calls)
+        if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
+            _SEEN.pop(next(iter(_SEEN)), None)
+        _SEEN[key] = calls
         return calls
     except UnsupportedModelError:
         raise
@@ -233,8 +247,9 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
+    compiled = Uncompiled(every_module(model))
     try:
-        with torch.no_grad(), swap.applied(attention), attention_context(notes):
+        with torch.no_grad(), swap.applied(attention), compiled.applied(), attention_context(notes):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
             # meta device there are none to read.
             # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of
@@ -242,6 +257,7 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
             rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows(model) else {}
             model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
     finally:  # once more: an interrupt may have come while the block above restored things
+        compiled.restore()
         swap.restore()
         torch.set_grad_enabled(grad_mode)
         use_context(context)
@@ -278,7 +294,7 @@ def _rope_limit(config: PreTrainedConfig) -> int | None:
     each = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     limits = []
     for rope in each:
-        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPE:
+        if rope.get("rope_type", rope.get("type")) in LENGTH_DEPENDENT_ROPE:
             trained = rope.get("original_max_position_embeddings")
             trained = trained or getattr(config, "original_max_position_embeddings", None)
             limits.append(trained or config.max_position_embeddings)

@@ -16,6 +16,7 @@ from .architecture import Architecture
 from .batch import BatchBuilder
 from .choose_backend import check_backend, fused_kernels, make_backend
 from .kv_storage import KVStorage
+from .owners_warnings import warn_of_owners_state
 from .runner import ModelRunner
 
 
@@ -35,8 +36,9 @@ class ModelInUse:
         self.runner: ModelRunner | None = None
 
     def check(self) -> None:
-        """Refuse a backend that cannot be used."""
+        """Refuse a backend that cannot be used, and say what works differently in this model."""
         check_backend(self._config, self.device, self._notices)
+        warn_of_owners_state(self.model, self._notices)
 
     def fuse(self) -> None:
         """Merge the weights of fused layers: before the KV cache takes the memory that is free."""

@@ -18,7 +18,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..patches.attention_interface import autocast_dtype
-from ..patches.unmodified import IDLE_HOOKS
+from ..patches.uncompiled import own_forward
+from ..patches.unmodified import IDLE_HOOKS, code_home
+
+# Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
+_TENSOR_CODE = ("transformers.integrations.", "compressed_tensors.quantization.")
 
 # What modules hold that is looked at in a way of its own, or has no part in a forward pass.
 _APART = frozenset(
@@ -48,7 +52,8 @@ def not_in_graphs(model: nn.Module) -> str | None:
         where = f"`{name}`" if name else "the model"
         if has_hooks(module):
             return f"the hooks on {where} would not be called"
-        if "forward" in module.__dict__:
+        forward = own_forward(module)
+        if forward is not None and not code_home(forward).startswith(_TENSOR_CODE):
             return f"{where} has a `forward` of its own, which would not be called"
     return None
 

@@ -21,6 +21,7 @@ from ..patches.attention_interface import (
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
+from ..patches.uncompiled import Uncompiled, every_module
 from ..planning.step import Chunk
 from .architecture import Architecture, selects_rows
 from .attention_backend import AttentionBackend
@@ -46,6 +47,7 @@ class ModelRunner:
         self.backend = backend
         self._swap = AttentionSwap(model)
         self._fused = fused
+        self._compiled = Uncompiled(every_module(model))
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
@@ -106,7 +108,14 @@ class ModelRunner:
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
         adapted = nullcontext() if self.adapters is None else self.adapters.applied()
         fused = nullcontext() if self._fused is None else self._fused.applied()
-        with self._swap.applied(ATTENTION_NAME), adapted, fused, self._head.applied(), attention_context(context):
+        with (
+            self._swap.applied(ATTENTION_NAME),
+            adapted,
+            self._compiled.applied(),
+            fused,
+            self._head.applied(),
+            attention_context(context),
+        ):
             output = self.model(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -143,6 +152,7 @@ class ModelRunner:
         self._head.restore()
         if self._fused is not None:
             self._fused.restore()
+        self._compiled.restore()
         if self.adapters is not None:
             self.adapters.restore()
         self._swap.restore()

@@ -79,7 +79,7 @@ class BeamEngine:
                     name_what_ran(error, [], step)
                     raise
                 self.smaller.ran()
-                with current_device(self.runner.architecture.device), self.runner.adapted():  # criteria may run it
+                with self.runner.surroundings(), self.runner.adapted():  # criteria may run it
                     finished = [group for each in candidates for group in self.choose(each)]
                 if watch is not None:
                     switch("outside")

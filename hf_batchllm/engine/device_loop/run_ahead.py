@@ -101,7 +101,7 @@ class RunAhead:
         return True
 
     def put_back(self, step: Step) -> None:
-        with current_device(self.device), torch.cuda.stream(self._stream):
+        with self.runner.surroundings(), torch.cuda.stream(self._stream):
             if self.graphs is not None:
                 self.graphs.close(self._stream)  # they hold memory that no other step can use; new ones can be captured
             self.runner.restore()

@@ -1,0 +1,163 @@
+"""What an inspection of a model's architecture depends on beside its class: its config, and code that may be replaced.
+
+An owner may change all of it at any time: a window in the config, an attribute of a layer, a function of transformers.
+The state taken here is compared at the start of each call. Only where it has changed is the model inspected anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.integrations import sdpa_attention
+
+from ..patches.attention_swap import steps_lock
+
+_PLAIN = frozenset([int, float, bool, str, type(None)])
+# Set by the owner's modes, or by this library; they do not say which tokens a layer sees.
+_SKIPPED = frozenset(["training", "gradient_checkpointing", "_attn_implementation_internal"])
+# Modules of these libraries neither attend nor make masks; their own modules are not looked at.
+_WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
+_TORCHS_OWN = len(nn.Module().__dict__)
+
+
+@dataclass
+class CodeInUse:
+    """One look at a model."""
+
+    configs: list[PreTrainedConfig] = field(default_factory=list)
+    implementations: list[str | None] = field(default_factory=list)  # of attention, for each config
+    homes: list[ModuleType] = field(default_factory=list)  # the Python modules of the classes
+    architecture: tuple[object, ...] = ()  # what the notes of ``inspect_model`` depend on
+    attention: tuple[object, ...] = ()  # what else the owner's code is judged by
+
+
+def code_in_use(model: PreTrainedModel) -> CodeInUse:
+    with steps_lock(model.config):  # a step in another thread swaps attention and forwards
+        return _look(model)
+
+
+def _look(model: PreTrainedModel) -> CodeInUse:
+    look = CodeInUse()
+    classes: dict[type, bool] = {}  # whether its instances are looked at: those with children, as all that attend are
+    plain: list[object] = []
+    configs: dict[int, PreTrainedConfig] = {id(model.config): model.config}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or not module._modules:
+            continue
+        cls, held = type(module), module.__dict__
+        looked_at = classes.get(cls)
+        if looked_at is None:
+            home = cls.__module__.partition(".")[0]
+            looked_at = classes[cls] = home not in _WITHOUT_ATTENTION
+        if looked_at:
+            plain.append(cls)
+            plain += plain_attributes(module).items()
+            if "forward" in held:
+                plain.append(_token(held["forward"]))
+            if isinstance(config := held.get("config"), PreTrainedConfig):
+                configs[id(config)] = config
+        elif cls.__module__.partition(".")[0] != "torch":
+            continue
+        waiting.extend(module._modules.values())
+    look.configs = list(configs.values())
+    look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
+    code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes)
+    look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(_token, code))
+    functions = [*AttentionInterface._global_mapping.items(), *AttentionMaskInterface._global_mapping.items()]
+    functions += masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.items()
+    for python_module in look.homes:
+        if isinstance(interface := vars(python_module).get("ALL_ATTENTION_FUNCTIONS"), AttentionInterface):
+            functions += interface._local_mapping.items()
+    functions += [(name, model.__dict__.get(name, getattr(type(model), name, None))) for name in REPLACEABLE]
+    look.implementations = [getattr(config, "_attn_implementation", None) for config in look.configs]
+    look.attention = (
+        *look.implementations,
+        *((name, _token(function)) for name, function in functions),
+    )
+    return look
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module notes of its config, for one."""
+    held = module.__dict__
+    # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
+    own = islice(held.items(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None)
+    return {key: value for key, value in own if type(value) in _PLAIN and key not in _SKIPPED}
+
+
+# Methods of ``generate`` that this library does not call, so that one of an owner's would be passed over.
+REPLACEABLE = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "generate",
+    "_sample",
+    "_beam_search",
+    "_prefill",
+    "_prepare_cache_for_generation",
+    "_prepare_model_inputs",
+    "_prepare_position_ids_for_generation",
+    "_maybe_initialize_input_ids_for_generation",
+    "_expand_inputs_for_generation",
+    "_merge_criteria_processor_list",
+    "_prepare_generated_length",
+    "create_masks_for_generate",
+)
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, CodeInUse] = weakref.WeakKeyDictionary()
+
+
+def has_changed(model: PreTrainedModel) -> bool:
+    """Whether the model, or code that it runs, is other than when ``settled`` was told of it."""
+    before, now = _known.get(model), code_in_use(model)
+    return before is None or (before.architecture, before.attention) != (now.architecture, now.attention)
+
+
+def settled(model: PreTrainedModel, look: CodeInUse) -> None:
+    """The model has been inspected as ``look`` has it, and can be served."""
+    _known[model] = look
+
+
+def _homes(classes: list[type]) -> Iterator[ModuleType]:
+    names = {base.__module__ for cls in classes for base in cls.__mro__ if _is_model_code(base.__module__)}
+    yield from (sys.modules[name] for name in sorted(names) if name in sys.modules)
+
+
+def _is_model_code(home: str) -> bool:
+    """Whether a Python module may define a model: one of transformers' models, or anybody else's."""
+    top = home.partition(".")[0]
+    return home.startswith("transformers.models.") or top not in (*_WITHOUT_ATTENTION, "transformers", "builtins")
+
+
+def _replaceable(classes: list[type], homes: list[ModuleType]) -> Iterator[Any]:
+    """What the classes hold by name, and the functions of their Python modules.
+
+    Functions alone, as a notebook's own module holds all sorts of things that change with every cell.
+    """
+    for base in {base: None for cls in classes for base in cls.__mro__ if _is_model_code(base.__module__)}:
+        yield from vars(base).values()
+    for home in (*homes, masking_utils, sdpa_attention):
+        yield from (value for value in vars(home).values() if isinstance(value, FunctionType))
+
+
+def _token(value: Any) -> object:
+    """Equal for the same code alone. Holds no object that may hold the model, and no address without what lay there."""
+    code = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
+    return id(value), type(value), getattr(code, "__code__", None)
+
+
+def _state_of(config: PreTrainedConfig) -> object:
+    return tuple(
+        (key, _state_of(value) if isinstance(value, PreTrainedConfig) else repr(value))
+        for key, value in vars(config).items()
+        if key not in _SKIPPED
+    )

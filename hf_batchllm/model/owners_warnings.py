@@ -1,0 +1,83 @@
+"""What is said once of a model whose owner set something on it that works differently here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..inputs.base_model import base_model
+from ..notices import Notices
+from ..patches.uncompiled import Uncompiled, every_module
+from .batch_dependent import depends_on_batch
+from .generation_methods import own_methods
+from .owners_code import is_theirs
+
+# Libraries whose hooks change nothing, or treat every token alike.
+_HARMLESS_HOOKS = frozenset(
+    ["transformers", "torch", "accelerate", "peft", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
+)
+
+
+def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
+    """Each kind once for each generator."""
+    inner = base_model(model)
+    name = type(inner).__name__
+    modules = every_module(model)
+    if (place := _hooked(model, modules)) is not None:
+        notices(
+            "hooks",
+            f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one "
+            "packed row [1, tokens, ...] without padding, and a prefix that prompts share only once. A hook that "
+            "treats every token alike works (one that adds a vector, for one); a hook that looks at places in a "
+            "sequence, or at the batch, does not",
+        )
+    if Uncompiled(modules):
+        warn_of_compiled(inner, notices)
+    if methods := own_methods(inner, is_theirs):
+        notices(
+            "methods",
+            f"{name} has its own {' and '.join(f'`{method}`' for method in methods)}, which are not called here. "
+            "On made-up tokens they gave the forward pass nothing unusual, so the results should not differ",
+        )
+    if (why := depends_on_batch(inner)) is not None:
+        notices(
+            "batch-dependent",
+            f"{name} {why}: its answers depend on which other prompts are computed in the same step, as in a batch of "
+            "model.generate. They will differ a little from those for one prompt at a time",
+        )
+
+
+def warn_of_compiled(model: nn.Module, notices: Notices) -> None:
+    notices(
+        "compiled",
+        f"{type(model).__name__} is compiled with torch.compile, in whole or in part. Here its modules run as they "
+        "were before that: steps differ in size, and nearly each would be compiled anew",
+    )
+
+
+def _hooked(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
+    """The first place with a hook of its owner's."""
+    everywhere = nn.modules.module
+    if any(
+        map(_is_owners, (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()))
+    ):
+        return "all modules"
+    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+    if any(any(map(_is_owners, _hooks_of(module))) for module in hooked):
+        paths = [path for path, module in model.named_modules() if any(map(_is_owners, _hooks_of(module)))]
+        return f"`{paths[0]}`" if paths[0] else "the model"
+    return None
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _is_owners(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    home: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.partition(".")[0] not in _HARMLESS_HOOKS

@@ -1,0 +1,291 @@
+"""What an owner puts between ``generate`` and the layers is refused by name, tried, or shown to change nothing."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support_families import FAMILIES
+from support_owners import GREEDY, PROMPTS, tokens, tokens_alone
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+
+from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
+
+PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+Own = LlamaForCausalLM
+
+
+def as_checkpoints_do(self: Any, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+    seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+    given = {"past_key_values": past_key_values, "attention_mask": kwargs.get("attention_mask")}
+    places = torch.arange(seen, input_ids.shape[1])
+    return {"input_ids": input_ids[:, seen:], "position_ids": places[None], "cache_position": places, **given}
+
+
+def shifted(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    inputs = Own.prepare_inputs_for_generation(self, *args, **kwargs)
+    return {**inputs, "position_ids": inputs["position_ids"] + 3}
+
+
+def cut(self: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+    inputs = Own.prepare_inputs_for_generation(self, input_ids, **kwargs)
+    return inputs if input_ids.shape[1] <= 300 else {**inputs, "input_ids": input_ids[:, -300:]}
+
+
+def embedded(self: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+    inputs = Own.prepare_inputs_for_generation(self, input_ids, **kwargs)
+    return {**inputs, "input_ids": None, "inputs_embeds": self.get_input_embeddings()(inputs["input_ids"])}
+
+
+def forgetful(self: Any, outputs: Any, given: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    updated = Own._update_model_kwargs_for_generation(self, outputs, given, **kwargs)
+    if updated.get("attention_mask") is not None:
+        updated["attention_mask"][:, 0] = 0
+    return updated
+
+
+def reads_hidden_states(self: Any, outputs: Any, given: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    return {
+        **Own._update_model_kwargs_for_generation(self, outputs, given, **kwargs),
+        "last": outputs.hidden_states[-1],
+    }
+
+
+def passed_on(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(Own, name)(self, *args, **kwargs)
+
+    return method
+
+
+def of_subclass(**methods: Any) -> Any:
+    model: Any = FAMILIES["llama"]()
+    model.__class__ = type("MyLlama", (Own,), methods)
+    return model
+
+
+@pytest.mark.parametrize(
+    "method", [passed_on(PREPARE), as_checkpoints_do], ids=["passed on", "as in code beside checkpoints"]
+)
+def test_a_usual_way_to_prepare_inputs_is_served_and_named_once(method: Any) -> None:
+    model = of_subclass(**{PREPARE: method})
+    generator = BatchGenerator(model)
+    with pytest.warns(UserWarning, match=f"MyLlama has its own `{PREPARE}`") as caught:
+        assert tokens(generator) == tokens_alone(model) == tokens(generator)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "why"),
+    [
+        (PREPARE, shifted, "in the first pass the model is given other `position_ids`"),
+        (PREPARE, cut, "a prompt of 509 tokens, in the first pass the model is given other `input_ids`"),
+        (PREPARE, embedded, "a further argument, `inputs_embeds`"),
+        (UPDATE, forgetful, "in a later pass the model is given other `attention_mask`"),
+        (UPDATE, reads_hidden_states, "it failed .TypeError"),
+    ],
+)
+def test_one_that_changes_what_the_model_is_given_is_refused(name: str, method: Any, why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"MyLlama has its own `{name}`.*{why}"):
+        BatchGenerator(of_subclass(**{name: method}))
+
+
+@pytest.mark.parametrize("name", ["generate", "_sample", "_prepare_cache_for_generation"])
+def test_other_methods_of_ones_own_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"MyLlama has a `{name}` of its own"):
+        BatchGenerator(of_subclass(**{name: passed_on(name)}))
+
+
+def test_a_generate_that_comes_with_a_checkpoint_is_refused() -> None:
+    model: Any = FAMILIES["llama"]()
+    model.generate = partial(passed_on("generate"), model)  # as transformers sets ``custom_generate``
+    with pytest.raises(UnsupportedModelError, match="has a `generate` of its own"):
+        BatchGenerator(model)
+
+
+def test_a_method_set_on_the_model_later_is_seen_by_the_next_call() -> None:
+    model: Any = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    tokens(generator)
+    model.prepare_inputs_for_generation = types.MethodType(shifted, model)
+    for call in (lambda: BatchGenerator(model), lambda: tokens(generator), lambda: next(generator.stream(PROMPTS))):
+        with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has its own"):
+            call()
+    del model.prepare_inputs_for_generation
+    assert tokens(generator) == tokens_alone(model)
+
+
+def doubled(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(module, query, key, value * 2, mask, **kwargs)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "doubled", doubled)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "doubled", masking_utils.sdpa_mask)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_attention_function_of_ones_own_is_refused_until_it_is_gone() -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    expected = tokens(generator)
+    model.set_attn_implementation("doubled")
+    back = r'attends by `doubled`.*doubled.*call model.set_attn_implementation\("sdpa"\)'
+    for call in (lambda: BatchGenerator(model), lambda: tokens(generator), lambda: generator.score([PROMPTS[0]])):
+        with pytest.raises(UnsupportedModelError, match=back):
+            call()
+    model.set_attn_implementation("eager")
+    assert tokens(generator) == expected
+
+
+def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", doubled)
+
+
+def for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", doubled)
+
+
+def makes_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = masking_utils.sdpa_mask
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", lambda *args, **kwargs: made(*args, **kwargs))
+
+
+def describes_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal = modeling_llama.create_causal_mask
+
+    def with_prefix(*args: Any, **kwargs: Any) -> Any:
+        return causal(*args, **kwargs, or_mask_function=lambda batch, head, query, key: key < 4)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", with_prefix)
+
+
+def below_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda batch, head, query, key: key < query + 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (by_name, "attends by `sdpa`"),
+        (for_itself, "attends by `sdpa`"),
+        (makes_masks, "attention masks made by the function"),
+        (describes_masks, "modeling_llama.create_causal_mask` has been replaced"),
+        (below_masks, "masking_utils.causal_mask_function` has been replaced"),
+    ],
+)
+def test_what_is_replaced_in_transformers_is_seen_before_and_after_the_first_call(
+    change: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    expected = tokens(generator)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        change(monkeypatch)
+        for call in (lambda: BatchGenerator(FAMILIES["llama"]()), lambda: tokens(generator)):
+            with pytest.raises(UnsupportedModelError, match=why):
+                call()
+    assert tokens(generator) == expected
+
+
+def test_what_the_model_does_not_use_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled)  # the model attends by SDPA
+    monkeypatch.setattr(modeling_gemma2, "create_causal_mask", doubled)
+    assert tokens(generator) == tokens_alone(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="attends by `eager`"):
+        tokens(generator)
+
+
+def test_a_replaced_rotation_runs_as_it_does_in_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    before, rotate = tokens(generator), modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest: rotate(q * 3, k, *rest))
+    generator.forget_prefixes()
+    assert before != tokens(generator) == tokens_alone(model)
+
+
+def test_an_attention_layer_exchanged_for_another_is_looked_at_itself() -> None:
+    class Windowed(modeling_llama.LlamaAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs, sliding_window=3)  # which SDPA ignores
+
+    model: Any = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    tokens(generator)
+    model.model.layers[1].self_attn.__class__ = Windowed
+    for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
+        with pytest.raises(UnsupportedModelError, match="mask alone"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sliding_window", 4), ("layer_types", ["full_attention"] * 4), ("is_causal", False)]
+)
+def test_a_config_changed_after_loading_is_refused_where_layers_do_not_follow(name: str, value: Any) -> None:
+    model = FAMILIES["gemma2"]()
+    generator = BatchGenerator(model)
+    tokens(generator)
+    setattr(model.config, name, value[: model.config.num_hidden_layers] if isinstance(value, list) else value)
+    for call in (lambda: BatchGenerator(model), lambda: tokens(generator)):
+        with pytest.raises(UnsupportedModelError, match="Gemma2"):
+            call()
+
+
+def test_a_window_changed_in_config_and_layers_is_followed() -> None:
+    model = FAMILIES["gemma2"]()
+    generator = BatchGenerator(model)
+    before = tokens(generator)
+    model.config.sliding_window = 3
+    with pytest.raises(UnsupportedModelError, match=r"self_attn\.sliding_window` is 8, and the config makes it 3"):
+        tokens(generator)
+    for module in model.modules():
+        if getattr(module, "sliding_window", None):
+            module.sliding_window = 3
+    generator.forget_prefixes()
+    assert before != tokens(generator) == tokens_alone(model) == tokens(BatchGenerator(model))
+
+
+def test_what_a_layer_notes_may_be_changed() -> None:
+    model: Any = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    before = tokens(generator)
+    attention = model.model.layers[1].self_attn
+    attention.scaling = 0.01
+    generator.forget_prefixes()
+    assert before != tokens(generator) == tokens_alone(model)
+    attention.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        tokens(generator)
+
+
+def test_an_unchanged_model_is_not_inspected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = BatchGenerator(FAMILIES["gemma2"]())
+    monkeypatch.setattr("hf_batchllm.model.architecture.inspect_model", None)
+    for _ in range(2):
+        assert len(generator.generate(PROMPTS, **GREEDY)) == len(PROMPTS)
+    generator.model.train().eval()
+    generator.generate(PROMPTS, **GREEDY)
+
+
+def test_a_rope_that_depends_on_lengths_is_known_by_its_layer() -> None:
+    family = FAMILIES["llama"]
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    settings = {**family.config, "rope_parameters": dynamic, "max_position_embeddings": 40}
+    model = replace(family, config=settings)()
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    model.config.max_position_embeddings = 500
+    with pytest.raises(PromptError, match="rotary"):
+        BatchGenerator(model).generate([list(range(3, 38))], max_new_tokens=8)
