@@ -22,8 +22,8 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
-from .architecture_refusals import refuse_own_positions, refuse_own_temperature, refuse_windows_of_the_cache
 from ..patches.uncompiled import Uncompiled, every_module
+from .architecture_refusals import refuse_own_positions, refuse_own_temperature, refuse_windows_of_the_cache
 from .code_in_use import CodeInUse, code_in_use, has_changed, settled
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import refuse_owners_code
