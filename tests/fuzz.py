@@ -17,9 +17,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from collections.abc import Iterable
 
 import torch
 from support_fuzz_cases import Case, draw_case
@@ -57,7 +55,9 @@ class Tally:
             print(f"{self.seconds:6.0f} s  {self.cases:,} cases ({kinds}); {self._rest()}", flush=True)
 
     def _rest(self) -> str:
-        return f"{self.rows:,} rows, {self.ties:,} left to rounding, {self.raised:,} refused by both, {self.failed} failed"
+        return (
+            f"{self.rows:,} rows, {self.ties:,} left to rounding, {self.raised:,} refused by both, {self.failed} failed"
+        )
 
     def summary(self) -> str:
         lines = [f"{self.cases:,} cases in {self.seconds:.0f} s: {self._rest()}"]
@@ -82,7 +82,9 @@ class Leaks:
         return f"{alive} tensors of KV caches are still in memory" if alive else ""
 
 
-def fuzz(seed: int, device: str, seconds: float, cases: range, most_failures: int = 10, shrink: bool = True) -> Tally:
+def fuzz(
+    seed: int, device: str, seconds: float, cases: Iterable[int], most_failures: int = 10, shrink: bool = True
+) -> Tally:
     """Runs until the time is over, the cases are, or so many have failed."""
     tally, leaks = Tally(), Leaks(device)
     for number in cases:
@@ -98,18 +100,17 @@ def fuzz(seed: int, device: str, seconds: float, cases: range, most_failures: in
         tally.raised += outcome.raised
         if error:
             tally.failed += 1
-            _tell(case, error, seed, number, shrink)
+            _tell(case, error, seed, number)
         tally.say_now_and_then()
     return tally
 
 
-def _tell(case: Case, error: str, seed: int, number: int, shrink: bool) -> None:
+def _tell(case: Case, error: str, seed: int, number: int) -> None:
     on = "" if case.device == "cpu" else f" --device {case.device}"
     print(f"\nFAILED: {error}\n{case}\n  again: make fuzz ARGS='--seed {seed} --case {number}{on}'", flush=True)
-    if shrink:
-        less = smaller(case)
-        if less != case:
-            print(f"  smaller: {check(less).error}\n{less}", flush=True)
+    less = smaller(case)
+    if less != case:
+        print(f"  smaller: {check(less).error}\n{less}", flush=True)
     print(flush=True)
 
 

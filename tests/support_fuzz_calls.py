@@ -157,4 +157,3 @@ def check_report(case: Case, asks: Sequence[Ask], result: Any) -> None:
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
-

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import support_fuzz_models as models
 import torch
 from support_fingerprint import fingerprint
 from support_fuzz_calls import Calls, Mismatch, expect, running_as
@@ -71,7 +70,9 @@ def _checked(case: Case) -> Outcome:
     except Exception as error:
         if oracle.raises(case.asks):
             return Outcome(raised=True)
-        raise Mismatch(f"generate gives results here, and the library raised {type(error).__name__}: {error}") from error
+        raise Mismatch(
+            f"generate gives results here, and the library raised {type(error).__name__}: {error}"
+        ) from error
     places = list(range(len(case.asks)))
     asked = places if case.every_row else dice.sample(places, min(_ROWS_ASKED, len(places)))
     ties = seen = 0
@@ -145,6 +146,3 @@ def exact_on(device: str) -> None:
     if device != "cpu":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-
-
-__all__ = ["Outcome", "check", "exact_on", "models", "quiet", "smaller"]

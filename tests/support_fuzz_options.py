@@ -25,7 +25,9 @@ def _eos(dice: Random) -> int | list[int]:
 
 
 def _words(dice: Random, most: int) -> list[list[int]]:
-    return [[dice.randrange(VOCABULARY) for _ in range(dice.choice((1, 1, 2, 3)))] for _ in range(dice.randint(1, most))]
+    return [
+        [dice.randrange(VOCABULARY) for _ in range(dice.choice((1, 1, 2, 3)))] for _ in range(dice.randint(1, most))
+    ]
 
 
 def _bias(dice: Random) -> Any:
@@ -42,7 +44,9 @@ def _watermark(dice: Random) -> Any:
     if dice.random() < 0.3:
         return SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=dice.randint(2, 4))
     scheme = dice.choice(("lefthash", "selfhash"))
-    return WatermarkingConfig(bias=round(dice.uniform(1, 4), 1), context_width=dice.randint(1, 2), seeding_scheme=scheme)
+    return WatermarkingConfig(
+        bias=round(dice.uniform(1, 4), 1), context_width=dice.randint(1, 2), seeding_scheme=scheme
+    )
 
 
 def _number(low: float, high: float) -> Draw:
@@ -100,8 +104,8 @@ LENGTHS = frozenset({"max_new_tokens", "max_length"})
 # What comes from how a case asks, not from a table.
 ELSEWHERE = frozenset(
     "attention_mask do_sample generation_config input_ids inputs num_beams num_return_sequences negative_prompt_ids "
-    "negative_prompt_attention_mask output_logits output_scores pad_token_id return_dict_in_generate streamer tokenizer"
-    .split()
+    "negative_prompt_attention_mask output_logits output_scores pad_token_id return_dict_in_generate streamer "
+    "tokenizer".split()
 )
 
 

@@ -84,7 +84,9 @@ def _check_greedy(model: Any, ask: Ask, row: Generation, options: Options) -> bo
     close = (~(gaps >= NEAR_TIE)).nonzero()  # NaN, too: nothing is left to choose from
     sure = int(close[0]) if len(close) else len(expected)
     if row.token_ids != expected:
-        differ = next((at for at, pair in enumerate(zip(row.token_ids, expected, strict=False)) if pair[0] != pair[1]), None)
+        differ = next(
+            (at for at, pair in enumerate(zip(row.token_ids, expected, strict=False)) if pair[0] != pair[1]), None
+        )
         at = min(len(row.token_ids), len(expected)) if differ is None else differ
         expect(at >= sure, f"{row.token_ids} and generate gives {expected}: they differ at token {at}")
     raw = torch.cat(out.logits)[:sure].float().log_softmax(dim=-1)

@@ -88,7 +88,9 @@ def split(bench: Bench) -> None:
     every = bench.case.asks
     at = bench.dice.randint(0, len(every))
     parts = [range(at), range(at, len(every))] if bench.dice.random() < 0.6 else [[each] for each in range(len(every))]
-    generator = bench.calls.generator(without(bench.case.config, "kv_pages"), every) if bench.dice.random() < 0.5 else None
+    generator = (
+        bench.calls.generator(without(bench.case.config, "kv_pages"), every) if bench.dice.random() < 0.5 else None
+    )
     for part in filter(None, parts):
         asks = [every[index] for index in part]
         bench.same(asks, bench.calls.rows(asks, generator), list(part), f"the part {list(part)}")
@@ -100,7 +102,7 @@ def strangers(bench: Bench) -> None:
     """Other prompts stand between them, some of which begin as they do."""
     case, dice = bench.case, bench.dice
     among: list[tuple[Ask, int | None]] = [(ask, index) for index, ask in enumerate(case.asks)]
-    others = draw_prompts(dice) + [dice.choice(case.asks).ids + [dice.randrange(97)] for _ in range(3)]
+    others = draw_prompts(dice) + [[*dice.choice(case.asks).ids, dice.randrange(97)] for _ in range(3)]
     for ids in others:
         like = dice.choice(case.asks)
         longest = case.options_of(like).get("max_length", 10**6)
@@ -311,13 +313,12 @@ def accelerated(bench: Bench) -> None:
         report = model.generate.last_report
     if report is None:  # the model's own generate ran
         return None
-    if case.kind != "greedy":
-        if case.options.get("do_sample"):
-            seeded = replace(case, one_seed=report.seed)
-            calls = Calls(seeded)
-            with calls.generator(without(case.config, "kv_pages"), case.asks) as generator:
-                base = calls.rows(case.asks, generator)
-            bench = replace(bench, case=seeded, calls=calls, oracle=Oracle(seeded))
+    if case.options.get("do_sample"):
+        seeded = replace(case, one_seed=report.seed)
+        calls = Calls(seeded)
+        with calls.generator(without(case.config, "kv_pages"), case.asks) as generator:
+            base = calls.rows(case.asks, generator)
+        bench = replace(bench, case=seeded, calls=calls, oracle=Oracle(seeded))
     return _same_tokens(bench, out, ids.shape[1], base, "under accelerated()")
 
 
@@ -331,7 +332,9 @@ def score(bench: Bench) -> None:
     with bench.calls.generator(without(case.config, "kv_pages"), case.asks) as generator:
         found = calls.rows(case.asks, generator)
         if not case.device_loop and case.device == "cpu":  # elsewhere other noise is drawn where the host draws it
-            bench.same(case.asks, [[_bare(each, bench.base) for each in row] for row in found], range(len(found)), "again")
+            bench.same(
+                case.asks, [[_bare(each, bench.base) for each in row] for row in found], range(len(found)), "again"
+            )
         more = {"adapter": [ask.adapter for ask in case.asks]} if case.family.startswith(models.PEFT) else {}
         several = [[each.token_ids for each in row] for row in found]
         scores = iter(generator.score([ask.ids for ask in case.asks], several, progress=False, **more))
