@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
+from support_fuzz_calls import SEEN
 from support_fuzz_cases import Case, draw_case
 from support_fuzz_check import check, exact_on, smaller
 from support_fuzz_models import HAS_PEFT
@@ -63,7 +64,8 @@ class Tally:
         lines = [f"{self.cases:,} cases in {self.seconds:.0f} s: {self._rest()}"]
         for what, counts in self.by.items():
             lines.append(f"by {what}: " + ", ".join(f"{name} {count:,}" for name, count in counts.most_common()))
-        return "\n".join(lines)
+        seen = (f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(SEEN.items()))
+        return "\n".join([*lines, "in all: " + ", ".join(seen)])
 
 
 class Leaks:

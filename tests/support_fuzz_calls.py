@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +15,9 @@ from support_fuzz_cases import Ask, Case
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation, PromptError
+from hf_batchllm.engine.loop import Engine
 from hf_batchllm.errors import CacheMemoryError
+from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 
 _MOST_TRIES = 2000
@@ -29,12 +32,41 @@ def expect(true: bool, what: str) -> None:
         raise Mismatch(what)
 
 
+SEEN: Counter[str] = Counter()  # what has happened in all calls so far
+
+
 @contextmanager
 def running_as(case: Case) -> Iterator[None]:
-    """On a CPU, where the case asks for it, calls run as on a GPU."""
-    if not case.device_loop:
+    """On a CPU, where the case asks for it, calls run as on a GPU. The cache is proved whole after every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        _prove_caches(patch)
+        if case.device_loop:
+            _run_as_on_a_gpu(patch)
         yield
-        return
+
+
+def _prove_caches(patch: pytest.MonkeyPatch) -> None:
+    """And memory that nobody has written holds NaN."""
+    collect, of = Engine.collect, KVStorage.of
+
+    def checked(self: Engine, *given: Any) -> Any:
+        finished = collect(self, *given)
+        self.scheduler.cache.check_integrity()  # type: ignore[attr-defined]
+        return finished
+
+    def poisoned(self: KVStorage, layer: Any, *given: Any) -> Any:
+        new = layer not in self._layers
+        pair = of(self, layer, *given)
+        if new:
+            for tensor in pair:
+                tensor.fill_(float("nan"))
+        return pair
+
+    patch.setattr(Engine, "collect", checked)
+    patch.setattr(KVStorage, "of", poisoned)
+
+
+def _run_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     from support_device_loop import run_over_twins
 
     from hf_batchllm.sampling import device_sampler, token_picking
@@ -44,10 +76,8 @@ def running_as(case: Case) -> Iterator[None]:
     def as_on_a_gpu(kinds: Any, model: Any, device: Any, *others: Any) -> str | None:
         return why(kinds, model, torch.device("cuda"), *others)
 
-    with pytest.MonkeyPatch.context() as patch:
-        run_over_twins(patch)
-        patch.setattr(token_picking, "why_picked_by_host", as_on_a_gpu)
-        yield
+    run_over_twins(patch)
+    patch.setattr(token_picking, "why_picked_by_host", as_on_a_gpu)
 
 
 class _Begun(Exception):
@@ -138,6 +168,10 @@ def by_ask(asks: Sequence[Ask], result: Sequence[Generation]) -> list[list[Gener
 def check_report(case: Case, asks: Sequence[Ask], result: Any) -> None:
     """What went through the model adds up, and no count is below nothing."""
     report = result.report
+    for name in ("preemptions", "recomputed_tokens", "cached_tokens", "idle_tokens"):
+        SEEN[name] += getattr(report, name)
+    SEEN["calls"] += 1
+    SEEN["shared_tokens"] += round(report.saving * report.prompt_tokens)
     samples = sum(len(result_row.prompt_token_ids) for result_row in result)
     counts = {name: value for name, value in vars(report).items() if isinstance(value, int | float)}
     expect(all(value >= 0 for value in counts.values()), f"a count is less than nothing: {counts}")

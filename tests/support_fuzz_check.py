@@ -19,8 +19,8 @@ from support_fuzz_cases import Ask, Case
 from support_fuzz_oracle import Oracle
 from support_fuzz_relations import RELATIONS, Bench
 
-_ROWS_ASKED = 3  # prompts of a case that ``generate`` is asked for, as a rule
-_SAMPLES_ASKED = 4  # and about so many rows
+_ROWS_ASKED = 2  # prompts of a case that ``generate`` is asked for, as a rule
+_SAMPLES_ASKED = 3  # and about so many rows
 
 
 @dataclass

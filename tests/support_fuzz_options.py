@@ -140,12 +140,12 @@ def draw_options(dice: Random, longest: int, how: str | None = None, arguments: 
         options.setdefault("eos_token_id", _eos(dice))
     if how == "sampled":
         options |= {"do_sample": True} | _some(dice, SAMPLING, dice.choice((0, 1, 2, 3)))
-        if arguments and dice.random() < 0.4:
+        if dice.random() < 0.4:
             options["num_return_sequences"] = dice.choice((2, 2, 3, 4))
     if how == "beams":
         width = dice.randint(2, 6)
         options |= {"num_beams": width} | _some(dice, BEAMS, dice.choice((0, 1, 2)))
-        if arguments and dice.random() < 0.6:
+        if dice.random() < 0.6:
             options["num_return_sequences"] = dice.randint(1, width)
         if dice.random() < 0.2:
             options["do_sample"] = True

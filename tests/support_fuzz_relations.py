@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import support_fuzz_models as models
 import torch
+from support_families import logits_of_rows
 from support_fuzz_calls import Calls, Mismatch, by_ask, expect, without
 from support_fuzz_cases import Ask, Case, draw_config, draw_prompts
-from support_fuzz_oracle import CLOSE, Oracle
+from support_fuzz_oracle import CLOSE, NEAR_TIE, Oracle
 
-from hf_batchllm import Generation
+from hf_batchllm import BatchGenerator, Generation
 
 Rows = list[list[Generation]]
 PAD = 3  # a search of `generate` takes 0 for none
@@ -219,9 +220,22 @@ def stream(bench: Bench) -> None:
             for _ in range(bench.dice.randint(0, len(case.asks))):
                 next(left, None)
             left.close()
-        finished = list(generator.stream(**bench.calls.arguments(case.asks)))
+        finished = list(_interleaved(bench, generator.stream(**bench.calls.arguments(case.asks))))
     finished.sort(key=lambda each: (each.index, each.sample))
     bench.same(case.asks, by_ask(case.asks, finished), range(len(case.asks)), "as a stream")
+
+
+def _interleaved(bench: Bench, results: Iterator[Generation]) -> Iterator[Generation]:
+    """Between two results, sometimes, the model's owner calls ``generate``, or another generator of the same model."""
+    case, dice = bench.case, bench.dice
+    for result in results:
+        yield result
+        if dice.random() < 0.15:
+            index = dice.randrange(len(case.asks))
+            bench.ties += bench.oracle.check(index, case.asks[index], bench.base[index])
+        if dice.random() < 0.1:
+            rows = bench.calls.rows(case.asks)
+            bench.same(case.asks, rows, range(len(rows)), "beside an open stream")
 
 
 def forms(bench: Bench) -> None:
@@ -338,6 +352,7 @@ def score(bench: Bench) -> None:
         more = {"adapter": [ask.adapter for ask in case.asks]} if case.family.startswith(models.PEFT) else {}
         several = [[each.token_ids for each in row] for row in found]
         scores = iter(generator.score([ask.ids for ask in case.asks], several, progress=False, **more))
+        _score_others(bench, generator, more)
     for row in found:
         for one in row:
             looked_up = next(scores)
@@ -345,6 +360,25 @@ def score(bench: Bench) -> None:
             own = [step[token] for step, token in zip(one.logprobs or [], one.token_ids, strict=True)]
             expect(_close(own, looked_up.logprobs), f"score() gives {looked_up.logprobs} and generate {own}")
     return None
+
+
+def _score_others(bench: Bench, generator: BatchGenerator, more: dict[str, Any]) -> None:
+    """Continuations at random, against one plain forward over each with its prompt."""
+    case, dice = bench.case, bench.dice
+    several = [[[dice.randrange(97) for _ in range(dice.choice((1, 1, 2, 6)))] for _ in range(3)] for _ in case.asks]
+    scores = iter(generator.score([ask.ids for ask in case.asks], several, progress=False, **more))
+    for ask, continuations in zip(case.asks, several, strict=True):
+        with models.as_its_owner_runs_it(case.family, case.device, ask.adapter) as model:
+            every = logits_of_rows(model, [ask.ids + continuation for continuation in continuations])
+        for continuation, logits in zip(continuations, every, strict=True):
+            found, raw = next(scores), logits[len(ask.ids) - 1 : -1].float().cpu()
+            targets = torch.tensor(continuation)
+            own = raw.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].tolist()
+            expect(_close(own, found.logprobs), f"score() gives {found.logprobs} and a forward pass {own}")
+            best = raw.topk(2, dim=-1).values
+            if float((best[:, 0] - best[:, 1]).min()) > NEAR_TIE:
+                greedy = bool((raw.argmax(dim=-1) == targets).all())
+                expect(found.is_greedy == greedy, f"is_greedy is {found.is_greedy} of {continuation} after {ask.ids}")
 
 
 def _bare(row: Generation, base: Rows) -> Generation:
