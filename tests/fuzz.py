@@ -23,7 +23,7 @@ import torch
 from support_fuzz_calls import SEEN
 from support_fuzz_cases import Case, draw_case
 from support_fuzz_check import check, exact_on, smaller
-from support_fuzz_models import HAS_PEFT
+from support_fuzz_models import missing
 from support_live_tensors import Storages
 
 _SAID_EVERY = 10.0  # seconds
@@ -36,6 +36,7 @@ class Tally:
     def __init__(self) -> None:
         self.began = self._said = time.monotonic()
         self.cases = self.rows = self.ties = self.raised = self.failed = 0
+        self.left_out: Counter[str] = Counter()  # by the reason
         self.by: dict[str, Counter[str]] = {"kind": Counter(), "relation": Counter(), "family": Counter()}
 
     @property
@@ -64,6 +65,7 @@ class Tally:
         lines = [f"{self.cases:,} cases in {self.seconds:.0f} s: {self._rest()}"]
         for what, counts in self.by.items():
             lines.append(f"by {what}: " + ", ".join(f"{name} {count:,}" for name, count in counts.most_common()))
+        lines += [f"left out: {count:,} cases, as {why}" for why, count in self.left_out.items()]
         seen = (f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(SEEN.items()))
         return "\n".join([*lines, "in all: " + ", ".join(seen)])
 
@@ -93,6 +95,9 @@ def fuzz(
         if tally.seconds > seconds or tally.failed >= most_failures:
             break
         case = draw_case(seed, number, device)
+        if why := missing(case.family, case.device_loop):
+            tally.left_out[why] += 1
+            continue
         outcome = check(case)
         error = outcome.error
         if not error and number % _LEAKS_EVERY == _LEAKS_EVERY - 1:
@@ -129,8 +134,6 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     exact_on(given.device)
     print(f"seed {seed}, torch {torch.__version__}, {given.device}", flush=True)
-    if not HAS_PEFT:
-        print("left out: models with adapters (peft is not installed)", flush=True)
     one = given.case is not None
     if one:
         case = draw_case(seed, given.case, given.device)

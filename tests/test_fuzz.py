@@ -10,6 +10,7 @@ import pytest
 import support_fuzz_relations
 from support_fuzz_cases import MOVES_PROMPTS, STAYS, Case, draw_case
 from support_fuzz_check import check, smaller
+from support_fuzz_models import missing
 from support_fuzz_options import ARGUMENTS, BEAMS, CHANGES_SCORES, ELSEWHERE, LENGTHS, SAMPLING
 from support_fuzz_relations import RELATIONS
 
@@ -19,13 +20,15 @@ from hf_batchllm.model.torch_attention import CascadePlan
 from hf_batchllm.sampling import host_sampler
 from hf_batchllm.sampling.host_sampler import HostSampler
 
-SEED = 20
+SEED = 12  # all kinds and most relations within a few small cases
 
 
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_some_cases(first: int) -> None:
     for number in range(first, first + 4):
         case = draw_case(SEED, number)
+        if missing(case.family, case.device_loop):
+            continue
         outcome = check(case)
         assert not outcome.error, f"{outcome.error}\n{case}"
 
@@ -51,7 +54,7 @@ def found(wanted: Callable[[Case], bool], most: int, **fixed: Any) -> tuple[Case
     while tried < most:
         case = replace(draw_case(SEED, number), device_loop=False, **fixed)
         number += 1
-        if wanted(case):
+        if wanted(case) and not missing(case.family, device_loop=False):
             tried += 1
             if error := check(case).error:
                 return case, error
