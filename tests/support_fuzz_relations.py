@@ -267,10 +267,10 @@ def _padded(bench: Bench, side: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tensor_arguments(bench: Bench) -> dict[str, Any] | None:
-    """None where lengths count the padding, so that other results are right."""
+    """None where lengths count the padding, or endings are looked for in it, so that other results are right."""
     arguments = bench.calls.arguments(bench.case.asks)
     lengths = {len(ask.ids) for ask in bench.case.asks}
-    if len(lengths) > 1 and arguments.keys() & {"max_length", "min_length", "stopping_criteria"}:
+    if len(lengths) > 1 and arguments.keys() & {"max_length", "min_length", "stopping_criteria", "stop_strings"}:
         return None
     for name in ("prompts", "progress", "logprobs", "prompt_logprobs"):
         arguments.pop(name, None)
@@ -282,8 +282,10 @@ def _same_tokens(bench: Bench, sequences: torch.Tensor, width: int, base: Rows, 
     expect(len(sequences) == len(rows), f"{what}: {len(sequences)} rows, and {len(rows)} before")
     made = sequences[:, width:].tolist()
     expect(max(len(row.token_ids) for row in rows) == sequences.shape[1] - width, f"{what}: {sequences.shape}")
+    # A search of ``generate`` that has no EOS fills up with -1, whatever the padding is.
+    fill = -1 if bench.case.kind == "beams" and "eos_token_id" not in bench.case.options else PAD
     for row, tokens in zip(rows, made, strict=True):
-        padded = row.token_ids + [PAD] * (len(tokens) - len(row.token_ids))
+        padded = row.token_ids + [fill] * (len(tokens) - len(row.token_ids))
         if tokens == padded:
             continue
         ask = bench.case.asks[row.index]
