@@ -6,6 +6,7 @@
 #   make test-gpu      the tests that need a GPU, on the GPU of this machine
 #   make lint          the linter, the formatter's check and the type checker
 #   make types         the type checker alone
+#   make fuzz          random cases held against model.generate for SECONDS=60, on a GPU with ARGS='--device cuda'
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
@@ -16,6 +17,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
+SECONDS ?= 60
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
@@ -27,7 +29,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu lint ruff types test-oldest clean
+.PHONY: demo test test-gpu fuzz lint ruff types test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -56,6 +58,10 @@ test-gpu:
 	$(GPU_PYTEST) $$workers $(if $(ARGS),$(ARGS),--ignore=$(GPU_MEMORY)) || failed=yes; \
 	test -n '$(ARGS)' || $(GPU_PYTEST) $(GPU_MEMORY) || failed=yes; \
 	echo "test-gpu: took $$((`date +%s` - began)) s"; test -z "$$failed"
+
+# With PYTHON=python3 it makes no environment, either.
+fuzz: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
+	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(GPU_PYTHON) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 # The library as it is imported: /kernels and /patches are packages of it, which no type checker can guess.
 TYPED := build/typed

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -173,9 +174,11 @@ def test_autocast_between_two_results(kind: torch.dtype) -> None:
     generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
     stream = generator.stream([*GIVEN, [*OTHER, 3], [*OTHER, 4]], max_new_tokens=1)
     next(stream)
-    with torch.autocast("cpu", dtype=kind), pytest.warns(UserWarning, match="a setting of PyTorch"):
+    with torch.autocast("cpu", dtype=kind), pytest.raises(RuntimeError, match="same dtype"):  # of K and the cache
         list(stream)
-    assert generator.generate(GIVEN, max_new_tokens=1).report.cached_tokens == 0
+    for context in (nullcontext(), torch.autocast("cpu", dtype=kind)):
+        with context:
+            assert [generator.generate(GIVEN, max_new_tokens=1).report.cached_tokens for _ in range(2)] == [0, 24]
 
 
 def test_weights_made_in_inference_mode() -> None:

@@ -1,0 +1,97 @@
+"""The models that cases are drawn for: the tiny families, and tiny models with adapters, on the device of the run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from random import Random
+from typing import Any
+
+from support_accelerated import word_tokenizer
+from support_families import FAMILIES, build
+from support_letter_tokenizers import letter_tokenizer
+
+# One of each kind of structure; half of all cases are drawn for them.
+DIFFERENT = [
+    *("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "opt", "cohere2", "mixtral", "qwen3"),
+    *("phi3", "gemma4", "mimo_v2_flash", "laguna", "smollm3_window", "modernbert_decoder", "granite_swa", "gpt_neox"),
+]
+WITH_ADAPTERS = ["lora", "everywhere", "saved", "transformers", "gemma2"]
+PEFT = "peft:"  # begins the names of models with adapters
+ADAPTERS = ("a", "b", None)
+
+
+def draw_family(dice: Random) -> str:
+    if dice.random() < 0.08:
+        return PEFT + dice.choice(WITH_ADAPTERS)
+    return dice.choice(DIFFERENT if dice.random() < 0.5 else sorted(FAMILIES))
+
+
+def missing(family: str, device_loop: bool) -> str | None:
+    """Why a case cannot be run here."""
+    if family.startswith(PEFT):
+        return None if _installed("peft") else "peft is not installed, which models with adapters need"
+    if device_loop and not _installed("hypothesis"):
+        return "hypothesis is not installed, which the loop of a GPU on a CPU needs"
+    return FAMILIES[family].missing()
+
+
+@cache
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@cache
+def model_of(family: str, device: str) -> Any:
+    """The same object at every call: leave it as you found it."""
+    return _built(family) if device == "cpu" else copy.deepcopy(_built(family)).to(device)
+
+
+@cache
+def changeable(family: str, device: str) -> Any:
+    """A copy for cases that change weights between calls, and change them back."""
+    return copy.deepcopy(model_of(family, device))
+
+
+@cache
+def _for_reference(family: str, device: str) -> Any:
+    return copy.deepcopy(model_of(family, device))
+
+
+def _built(family: str) -> Any:
+    if not family.startswith(PEFT):
+        return build(family)
+    import support_adapters
+
+    return support_adapters.build(family.removeprefix(PEFT))
+
+
+@contextmanager
+def as_its_owner_runs_it(family: str, device: str, adapter: str | None, model: Any = None) -> Iterator[Any]:
+    """The model whose ``generate`` is the reference; with an adapter, or without any, where it has some."""
+    if not family.startswith(PEFT):
+        yield model_of(family, device) if model is None else model
+        return
+    from support_adapters import having
+
+    copied = _for_reference(family, device)
+    with having(copied, adapter):
+        yield copied
+
+
+@cache
+def letters() -> Any:
+    """For stop strings."""
+    return letter_tokenizer()
+
+
+def words() -> Any:
+    """For prompts that are text: a word for each token."""
+    return word_tokenizer()
+
+
+def as_text(ids: list[int]) -> str:
+    return " ".join(f"w{token}" for token in ids)
