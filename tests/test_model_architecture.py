@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_families import FAMILIES, REFUSED, build, family_params
+from support_families import FAMILIES, REFUSED, build, family_params, reference_generate
 from support_parity import counted_tokens
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
@@ -60,6 +60,18 @@ def test_a_layer_that_stands_in_two_places_is_refused(name: str) -> None:
             call()
     layers[1] = own
     generator.generate([[1, 2]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_copies_of_layers_need_a_number_of_their_own(name: str) -> None:
+    model = FAMILIES[name]()
+    layers = model.model.layers if name == "llama" else model.transformer.h
+    layers[2] = copy.deepcopy(layers[1])
+    with pytest.raises(UnsupportedModelError, match=r"layers 1 and 2 of .* have the same `layer_idx` \(1\)"):
+        BatchGenerator(model)
+    (layers[2].self_attn if name == "llama" else layers[2].attn).layer_idx = 2
+    expected = reference_generate(model, [5, 6, 7, 8], max_new_tokens=6)
+    assert BatchGenerator(model).generate([[5, 6, 7, 8]], max_new_tokens=6)[0].token_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,12 @@ from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attenti
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from ..patches.uncompiled import Uncompiled, every_module
-from .architecture_refusals import refuse_own_positions, refuse_own_temperature, refuse_windows_of_the_cache
+from .architecture_refusals import (
+    refuse_equal_numbers,
+    refuse_own_positions,
+    refuse_own_temperature,
+    refuse_windows_of_the_cache,
+)
 from .code_in_use import CodeInUse, code_in_use, has_changed, settled
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import refuse_owners_code
@@ -34,6 +39,8 @@ from .unpacking import unpack
 _BYPASSES = (
     "{} does not call transformers' AttentionInterface: it brings an attention of its own, and that cannot be served"
 )
+# Positions of queries that masks are asked about: at the start, and so far from it that any window or chunk shows.
+_QUERIES = (1, 6, 1_000_000)
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 # The calls of architectures looked at before; they hold no memory, as they come from copies without data.
@@ -68,6 +75,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     device = _single_device(inner, name)
     _refuse_by_config(inner, name)
     _refuse_repeated_layers(inner, name)
+    refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
     calls = _attention_calls(inner, name, look)
@@ -163,7 +171,7 @@ def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
             if len(set(layers)) < len(layers):
                 raise UnsupportedModelError(
                     f"{name} has a layer that stands in several places, and would overwrite its own K and V; that is "
-                    "not supported: put copies there (copy.deepcopy)"
+                    "not supported: put copies there (copy.deepcopy), and give each a `layer_idx` of its own"
                 )
 
 
@@ -270,10 +278,10 @@ def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> N
         return  # the model asks for no mask
     if mask is None:
         raise UnsupportedModelError(f"{name} changes its attention masks on the way; that is not supported")
-    at = 1_000_000  # a query's position, far enough from the start for any window or chunk to show
-    window = call.window or at + 1
-    for key in (0, at // 2, at - window, at - window + 1, at - 1, at, at + 1):
-        if key >= 0 and mask.sees(at, key) != (at - window < key <= at):
+    for at in _QUERIES:
+        window = call.window or at + 1
+        keys = {0, at // 2, at - window, at - window + 1, at - 1, at, at + 1}
+        if any(key >= 0 and mask.sees(at, key) != (at - window < key <= at) for key in keys):
             raise UnsupportedModelError(
                 f"{name} keeps in its attention mask alone which tokens see which (a window, chunks, both directions); "
                 "that is not supported"

@@ -36,6 +36,21 @@ def refuse_own_temperature(layers: Sequence[nn.Module], name: str) -> None:
             )
 
 
+def refuse_equal_numbers(model: PreTrainedModel, name: str) -> None:
+    """A layer that was copied keeps its number, and ``generate``'s cache would mix up the K and V of both."""
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        taken: dict[tuple[type, int], int] = {}
+        for place, layer in enumerate(layers):
+            for part in layer.modules():
+                number = part.__dict__.get("layer_idx")
+                if isinstance(number, int) and taken.setdefault((type(part), number), place) != place:
+                    raise UnsupportedModelError(
+                        f"layers {taken[type(part), number]} and {place} of {name} have the same `layer_idx` "
+                        f"({number}): generate()'s cache would mix up what they keep. Give each {type(part).__name__} a "
+                        "number of its own"
+                    )
+
+
 def refuse_windows_of_the_cache(model: PreTrainedModel, name: str, calls: Sequence[AttentionCall]) -> None:
     """A window that the config states and the attention ignores: ``generate``'s cache drops what is out of it.
 
