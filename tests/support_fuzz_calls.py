@@ -69,15 +69,7 @@ def _prove_caches(patch: pytest.MonkeyPatch) -> None:
 def _run_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     from support_device_loop import run_over_twins
 
-    from hf_batchllm.sampling import device_sampler, token_picking
-
-    why = device_sampler.why_picked_by_host
-
-    def as_on_a_gpu(kinds: Any, model: Any, device: Any, *others: Any) -> str | None:
-        return why(kinds, model, torch.device("cuda"), *others)
-
     run_over_twins(patch)
-    patch.setattr(token_picking, "why_picked_by_host", as_on_a_gpu)
 
 
 class _Begun(Exception):

@@ -128,10 +128,6 @@ def draw_case(seed: int, number: int, device: str = "cpu") -> Case:
         options = draw_options(dice, longest, how)
     # The twins of the kernels take long over long prompts.
     device_loop = device == "cpu" and dice.random() < 0.2 and sum(map(len, prompts)) < _MOST_FOR_TWINS
-    if own and how != "beams" and relation in ("split", "kept") and (device_loop or device != "cpu"):
-        # One prompt's options decide whether the device or the host picks the tokens of the whole call, and the two
-        # draw with different noise: what is taken out of a list may change the samples of the others.
-        relation = "permuted"
     one_seed = None if relation in MOVES_PROMPTS or dice.random() < 0.5 else dice.randrange(2**63)
     config = draw_config(dice, device, device_loop, how == "beams", sum(map(len, prompts)))
     every_row = dice.random() < 0.15

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 from hf_batchllm import Generation
 from hf_batchllm.inputs.seeds import noise_key
 from hf_batchllm.kernels.sample_torch import exponential
-from hf_batchllm.sampling.host_sampler import uniforms
+from hf_batchllm.sampling.noise import uniforms
 
 NEAR_TIE = 1e-4  # of the reference's two best scores: rounding decides
 NEAR_EDGE = 1e-5  # of the distribution function

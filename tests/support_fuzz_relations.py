@@ -347,10 +347,8 @@ def score(bench: Bench) -> None:
     calls = Calls(replace(case, options=options))
     with bench.calls.generator(without(case.config, "kv_pages"), case.asks) as generator:
         found = calls.rows(case.asks, generator)
-        if not case.device_loop and case.device == "cpu":  # elsewhere other noise is drawn where the host draws it
-            bench.same(
-                case.asks, [[_bare(each, bench.base) for each in row] for row in found], range(len(found)), "again"
-            )
+        bare = [[_bare(each, bench.base) for each in row] for row in found]
+        bench.same(case.asks, bare, range(len(found)), "again")
         more = {"adapter": [ask.adapter for ask in case.asks]} if case.family.startswith(models.PEFT) else {}
         several = [[each.token_ids for each in row] for row in found]
         scores = iter(generator.score([ask.ids for ask in case.asks], several, progress=False, **more))

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_batchllm import accelerated
-from hf_batchllm.sampling.host_sampler import uniforms
+from hf_batchllm.sampling.noise import uniforms
 
 _MODULES = ("logits_process", "stopping_criteria", "streamers", "utils", "watermarking", "configuration_utils")
 # What has to do with text and one model on a CPU; beyond it there are speech, images, diffusion and graphs.

@@ -19,6 +19,7 @@ from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import host_sampler, processor_chains
 from hf_batchllm.sampling.host_sampler import draw_tokens
+from hf_batchllm.sampling.noise import Inversion, Noise
 
 FAMILY = "llama"
 
@@ -34,7 +35,7 @@ def share(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         low, high = torch.zeros(len(tokens), dtype=torch.float64), torch.ones(len(tokens), dtype=torch.float64)
         for _ in range(52):
             middle = (low + high) / 2
-            below = torch.tensor(draw_tokens(rows, middle, [])) < reach
+            below = torch.tensor(draw_tokens(rows, Inversion(middle), [])) < reach
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return high
 
@@ -98,12 +99,12 @@ def test_rows_with_next_to_nothing_to_draw_from() -> None:
     every = [[processors.TopKLogitsWarper(50)], [processors.TopPLogitsWarper(0.9)], [processors.MinPLogitsWarper(0.1)]]
     for warpers in ([], [processors.TemperatureLogitsWarper(1e-3)], *every):
         for uniform in ends:
-            drawn = draw_tokens(masked, torch.full((6,), uniform, dtype=torch.float64), warpers)
+            drawn = draw_tokens(masked, Inversion(torch.full((6,), uniform, dtype=torch.float64)), warpers)
             assert drawn[:2] == [2999, 0]
             assert drawn[2] == (700 if uniform < 0.5 else 1800)
             assert drawn[4] == 3
             assert all(masked[row, token] > -torch.inf for row, token in enumerate(drawn))
-    assert draw_tokens(masked[3:4], torch.tensor([0.50001], dtype=torch.float64), []) == [1500]
+    assert draw_tokens(masked[3:4], Inversion(torch.tensor([0.50001], dtype=torch.float64)), []) == [1500]
 
 
 def test_a_temperature_close_to_zero_is_greedy() -> None:
@@ -121,7 +122,7 @@ def test_logits_that_are_not_numbers_are_not_drawn_from(bad: float, warper: Any)
     if bad != -float("inf"):
         scores[1, 1:] = 0.0
     with pytest.raises(RuntimeError, match="not numbers"):
-        draw_tokens(scores, torch.full((3,), 0.5, dtype=torch.float64), [warper] if warper else [])
+        draw_tokens(scores, Inversion(torch.full((3,), 0.5, dtype=torch.float64)), [warper] if warper else [])
 
 
 # -- the best scores instead of all ----------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_a_shortlist_leaves_what_the_whole_vocabulary_would(options: dict[str, A
             assert not certain[(expected > -torch.inf).sum(dim=-1) > width].any()
             sure += int(certain.sum())
         if comparable:
-            drawn = np.array([draw_tokens(scores, uniform, warpers) for uniform in noise.T])
+            drawn = np.array([draw_tokens(scores, Inversion(uniform), warpers) for uniform in noise.T])
             for row in range(8):
                 assert drawn[:, row].tolist() == [
                     expected_token(expected[row], uniform.item()) for uniform in noise[row]
@@ -186,25 +187,27 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
     widths: list[tuple[int, int]] = []
     attempt = host_sampler._attempt
 
-    def watched_attempt(scores: torch.Tensor, uniform: torch.Tensor, warpers: Any, width: int) -> torch.Tensor:
+    def watched_attempt(scores: torch.Tensor, noise: Noise, warpers: Any, width: int) -> torch.Tensor:
         widths.append((width, len(scores)))
-        return attempt(scores, uniform, warpers, width)
+        return attempt(scores, noise, warpers, width)
 
     monkeypatch.setattr(host_sampler, "_attempt", watched_attempt)
     rows = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1))
     rows[:2] *= 8  # two with a small nucleus
     rows[3, :500] = 30  # 500 equals are the whole of it
     noise = torch.full((4,), 0.3, dtype=torch.float64)
-    draw_tokens(rows, noise, [processors.TopPLogitsWarper(0.9011)])
+    draw_tokens(rows, Inversion(noise), [processors.TopPLogitsWarper(0.9011)])
     assert widths == [(1024, 4), (16384, 1)]
     widths.clear()
-    draw_tokens(rows, noise, [processors.TopPLogitsWarper(0.9)])  # 450 of 500: rounding decides, so transformers does
+    draw_tokens(
+        rows, Inversion(noise), [processors.TopPLogitsWarper(0.9)]
+    )  # 450 of 500: rounding decides, so transformers does
     assert widths == [(1024, 4), (16384, 2), (262144, 1)]
     widths.clear()
-    draw_tokens(rows, noise, [processors.TopKLogitsWarper(50)])
+    draw_tokens(rows, Inversion(noise), [processors.TopKLogitsWarper(50)])
     assert widths == [(114, 4), (1824, 1)]
     widths.clear()
-    draw_tokens(rows, noise, [])
+    draw_tokens(rows, Inversion(noise), [])
     assert [rows for _, rows in widths] == [4]
 
 

@@ -23,8 +23,9 @@ from transformers import set_seed
 from hf_batchllm import BatchGenerator, BatchResult, PromptError
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import FifoScheduler
-from hf_batchllm.sampling import host_sampler
-from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens, philox, uniforms
+from hf_batchllm.sampling import noise as sampling_noise
+from hf_batchllm.sampling.host_sampler import HostSampler, draw_tokens
+from hf_batchllm.sampling.noise import Inversion, philox, uniforms
 
 # -- the distribution, end to end ------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ def test_sampled_calls_match_generate_where_both_draw_the_most_likely(
     monkeypatch: pytest.MonkeyPatch, generator: BatchGenerator, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmax(dim=-1, keepdim=True))
-    monkeypatch.setattr(host_sampler, "_invert", lambda weights, uniform: weights.argmax(dim=-1))
+    monkeypatch.setattr(sampling_noise, "_invert", lambda weights, uniform: weights.argmax(dim=-1))
     given = prompts()
     options = {"do_sample": True, "max_new_tokens": 12, **options}
     result = generator.generate(given, seed=1, **options)
@@ -294,11 +295,11 @@ def places(indices: Sequence[int], samples: Sequence[int], positions: Sequence[i
 
 @pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
 def test_noise_is_never_0_or_1(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_sampler, "philox", lambda counter, key: np.full_like(counter, bits))
+    monkeypatch.setattr(sampling_noise, "philox", lambda counter, key: np.full_like(counter, bits))
     (uniform,) = uniforms(1, places([0], [0], [0]))
     assert 0 < uniform < 1
     for scores in (torch.zeros(1, 5), torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]), torch.randn(1, 5000)):
-        (token,) = draw_tokens(scores, torch.tensor([uniform]), [])
+        (token,) = draw_tokens(scores, Inversion(torch.tensor([uniform])), [])
         assert scores[0, token] > -torch.inf
 
 

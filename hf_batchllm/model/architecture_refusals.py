@@ -46,8 +46,8 @@ def refuse_equal_numbers(model: PreTrainedModel, name: str) -> None:
                 if isinstance(number, int) and taken.setdefault((type(part), number), place) != place:
                     raise UnsupportedModelError(
                         f"layers {taken[type(part), number]} and {place} of {name} have the same `layer_idx` "
-                        f"({number}): generate()'s cache would mix up what they keep. Give each {type(part).__name__} a "
-                        "number of its own"
+                        f"({number}): generate()'s cache would mix up what they keep. Give each "
+                        f"{type(part).__name__} a number of its own"
                     )
 
 

@@ -140,8 +140,8 @@ def why_picked_by_host(
     """
     if not kinds:  # no prompt can be run
         return None
-    # On a CPU, sampled tokens keep the noise of ``host_sampler``.
-    if device.type != "cuda" and (depth == 1 or any(options.do_sample for options in kinds)):
+    # On a CPU, sampled tokens have a noise of their own.
+    if not may_pick_on(device) and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
     if penalised * vocabulary > 8 * _SEEN_BYTES:
         return (
@@ -153,6 +153,11 @@ def why_picked_by_host(
         if reason is not None:
             return reason if len(kinds) == 1 else f"{reason}. This holds for all prompts of the call"
     return None
+
+
+def may_pick_on(device: torch.device) -> bool:
+    """Whether sampled tokens are picked on the device where the options allow it."""
+    return device.type == "cuda"
 
 
 def penalised_by(options: Options) -> bool:

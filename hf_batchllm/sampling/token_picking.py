@@ -12,7 +12,7 @@ from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
-from .device_sampler import penalised_by, why_picked_by_host
+from .device_sampler import may_pick_on, penalised_by, why_picked_by_host
 from .host_sampler import HostSampler, RecordScores
 from .sampling_kernels import sampling_kernels
 from .seated_sampler import SeatedSampler
@@ -56,7 +56,8 @@ class TokenPicking:
         )
 
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
-        return HostSampler(self.model, self.options, self.seed, record=record, notices=notices)
+        kernels = sampling_kernels(self.device) if may_pick_on(self.device) else None
+        return HostSampler(self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels)
 
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""

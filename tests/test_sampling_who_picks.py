@@ -1,0 +1,61 @@
+"""A prompt's samples are the same whether the host or the device picks the tokens of its call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support_device_loop import device as device  # a fixture
+from support_device_loop import model_on
+from support_parity import mixed_prompts
+from transformers import GenerationConfig
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.sampling.host_sampler import HostSampler
+
+_SAMPLED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "top_k": 20},
+    {"top_k": 0, "top_p": 0.8},
+    {"min_p": 0.05, "top_k": 0},
+    {"repetition_penalty": 1.3, "top_k": 0},
+]
+
+
+@pytest.mark.parametrize("options", _SAMPLED, ids=str)
+def test_samples_do_not_depend_on_who_picks(
+    options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picked: list[int] = []
+    pick = HostSampler.__call__
+
+    def noted(self: HostSampler, logits: torch.Tensor, requests: Any) -> list[int]:
+        picked.append(len(requests))
+        return pick(self, logits, requests)
+
+    monkeypatch.setattr(HostSampler, "__call__", noted)
+    prompts = mixed_prompts(1)
+    asked = {"do_sample": True, "max_new_tokens": 12, "seed": 5, "progress": False, **options}
+    with BatchGenerator(model_on(device, "llama")) as generator:
+        alone = generator.generate(prompts, **asked).token_ids
+        assert not picked  # on the device
+        with_logprobs = generator.generate(prompts, logprobs=1, **asked).token_ids
+        assert picked
+        # One more prompt, whose option needs transformers' own code.
+        config = {name: value for name, value in asked.items() if name not in ("seed", "progress")}
+        configs = [GenerationConfig(**config) for _ in prompts]
+        other = GenerationConfig(max_new_tokens=12, no_repeat_ngram_size=2)
+        picked.clear()
+        beside = generator.generate([*prompts, [3, 4, 3, 4]], [*configs, other], seed=5, progress=False).token_ids
+        assert picked
+    assert with_logprobs == alone == beside[:-1]
+
+
+def test_seeds_of_each_prompt(device: str) -> None:
+    prompts = mixed_prompts(1)
+    seeds = [2**64 - 1 - 7 * place for place in range(len(prompts))]
+    asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 2, "progress": False}
+    with BatchGenerator(model_on(device, "gpt2")) as generator:
+        alone = generator.generate(prompts, seed=seeds, **asked).token_ids
+        assert generator.generate(prompts, seed=seeds, logprobs=0, **asked).token_ids == alone
