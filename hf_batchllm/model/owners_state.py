@@ -179,8 +179,8 @@ class _Code:
         for kind, *before in self._forwards:
             if [*_forward_of(kind)] != before:
                 return f"the code of {kind.__name__}"
-        for space, before in self._beside:
-            for name, value in before.items():
+        for space, beside in self._beside:
+            for name, value in beside.items():
                 if space.get(name) is not value:
                     return f"`{name}` of {space['__name__']}"
         return None
