@@ -1,0 +1,183 @@
+"""Every causal and image-text class of the installed transformers, each as a tiny random model.
+
+A class comes in several patterns: as its config has it by default, with another pattern of layers, and with fields that
+its config does not have, such as those a checkpoint's config.json may carry.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from support_families import Family, _randomise
+from support_sweep_shrink import KV_HEADS, VOCABULARY, WINDOW, OfText, shrunk
+from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+_TWO_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+_SWA = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 20}
+_SWA |= {"swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
+# Without these a class cannot even be made with its own defaults.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {**_NO_LAYER_INPUTS, "num_kv_shared_layers": 30, "num_hidden_layers": 30}},
+}
+# What neither a field's name nor its default says, by the class of the config.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    # The default is None, and the model does not build with it.
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 127, "IMGIMGBS0Z": 126}},
+    "Emu3Config": {"vocabulary_map": {"<image>": 127, "<|extra_200|>": 126, "<|visual token 000000|>": 125}},
+    "DbrxAttentionConfig": {"rope_theta": 1e4},
+    "Dots1Config": _EXPERTS,
+    "Granite4VisionConfig": {"deepstack_layer_map": [[1, 1], [2, 2]]},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "RadioConfig": {"video_temporal_patch_size": 2},
+    # The default describes one kind of layer, and the model asks for two.
+    "CohereCompassTextConfig": {"rope_parameters": _TWO_ROPES},
+    # Not fields of the class, though it reads them.
+    "Dots3NoteTextConfig": _SWA,
+    # Sizes that have to agree with each other.
+    "Dots3NoteVisionConfig": {"adapter_input_size": 64},
+    "XLNetConfig": {"d_head": 16},
+    "Glm5NextTextConfig": {"index_topk": 16},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [3, 2]},
+    # The model builds as a decoder only.
+    "ReformerConfig": {"is_decoder": True},
+}  # fmt: skip
+
+PATTERNS = ("default", "other")
+# Fields that a config.json may carry though the class does not know them: `generate` drops what its cache takes for out
+# of a window, whatever the layers do.
+STRAYS: dict[str, dict[str, Any]] = {
+    "stray sliding_window": {"sliding_window": WINDOW},
+    "stray attention_chunk_size": {"attention_chunk_size": WINDOW},
+    "stray layer_types": {"sliding_window": WINDOW, "layer_types": None},
+}
+
+
+class NothingToChange(Exception):
+    """The class has no such pattern."""
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A class, and one of the types of config that lead to it."""
+
+    class_name: str
+    model_type: str
+
+    def __str__(self) -> str:
+        return f"{self.class_name} ({self.model_type})"
+
+
+def cases() -> list[Case]:
+    """Those of both mappings, each once."""
+    found = {}
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for model_type, names in mapping.items():
+            for name in (names,) if isinstance(names, str) else names:
+                found[Case(name, model_type)] = None
+    return sorted(found, key=lambda case: (case.class_name.lower(), case.model_type))
+
+
+def tiny_config(case: Case, pattern: str = "default") -> PreTrainedConfig:
+    default = CONFIG_MAPPING[case.model_type](**ARGUMENTS.get(case.model_type, {}))
+    config = shrunk(default, _changes(pattern), OVERRIDES)
+    wanted = getattr(transformers, case.class_name).config_class
+    return config if wanted is None or isinstance(config, wanted) else config.get_text_config(decoder=True)
+
+
+def tiny_model(case: Case, pattern: str = "default") -> PreTrainedModel:
+    """In float32, with random weights under which attention matters and the best logit is clearly the best."""
+    config = tiny_config(case, pattern)
+    _stand_in_for_towers()
+    soft_cap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    if soft_cap:  # SDPA would drop it
+        config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model: PreTrainedModel = getattr(transformers, case.class_name)(config).to(torch.float32).eval()
+    _randomise(model, Family(case.class_name, case.model_type, {}))
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no special tokens: it goes on to the full length
+    return model
+
+
+def _changes(pattern: str) -> OfText:
+    if pattern == "default":
+        return lambda fields, _: fields
+    return _other_layers if pattern == "other" else functools.partial(_with_strays, STRAYS[pattern])
+
+
+def _other_layers(fields: dict[str, Any], default: PreTrainedConfig) -> dict[str, Any]:
+    """Full attention alone where there are windows, windows where there are none; else one KV head, other ties."""
+    now = {**vars(default), **fields}
+    windows = [name for name in ("sliding_window", "attention_chunk_size", "attention_window_size") if name in now]
+    kinds = now.get("layer_types")
+    on = any(now[name] for name in windows) and now.get("use_sliding_window") is not False
+    new: dict[str, Any] = {}
+    if kinds and {"sliding_attention", "chunked_attention"} & set(kinds):
+        full = {"sliding_attention": "full_attention", "chunked_attention": "full_attention"}
+        new["layer_types"] = [full.get(kind, kind) for kind in kinds]
+    elif on and not kinds:
+        new |= dict.fromkeys(windows, 512)  # not None, which some do not take
+    elif windows:
+        new |= dict.fromkeys(windows, WINDOW)
+        if kinds:
+            new["layer_types"] = _every_other(kinds, "sliding_attention")
+    if "use_sliding_window" in now:
+        new["use_sliding_window"] = not now["use_sliding_window"]
+    if now.get("is_decoder") is False:
+        new["is_decoder"] = True
+    if not new:
+        if now.get("num_key_value_heads") == KV_HEADS:
+            new["num_key_value_heads"] = 1
+        new["tie_word_embeddings"] = not now.get("tie_word_embeddings", True)
+    return fields | new
+
+
+def _every_other(kinds: list[str], kind: str) -> list[str]:
+    return [kind if number % 2 and now == "full_attention" else now for number, now in enumerate(kinds)]
+
+
+def _with_strays(strays: dict[str, Any], fields: dict[str, Any], default: PreTrainedConfig) -> dict[str, Any]:
+    known = vars(default)
+    if list(strays)[-1] in known:
+        raise NothingToChange
+    layers = fields.get(default.attribute_map.get("num_hidden_layers", "num_hidden_layers"), default.num_hidden_layers)
+    kinds = ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
+    return fields | {name: value or kinds for name, value in strays.items()}
+
+
+class _Tower(PreTrainedModel):
+    """In the place of vision towers that come from a package of their own: text prompts never run one."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(2, 2)
+        self.post_init()
+
+
+@functools.cache
+def _stand_in_for_towers() -> None:
+    for model_type in ("timm_wrapper", "gemma3n_vision"):
+        if model_type in CONFIG_MAPPING:
+            config_class = CONFIG_MAPPING[model_type]
+            AutoModel.register(config_class, type("Tower", (_Tower,), {"config_class": config_class}), exist_ok=True)
+
+
+assert VOCABULARY > 100  # prompts hold ids from 3 to 96, special tokens are the last
