@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from support_families import Family, _randomise
-from support_sweep_shrink import KV_HEADS, VOCABULARY, WINDOW, OfText, shrunk
+from support_sweep_shrink import FEWEST_LAYERS, KV_HEADS, VOCABULARY, WINDOW, OfText, shrunk
 from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 _TWO_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _SWA = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 20}
 _SWA |= {"swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12}
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -36,28 +37,51 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # The default is None, and the model does not build with it.
     "ChameleonConfig": {"vocabulary_map": {"<image>": 127, "IMGIMGBS0Z": 126}},
     "Emu3Config": {"vocabulary_map": {"<image>": 127, "<|extra_200|>": 126, "<|visual token 000000|>": 125}},
-    "DbrxAttentionConfig": {"rope_theta": 1e4},
+    "BambaConfig": {"attn_layer_indices": [1, 3]},
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "Dots1Config": _EXPERTS,
-    "Granite4VisionConfig": {"deepstack_layer_map": [[1, 1], [2, 2]]},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[1, 1], [2, 2]], "downsample_rate": "4/8"},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "RadioConfig": {"video_temporal_patch_size": 2},
+    "TimmWrapperConfig": {"model_args": {"embed_dim": 64}},
     # The default describes one kind of layer, and the model asks for two.
     "CohereCompassTextConfig": {"rope_parameters": _TWO_ROPES},
     # Not fields of the class, though it reads them.
     "Dots3NoteTextConfig": _SWA,
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 101},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 101},
     # Sizes that have to agree with each other.
-    "Dots3NoteVisionConfig": {"adapter_input_size": 64},
+    "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "XLNetConfig": {"d_head": 16},
+    "BlenderbotConfig": {"encoder_layers": 4},  # its cache has as many layers as the encoder
+    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]}},
+    "Glm4vTextConfig": {"rope_parameters": _SECTIONS},
+    "Glm4vMoeTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    "GlmOcrTextConfig": {"rope_parameters": _SECTIONS},
+    "PaddleOCRTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [4, 6, 6]}},
+    "Qwen2VLTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5OmniTextConfig": {"rope_parameters": _SECTIONS},
+    "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "HeliumConfig": {"head_dim": 16},
+    "HunYuanVLConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [4, 4, 4, 4]}},
+    "HunYuanVLTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [4, 4, 4, 4]}},
+    "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": None, "head_dim": 16, "prefix_lm": False},
+    # Layers that share weights with each other: there must be two.
+    "ZambaConfig": {
+        "attention_hidden_size": 128,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
     "Glm5NextTextConfig": {"index_topk": 16},
     "Molmo2AdapterConfig": {"vision_feature_layer": [3, 2]},
     # The model builds as a decoder only.
-    "ReformerConfig": {"is_decoder": True},
+    "ReformerConfig": {"is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 32)},
 }  # fmt: skip
 
 PATTERNS = ("default", "other")
@@ -99,7 +123,8 @@ def tiny_config(case: Case, pattern: str = "default") -> PreTrainedConfig:
     default = CONFIG_MAPPING[case.model_type](**ARGUMENTS.get(case.model_type, {}))
     config = shrunk(default, _changes(pattern), OVERRIDES)
     wanted = getattr(transformers, case.class_name).config_class
-    return config if wanted is None or isinstance(config, wanted) else config.get_text_config(decoder=True)
+    inside = config.get_text_config(decoder=True)  # for a class that is a part of the model that the config describes
+    return inside if type(config) is not wanted is type(inside) else config
 
 
 def tiny_model(case: Case, pattern: str = "default") -> PreTrainedModel:
@@ -124,7 +149,7 @@ def _changes(pattern: str) -> OfText:
 
 
 def _other_layers(fields: dict[str, Any], default: PreTrainedConfig) -> dict[str, Any]:
-    """Full attention alone where there are windows, windows where there are none; else one KV head, other ties."""
+    """Full attention alone where there are windows, windows where there are none; else one KV head, or no tie."""
     now = {**vars(default), **fields}
     windows = [name for name in ("sliding_window", "attention_chunk_size", "attention_window_size") if name in now]
     kinds = now.get("layer_types")
@@ -143,10 +168,12 @@ def _other_layers(fields: dict[str, Any], default: PreTrainedConfig) -> dict[str
         new["use_sliding_window"] = not now["use_sliding_window"]
     if now.get("is_decoder") is False:
         new["is_decoder"] = True
-    if not new:
-        if now.get("num_key_value_heads") == KV_HEADS:
-            new["num_key_value_heads"] = 1
-        new["tie_word_embeddings"] = not now.get("tie_word_embeddings", True)
+    if now.get("num_kv_shared_layers") == 0:
+        new["num_kv_shared_layers"] = FEWEST_LAYERS // 2
+    if not new and now.get("num_key_value_heads") == KV_HEADS:
+        new["num_key_value_heads"] = 1
+    if not new and now.get("tie_word_embeddings"):
+        new["tie_word_embeddings"] = False
     return fields | new
 
 
@@ -158,8 +185,8 @@ def _with_strays(strays: dict[str, Any], fields: dict[str, Any], default: PreTra
     known = vars(default)
     if list(strays)[-1] in known:
         raise NothingToChange
-    layers = fields.get(default.attribute_map.get("num_hidden_layers", "num_hidden_layers"), default.num_hidden_layers)
-    kinds = ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
+    name = default.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    kinds = ["full_attention" if number % 2 else "sliding_attention" for number in range(fields.get(name, 0))]
     return fields | {name: value or kinds for name, value in strays.items()}
 
 

@@ -6,6 +6,7 @@ OVERRIDES of ``support_sweep_models.py``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig
 
 VOCABULARY = 128
 WINDOW = 8
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, ROPE_DIM = 64, 4, 2, 32, 8
 FEWEST_LAYERS, MOST_LAYERS = 4, 8
 
 # The first pattern that matches a field's whole name says its value. Larger values alone are replaced.
@@ -26,7 +27,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"(.*_)?vocab_size(_.*)?|.*_vocab", VOCABULARY),
     (r".*_lstm_layers|num_residual_layers|resampler_depth|.*num_add_layers", 1),
     (r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index|num_nextn_predict_layers", 1),
-    (r"num_kv_shared_layers", 2),
+    (r"num_kv_shared_layers", FEWEST_LAYERS // 2),
     (r"moe_layer_end_index", FEWEST_LAYERS - 1),
     (r".*layer.*_(offset)", 1),
     (r".*layer_(period|interval)|.*_interval|.*every_n.*|.*sliding_window_pattern|.*_layer_step|layer_group_size", 2),
@@ -34,9 +35,9 @@ _SIZES: list[tuple[str, int]] = [
     (r"(.*_)?(num|n)_(.*_)?(layers|layer|blocks)|n_layers?|(en|de)coder_layers|layers|(.*_)?depth", FEWEST_LAYERS),
     (r".*(num_)?(key_value|kv)_heads(_.*)?|n_head_kv|kv_n_heads|linear_num_key_heads|num_query_groups", KV_HEADS),
     (r"(.*_)?(heads|num_heads|n_heads?)|.*_heads|.*_n_head", HEADS),
-    (r"qk_rope_head_dim|index_head_dim|indexer_head_dim", 8),
-    (r"qk_nope_head_dim", 16),
-    (r"qk_head_dim", 24),
+    (r"qk_rope_head_dim|index_head_dim|indexer_head_dim", ROPE_DIM),
+    (r"qk_nope_head_dim", 2 * ROPE_DIM),
+    (r"qk_head_dim", 3 * ROPE_DIM),
     (r"v_head_dim", 12),
     (r"rotary_dim|axial_dim", 8),
     (r"q_lora_rank|o_lora_rank|hc_lowrank", 24),
@@ -56,6 +57,8 @@ _SIZES: list[tuple[str, int]] = [
     (r".*(d_ssm)", 128),
     (r"attention_chunk_size|keep_window_size|.*sliding_window.*|attention_window_size|window_size", WINDOW),
     (r"local_attention", 2 * WINDOW),
+    (r"base_channels|.*out_channels?", 32),
+    (r".*_channels?", HIDDEN),
     (r".*(max_)?.*position.*embeddings?|n_positions|n_ctx|.*max_.*_?len.*|.*max_position.*|context_length|seq_len", 512),
     (r"model_max_length|.*position_embedding_size|max_(source|target)_positions|floor_scale", 512),
     (r"num_(query_tokens|latents)|.*_query_num|resampler_n_latents|.*num_latents", 4),
@@ -63,9 +66,10 @@ _SIZES: list[tuple[str, int]] = [
     (r"(d_model|n_embd|dim|embed_dim|embedding_dim|emb_dim|projection_dim|lru_width|embedding_size)", HIDDEN),
     (r".*(embedding_size|hidden|_width|embed_size|projection_size|word_embed_proj_dim|dim_model_base)", HIDDEN),
 ]  # fmt: skip
-_WHERE_NONE = {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS}  # some classes cannot do without
+# Some classes cannot do without these.
+_WHERE_NONE = {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS, "num_experts_per_tok": 2}
 _PATTERNS = [(re.compile(pattern), small) for pattern, small in _SIZES]
-_TOKEN = re.compile(r".*(_token|token_id|token_index|_token_ids?|token_index)$|^(im|image|slice)_.*_id$|.*newline_id$")
+_TOKEN = re.compile(r".*(token_ids?|token_index)$|^(im|image|slice)_.*_id$|.*newline_id$")
 _LAYER_LIST = re.compile(r".*(layer|index|idx|block|moe).*")
 
 
@@ -95,7 +99,7 @@ def shrunk(
 
 def _shrunk(default: PreTrainedConfig, how: Shrinking) -> PreTrainedConfig:
     fields: dict[str, Any] = {}
-    layers = _Layers.of(default)
+    layers, usual = _Layers.of(default), _usual(type(default))
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
             fields[name] = _shrunk(value, how)
@@ -103,7 +107,7 @@ def _shrunk(default: PreTrainedConfig, how: Shrinking) -> PreTrainedConfig:
             continue
         else:
             small = _small(name, value, default, layers, how)
-            if small is not value and small != value:
+            if small != usual.get(name, _USUAL_IS_UNKNOWN):
                 fields[name] = small
     fields |= {name: value for name, value in layers.counts(default).items() if name not in fields or value}
     fields |= how.overrides.get(type(default).__name__, {})
@@ -138,6 +142,11 @@ def _small_token(value: Any, how: Shrinking) -> Any:
 def _small_size(name: str, value: int, config: PreTrainedConfig) -> int:
     for pattern, small in _PATTERNS:
         if pattern.fullmatch(name):
+            if name == "num_kv_shared_layers" and value == _of(config, "num_hidden_layers"):
+                small = FEWEST_LAYERS  # all of them
+            if name == "head_dim" and _of(config, "qk_rope_head_dim"):
+                # What RoPE is told: the part of the head that is rotated, or the whole, with a factor for the part.
+                small = ROPE_DIM if value == _of(config, "qk_rope_head_dim") else 3 * ROPE_DIM
             if small == KV_HEADS and value > 1 and value == _of(config, "num_attention_heads"):
                 small = HEADS  # each query head has its own
             return min(value, small)
@@ -185,7 +194,7 @@ class _Layers:
             tuple(
                 repr(value[layer]) if _one_each(name, value, number) else layer in value
                 for name, value in lists.items()
-                if _one_each(name, value, number) and len(set(map(repr, value))) <= 6 or _numbers(name, value, number)
+                if (_one_each(name, value, number) and len(set(map(repr, value))) <= 6) or _numbers(name, value, number)
             )
             for layer in range(number)
         ]
@@ -217,6 +226,16 @@ class _Layers:
 
 
 _NO_CONFIG = PreTrainedConfig()
+_USUAL_IS_UNKNOWN = object()
+
+
+@functools.cache
+def _usual(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """What the fields are if nothing is said: inside another config they may be something else."""
+    try:
+        return vars(config_class())
+    except Exception:
+        return {}
 
 
 def _of(config: PreTrainedConfig, name: str) -> Any:
