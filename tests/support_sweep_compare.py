@@ -61,7 +61,7 @@ def outcomes(case: Case) -> dict[str, Outcome]:
     """By pattern. Fields that a class does not know are tried only where it is served without them."""
     found: dict[str, Outcome] = {}
     for pattern in (*PATTERNS, *STRAYS):
-        if pattern in STRAYS and EXACT not in {outcome.kind for outcome in found.values()}:
+        if pattern in STRAYS and found["default"].kind != EXACT:
             continue
         with contextlib.suppress(NothingToChange):
             outcome = outcome_of(case, pattern)

@@ -58,6 +58,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Sizes that have to agree with each other.
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "XLNetConfig": {"d_head": 16},
+    "xLSTMConfig": {"qk_dim_factor": 1.0},  # the two it has by default do not agree in its first pass
     "BlenderbotConfig": {"encoder_layers": 4},  # its cache has as many layers as the encoder
     "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]}},
     "Glm4vTextConfig": {"rope_parameters": _SECTIONS},
@@ -72,6 +73,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "HunYuanVLConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [4, 4, 4, 4]}},
     "HunYuanVLTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [4, 4, 4, 4]}},
     "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": None, "head_dim": 16, "prefix_lm": False},
+    "Step3p7TextConfig": {"sliding_window": WINDOW},  # its cache asks for one
+    "XmodConfig": {"default_language": "en_XX"},
+    "Zamba2Config": {"attention_hidden_size": 128},
     # Layers that share weights with each other: there must be two.
     "ZambaConfig": {
         "attention_hidden_size": 128,
@@ -119,9 +123,13 @@ def cases() -> list[Case]:
     return sorted(found, key=lambda case: (case.class_name.lower(), case.model_type))
 
 
-def tiny_config(case: Case, pattern: str = "default") -> PreTrainedConfig:
-    default = CONFIG_MAPPING[case.model_type](**ARGUMENTS.get(case.model_type, {}))
-    config = shrunk(default, _changes(pattern), OVERRIDES)
+def tiny_config(model_type: str, pattern: str = "default") -> PreTrainedConfig:
+    default = CONFIG_MAPPING[model_type](**ARGUMENTS.get(model_type, {}))
+    return shrunk(default, _changes(pattern), OVERRIDES)
+
+
+def _config_for(case: Case, pattern: str) -> PreTrainedConfig:
+    config = tiny_config(case.model_type, pattern)
     wanted = getattr(transformers, case.class_name).config_class
     inside = config.get_text_config(decoder=True)  # for a class that is a part of the model that the config describes
     return inside if type(config) is not wanted is type(inside) else config
@@ -129,7 +137,7 @@ def tiny_config(case: Case, pattern: str = "default") -> PreTrainedConfig:
 
 def tiny_model(case: Case, pattern: str = "default") -> PreTrainedModel:
     """In float32, with random weights under which attention matters and the best logit is clearly the best."""
-    config = tiny_config(case, pattern)
+    config = _config_for(case, pattern)
     _stand_in_for_towers()
     soft_cap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     if soft_cap:  # SDPA would drop it

@@ -1,4 +1,4 @@
-"""A tiny config of any class of transformers, from its default one: the same kinds of layers, a few of each, all narrow.
+"""A tiny config of any class of transformers, from its default one: the same kinds of layers, few and narrow.
 
 Nothing is written by model: fields are recognised by their names, whatever the class. What that cannot guess stands in
 OVERRIDES of ``support_sweep_models.py``.
@@ -59,7 +59,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"local_attention", 2 * WINDOW),
     (r"base_channels|.*out_channels?", 32),
     (r".*_channels?", HIDDEN),
-    (r".*(max_)?.*position.*embeddings?|n_positions|n_ctx|.*max_.*_?len.*|.*max_position.*|context_length|seq_len", 512),
+    (r".*position.*embeddings?|n_positions|n_ctx|.*max_.*len.*|.*max_position.*|context_length|seq_len", 512),
     (r"model_max_length|.*position_embedding_size|max_(source|target)_positions|floor_scale", 512),
     (r"num_(query_tokens|latents)|.*_query_num|resampler_n_latents|.*num_latents", 4),
     (r".*(hidden_size|_hidden_dim|_embed_dim|output_dim|input_dim|out_dim|in_dim|mid_dim)(_.*)?", HIDDEN),

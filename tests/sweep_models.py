@@ -22,14 +22,16 @@ from support_sweep_models import PATTERNS, STRAYS, cases
 from support_sweep_page import PAGE, counts, described, kind_of, page, worst_difference
 from support_sweep_workers import Kept, Row, swept
 
-KEPT = Path("build") / f"sweep-{transformers.__version__}.jsonl"
+KEPT = Path(__file__).resolve().parents[1] / "build" / f"sweep-{transformers.__version__}.jsonl"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes, or types of config; all if none is given")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
-    parser.add_argument("--resume", action="store_true", help=f"go on with an interrupted sweep: see {KEPT}")
+    parser.add_argument(
+        "--resume", action="store_true", help=f"go on with an interrupted sweep, which left {KEPT.name} in build/"
+    )
     parser.add_argument("--write-page", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args()
     names = set(arguments.names)
