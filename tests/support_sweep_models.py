@@ -6,6 +6,7 @@ its config does not have, such as those a checkpoint's config.json may carry.
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +15,33 @@ import torch
 import transformers
 from support_families import Family, _randomise
 from support_sweep_shrink import FEWEST_LAYERS, KV_HEADS, VOCABULARY, WINDOW, OfText, shrunk
-from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
-_TWO_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_TWO_ROPES = {kind: {**_SECTIONS, "mrope_section": [3, 3, 2]} for kind in ("full_attention", "sliding_attention")}
 _SWA = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 20}
 _SWA |= {"swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12}
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
-# Without these a class cannot even be made with its own defaults.
+_MUSICGEN = {
+    "text_encoder": {"model_type": "t5"},
+    "audio_encoder": {"model_type": "encodec"},
+    "decoder": {"model_type": "musicgen_decoder"},
+}
+
+# Without these a class cannot even be made with its own defaults, in one version of transformers or another.
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
+    **dict.fromkeys(("musicgen", "musicgen_melody"), _MUSICGEN),
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
+    "granite4_vision": {"text_config": {"model_type": "granite"}},
     "gemma4_assistant": {"text_config": {**_NO_LAYER_INPUTS, "num_kv_shared_layers": 30, "num_hidden_layers": 30}},
 }
 # What neither a field's name nor its default says, by the class of the config.
@@ -50,7 +62,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "TimmWrapperConfig": {"model_args": {"embed_dim": 64}},
     # The default describes one kind of layer, and the model asks for two.
-    "CohereCompassTextConfig": {"rope_parameters": _TWO_ROPES},
+    "CohereCompassTextConfig": {"rope_parameters": _TWO_ROPES, "head_dim": 16},
     # Not fields of the class, though it reads them.
     "Dots3NoteTextConfig": _SWA,
     "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 101},
@@ -124,7 +136,7 @@ def cases() -> list[Case]:
 
 
 def tiny_config(model_type: str, pattern: str = "default") -> PreTrainedConfig:
-    default = CONFIG_MAPPING[model_type](**ARGUMENTS.get(model_type, {}))
+    default = CONFIG_MAPPING[model_type](**copy.deepcopy(ARGUMENTS.get(model_type, {})))
     return shrunk(default, _changes(pattern), OVERRIDES)
 
 
@@ -198,21 +210,16 @@ def _with_strays(strays: dict[str, Any], fields: dict[str, Any], default: PreTra
     return fields | {name: value or kinds for name, value in strays.items()}
 
 
-class _Tower(PreTrainedModel):
-    """In the place of vision towers that come from a package of their own: text prompts never run one."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.linear = torch.nn.Linear(2, 2)
-        self.post_init()
+def _init_tower(self: PreTrainedModel, config: PreTrainedConfig) -> None:
+    PreTrainedModel.__init__(self, config)
+    self.timm_model = torch.nn.Linear(2, 2)
+    self.post_init()
 
 
 @functools.cache
 def _stand_in_for_towers() -> None:
-    for model_type in ("timm_wrapper", "gemma3n_vision"):
-        if model_type in CONFIG_MAPPING:
-            config_class = CONFIG_MAPPING[model_type]
-            AutoModel.register(config_class, type("Tower", (_Tower,), {"config_class": config_class}), exist_ok=True)
+    """Some vision towers come from a package of their own, which need not be there: text prompts never run one."""
+    TimmWrapperModel.__init__ = _init_tower
 
 
 assert VOCABULARY > 100  # prompts hold ids from 3 to 96, special tokens are the last

@@ -6,6 +6,7 @@ OVERRIDES of ``support_sweep_models.py``.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -113,7 +114,11 @@ def _shrunk(default: PreTrainedConfig, how: Shrinking) -> PreTrainedConfig:
     fields |= how.overrides.get(type(default).__name__, {})
     if default is how.text:
         fields = how.of_text(fields, default)
-    return type(default)(**fields)
+    try:
+        return type(default)(**copy.deepcopy(fields))
+    except AttributeError:  # some take the configs inside them as dicts alone
+        inside = {name: value.to_dict() for name, value in fields.items() if isinstance(value, PreTrainedConfig)}
+        return type(default)(**fields | inside)
 
 
 def _small(name: str, value: Any, config: PreTrainedConfig, layers: _Layers, how: Shrinking) -> Any:

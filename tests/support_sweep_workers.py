@@ -66,7 +66,7 @@ class _Running:
 def swept(cases: Sequence[Case], jobs: int) -> Iterator[Row]:
     """The rows as they are finished."""
     forks = multiprocessing.get_context("fork")  # everything is imported by now
-    waiting, running = list(cases), list[_Running]()
+    waiting, running = list(reversed(cases)), list[_Running]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
