@@ -8,6 +8,8 @@
 #   make types         the type checker alone
 #   make fuzz          random cases held against model.generate for SECONDS=60, on a GPU with ARGS='--device cuda'
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
+#   make sweep         every class of transformers against model.generate, and docs/models.md anew (a quarter of an hour)
+#   make sweep-oldest  the same on the oldest supported transformers, without the page
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
 # PYTHON=python3.12 picks the interpreter, JOBS=0 turns parallel tests off, and
@@ -29,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu fuzz lint ruff types test-oldest clean
+.PHONY: demo test test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -79,6 +81,14 @@ ruff: $(INSTALLED)
 
 test-oldest: $(INSTALLED_OLDEST)
 	@OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+
+SWEEP := tests/sweep_models.py --jobs $(JOBS)
+
+sweep: $(INSTALLED)
+	@$(VENV)/bin/python $(SWEEP) $(or $(ARGS),--write-page)
+
+sweep-oldest: $(INSTALLED_OLDEST)
+	@$(VENV_OLDEST)/bin/python $(SWEEP) $(ARGS)
 
 $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt

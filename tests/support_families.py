@@ -129,11 +129,19 @@ def _noise(name: str, like: torch.Tensor, std: float) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator) * std
 
 
+def _is_embedding(model: PreTrainedModel, head: torch.nn.Module | None) -> bool:
+    """Whether the LM head's weights are the embedding's. Some models have several heads, or name no embedding."""
+    try:
+        return head is not None and head.weight is model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return False
+
+
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, family: Family) -> None:
     """Weights under which the output depends on all of the prompt, with every parameter away from 0 and 1."""
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    tied = _is_embedding(model, head)
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
