@@ -35,7 +35,14 @@ _APART = frozenset(
     ]
 )
 # PEFT's notes of the active adapters.
-_NOTES = ("_active_adapter", "_disable_adapters", "active_adapters", "disable_adapters", "active_adapter")
+_NOTES = (
+    "_active_adapter",
+    "_disable_adapters",
+    "active_adapters",
+    "disable_adapters",
+    "active_adapter",
+    "_adapters_disabled",
+)
 _NOT_OWN = _APART.union(_NOTES)
 # The layers of a RoPE that depends on the length note these while they run.
 _NOTED_BY_ROPE = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
