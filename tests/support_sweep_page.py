@@ -46,13 +46,13 @@ Layers ignore such a field, and the cache of `model.generate` does not.
 
 def kind_of(row: Row) -> str:
     """The worst of its outcomes; otherwise whether it is served as its config has it."""
-    kinds = [outcome.kind for pattern, outcome in row.outcomes.items() if not is_known_hole(row, pattern)]
+    kinds = [outcome.kind for outcome in row.outcomes.values()]
     return next((bad for bad in BAD if bad in kinds), row.outcomes["default"].kind)
 
 
-def is_known_hole(row: Row, pattern: str) -> bool:
-    hole = row.outcomes[pattern].kind == NOT_BUILT
-    return hole and (row.case.class_name in KNOWN_HOLES or pattern in STRAYS)
+def is_bad(row: Row) -> bool:
+    """Whether the sweep fails because of this class."""
+    return kind_of(row) in BAD and row.case.class_name not in KNOWN_HOLES
 
 
 def counts(rows: Sequence[Row]) -> Counter[str]:
