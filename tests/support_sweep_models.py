@@ -73,6 +73,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Sizes that have to agree with each other.
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "XLNetConfig": {"d_head": 16},
+    "BltPatcherConfig": {"head_dim": 16},
+    "BltLocalDecoderConfig": {"head_dim": 16},
+    "BltGlobalTransformerConfig": {"head_dim": 16},
     "Mistral4Config": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},  # RoPE is told that half is rotated
     "xLSTMConfig": {"qk_dim_factor": 1.0},  # the two it has by default do not agree in its first pass
     "BlenderbotConfig": {"encoder_layers": 4},  # its cache has as many layers as the encoder
