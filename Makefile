@@ -7,7 +7,7 @@
 #   make lint          the linter, the formatter's check and the type checker
 #   make types         the type checker alone
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
-#   make sweep         every class of transformers against model.generate, and docs/models.md anew (a quarter of an hour)
+#   make sweep         every class of transformers against model.generate, and docs/models.md anew (some ten minutes)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #

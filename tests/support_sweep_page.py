@@ -22,9 +22,12 @@ KNOWN_HOLES: dict[str, str] = {
 
 _HEADER = """# Which models are served
 
-Every class for text, and for text with images, of transformers {version}: {classes} rows, one for each class and type
-of config. {counts}. `make sweep` makes this page anew: after each release of transformers, and after a change of what
-is refused.
+Every class for text, and for text with images, of transformers {version}: {classes} rows, one for each class and
+type of config.
+
+{counts}.
+
+`make sweep` makes this page anew: after each release of transformers, and after a change of what is refused.
 
 **exact**: the same greedy tokens as `model.generate`, one prompt at a time, in float32, and log-probabilities that
 differ by less than {close:g} (at most {worst:.0e}). A tiny model with random weights is built from the class's config,

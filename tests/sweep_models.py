@@ -1,7 +1,7 @@
 """Every causal and image-text class of transformers against ``model.generate``, as tiny random models.
 
-``make sweep`` runs it and writes docs/models.md; ``make sweep-oldest`` runs it on the oldest transformers. It takes a
-quarter of an hour on two cores. ``python tests/sweep_models.py LlamaForCausalLM`` looks at some classes, or types of
+``make sweep`` runs it and writes docs/models.md; ``make sweep-oldest`` runs it on the oldest transformers. It takes
+five minutes on two cores. ``python tests/sweep_models.py LlamaForCausalLM`` looks at some classes, or types of
 config, alone. The exit status is 1 where a class is wrong, refused late, or not built for a reason that is not known.
 """
 
