@@ -8,7 +8,7 @@
 #   make types         the type checker alone
 #   make fuzz          random cases held against model.generate for SECONDS=60, on a GPU with ARGS='--device cuda'
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
-#   make sweep         every class of transformers against model.generate, and docs/models.md anew (a quarter of an hour)
+#   make sweep         every class of transformers against model.generate, and docs/models.md anew (some ten minutes)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
@@ -43,8 +43,8 @@ test: lint
 # Where PYTHON and JOBS are not given, tests on a GPU have defaults of their own.
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)),$(PYTHON))
 GPU_JOBS = $(if $(filter file,$(origin JOBS)),$(shell expr `getconf _NPROCESSORS_ONLN` - 2 \| 1),$(JOBS))
-# It takes the memory of the whole GPU, so it runs after all others, alone.
-GPU_MEMORY := tests/test_engine_kv_memory_gpu.py
+# These take the memory of the whole GPU, so they run after all others, alone.
+GPU_MEMORY := tests/test_engine_kv_memory_gpu.py tests/test_engine_out_of_memory_gpu.py
 # No pytest-timeout or pytest-xdist may be there, whose settings and marks strict options would refuse.
 GPU_PYTEST = OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -o addopts=-rs -m gpu
 
@@ -57,7 +57,7 @@ test-gpu:
 	@began=`date +%s`; failed=; workers="-n $(GPU_JOBS) --dist loadgroup"; \
 	$(GPU_PYTHON) -c 'import xdist' 2>/dev/null \
 		|| { workers=; echo "test-gpu: $(GPU_PYTHON) has no pytest-xdist: all tests run in one process, which takes much longer"; }; \
-	$(GPU_PYTEST) $$workers $(if $(ARGS),$(ARGS),--ignore=$(GPU_MEMORY)) || failed=yes; \
+	$(GPU_PYTEST) $$workers $(if $(ARGS),$(ARGS),$(GPU_MEMORY:%=--ignore=%)) || failed=yes; \
 	test -n '$(ARGS)' || $(GPU_PYTEST) $(GPU_MEMORY) || failed=yes; \
 	echo "test-gpu: took $$((`date +%s` - began)) s"; test -z "$$failed"
 

@@ -53,7 +53,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "Dots1Config": _EXPERTS,
     "Granite4VisionConfig": {"deepstack_layer_map": [[1, 1], [2, 2]], "downsample_rate": "4/8"},
-    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
+    # By default all layers are full; checkpoints have sparse ones.
+    "MiniMaxM3VLTextConfig": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": KV_HEADS},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8,
@@ -70,6 +73,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Sizes that have to agree with each other.
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "XLNetConfig": {"d_head": 16},
+    "BltPatcherConfig": {"head_dim": 16},
+    "BltLocalDecoderConfig": {"head_dim": 16},
+    "BltGlobalTransformerConfig": {"head_dim": 16},
+    "Mistral4Config": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},  # RoPE is told that half is rotated
     "xLSTMConfig": {"qk_dim_factor": 1.0},  # the two it has by default do not agree in its first pass
     "BlenderbotConfig": {"encoder_layers": 4},  # its cache has as many layers as the encoder
     "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]}},

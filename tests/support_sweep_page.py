@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-from support_sweep_compare import BAD, CLOSE, EXACT, NOT_BUILT, REFUSED
+from support_sweep_compare import BAD, CLOSE, EXACT, NOT_BUILT
 from support_sweep_models import PATTERNS, STRAYS
 from support_sweep_workers import Row
 
@@ -22,22 +22,25 @@ KNOWN_HOLES: dict[str, str] = {
 
 _HEADER = """# Which models are served
 
-Every class for text, and for text with images, of transformers {version}: {classes} classes, {exact} of them exact,
-{refused} refused. `make sweep` makes this page anew: after each release of transformers, and after a change of what is
-refused.
+Every class for text, and for text with images, of transformers {version}: {classes} rows, one for each class and
+type of config.
+
+{counts}.
+
+`make sweep` makes this page anew: after each release of transformers, and after a change of what is refused.
 
 **exact**: the same greedy tokens as `model.generate`, one prompt at a time, in float32, and log-probabilities that
 differ by less than {close:g} (at most {worst:.0e}). A tiny model with random weights is built from the class's config,
 with each kind of layer that the class has by default. It is compared again with other layers: windows where there were
-none, full attention where there were windows. Prompts share prefixes, are nested, equal, of one token, and longer than
-the windows; the second time they are computed in chunks of 11 tokens on pages of 3. Prompts are text alone: images are
-not supported.
+none, full attention where there were windows, as a decoder (`is_decoder`) where it is an encoder by default. Prompts
+share prefixes, are nested, equal, of one token, and longer than the windows; the second time they are computed in
+chunks of 11 tokens on pages of 3. Prompts are text alone: images are not supported.
 
 **refused**: `BatchGenerator(model)` raises `UnsupportedModelError`, with this reason, before anything runs. Numbers of
 layers are those of the tiny model.
 
 The last column: `sliding_window`, `attention_chunk_size` or `layer_types` in a config whose class does not know them.
-Layers ignore such a field, and the cache of `model.generate` does not.
+Layers ignore such a field, and the cache of `model.generate` does not. It is tried where the class is exact by default.
 
 | class | type of config | outcome | with fields that the class does not know |
 |---|---|---|---|
@@ -46,13 +49,13 @@ Layers ignore such a field, and the cache of `model.generate` does not.
 
 def kind_of(row: Row) -> str:
     """The worst of its outcomes; otherwise whether it is served as its config has it."""
-    kinds = [outcome.kind for pattern, outcome in row.outcomes.items() if not is_known_hole(row, pattern)]
+    kinds = [outcome.kind for outcome in row.outcomes.values()]
     return next((bad for bad in BAD if bad in kinds), row.outcomes["default"].kind)
 
 
-def is_known_hole(row: Row, pattern: str) -> bool:
-    hole = row.outcomes[pattern].kind == NOT_BUILT
-    return hole and (row.case.class_name in KNOWN_HOLES or pattern in STRAYS)
+def is_bad(row: Row) -> bool:
+    """Whether the sweep fails because of this class."""
+    return kind_of(row) in BAD and row.case.class_name not in KNOWN_HOLES
 
 
 def counts(rows: Sequence[Row]) -> Counter[str]:
@@ -66,10 +69,9 @@ def worst_difference(rows: Sequence[Row]) -> float:
 
 
 def page(rows: Sequence[Row]) -> str:
-    number = counts(rows)
     header = _HEADER.format(
-        version=transformers.__version__, classes=len(rows), exact=number[EXACT], refused=number[REFUSED],
-        close=CLOSE, worst=worst_difference(rows),
+        version=transformers.__version__, classes=len(rows), close=CLOSE, worst=worst_difference(rows),
+        counts=", ".join(f"{count} {kind}" for kind, count in counts(rows).most_common()),
     )  # fmt: skip
     return header + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
 

@@ -55,13 +55,15 @@ _SIZES: list[tuple[str, int]] = [
     (r".*(state_size|d_state)", 8),
     (r".*dt_rank|time_step_rank", 4),
     (r".*chunk_size", 16),
+    (r"index_block_size|index_topk_blocks", 4),  # prompts have to be longer than what is chosen among
+    (r"floor_scale", WINDOW),
     (r".*(d_ssm)", 128),
     (r"attention_chunk_size|keep_window_size|.*sliding_window.*|attention_window_size|window_size", WINDOW),
     (r"local_attention", 2 * WINDOW),
     (r"base_channels|.*out_channels?", 32),
     (r".*_channels?", HIDDEN),
     (r".*position.*embeddings?|n_positions|n_ctx|.*max_.*len.*|.*max_position.*|context_length|seq_len", 512),
-    (r"model_max_length|.*position_embedding_size|max_(source|target)_positions|floor_scale", 512),
+    (r"model_max_length|.*position_embedding_size|max_(source|target)_positions", 512),
     (r"num_(query_tokens|latents)|.*_query_num|resampler_n_latents|.*num_latents", 4),
     (r".*(hidden_size|_hidden_dim|_embed_dim|output_dim|input_dim|out_dim|in_dim|mid_dim)(_.*)?", HIDDEN),
     (r"(d_model|n_embd|dim|embed_dim|embedding_dim|emb_dim|projection_dim|lru_width|embedding_size)", HIDDEN),
@@ -167,6 +169,8 @@ def _small_rope(rope: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any
     if not was:
         was, now = (_of(config, "hidden_size") or HIDDEN) // (_of(config, "num_attention_heads") or 1), HIDDEN // HEADS
     small = dict(rope)
+    if rope.get("rope_type") in ("yarn", "llama3") and rope.get("original_max_position_embeddings"):
+        small["original_max_position_embeddings"] = 2 * WINDOW  # so that prompts pass it
     for name, value in rope.items():
         if name == "mrope_section":
             small[name] = _parts(value, max(len(value), sum(value) * now // was))

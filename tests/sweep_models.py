@@ -1,7 +1,7 @@
 """Every causal and image-text class of transformers against ``model.generate``, as tiny random models.
 
-``make sweep`` runs it and writes docs/models.md; ``make sweep-oldest`` runs it on the oldest transformers. It takes a
-quarter of an hour on two cores. ``python tests/sweep_models.py LlamaForCausalLM`` looks at some classes, or types of
+``make sweep`` runs it and writes docs/models.md; ``make sweep-oldest`` runs it on the oldest transformers. It takes
+five minutes on two cores. ``python tests/sweep_models.py LlamaForCausalLM`` looks at some classes, or types of
 config, alone. The exit status is 1 where a class is wrong, refused late, or not built for a reason that is not known.
 """
 
@@ -17,9 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's library, whichever is installed
 
 import transformers
-from support_sweep_compare import BAD
 from support_sweep_models import PATTERNS, STRAYS, cases
-from support_sweep_page import PAGE, counts, described, kind_of, page, worst_difference
+from support_sweep_page import PAGE, counts, described, is_bad, kind_of, page, worst_difference
 from support_sweep_workers import Kept, Row, swept
 
 KEPT = Path(__file__).resolve().parents[1] / "build" / f"sweep-{transformers.__version__}.jsonl"
@@ -50,7 +49,7 @@ def main() -> int:
             kept.add(row)
         print(f"[{len(found)}/{len(chosen)}] {row.seconds:5.1f} s  {_line(row)}", flush=True)
     rows = [found[case] for case in chosen]
-    bad = [row for row in rows if kind_of(row) in BAD]
+    bad = [row for row in rows if is_bad(row)]
     number = ", ".join(f"{count} {kind}" for kind, count in counts(rows).most_common())
     print(f"\ntransformers {transformers.__version__}: {len(rows)} classes: {number}")
     print(f"worst difference of a log-probability where exact: {worst_difference(rows):.1e}")
