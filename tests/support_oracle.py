@@ -16,7 +16,7 @@ from support_families import gaps
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_batchllm import Generation
-from hf_batchllm.sampling.host_sampler import uniforms
+from hf_batchllm.sampling.noise import uniforms
 from hf_batchllm.sampling.processor_chains import BLIND_TO_HISTORY, apply_blind
 
 NEAR_TIE = 1e-3  # of scores

@@ -17,7 +17,7 @@ from support_fuzz_relations import RELATIONS
 from hf_batchllm.inputs.option_row import Fate, OptionKind
 from hf_batchllm.inputs.option_table import TABLE
 from hf_batchllm.model.torch_attention import CascadePlan
-from hf_batchllm.sampling import host_sampler
+from hf_batchllm.sampling import noise
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 SEED = 12  # all kinds and most relations within a few small cases
@@ -86,7 +86,7 @@ def test_a_window_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_noise_that_depends_on_the_place_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_sampler, "noise_key", lambda seeds, index: (7, index))
+    monkeypatch.setattr(noise, "noise_key", lambda seeds, index: (7, index))
     found(lambda case: case.relation == "permuted" and case.kind == "sampled" and len(case.asks) > 2, 5)
 
 

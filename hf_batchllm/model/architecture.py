@@ -27,6 +27,7 @@ from .architecture_refusals import (
     refuse_equal_numbers,
     refuse_own_positions,
     refuse_own_temperature,
+    refuse_positions_from_elsewhere,
     refuse_windows_of_the_cache,
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed, settled
@@ -80,6 +81,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_owners_code(inner, look, name)
     calls = _attention_calls(inner, name, look)
     _refuse_by_calls(inner, name, calls)
+    refuse_positions_from_elsewhere(inner, name)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
     config = inner.config.get_text_config(decoder=True)
@@ -154,6 +156,10 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} has no language-model head to generate with: load it as AutoModelForCausalLM"
         )
+    if wanted := _asked_for_beside_text(model):
+        raise UnsupportedModelError(
+            f"{name} cannot run on text alone: its forward pass asks for {' and '.join(f'`{each}`' for each in wanted)}"
+        )
     text = config.get_text_config(decoder=True)
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS)
     if unknown:
@@ -161,6 +167,13 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
             f"{name} has layers of a kind that is not supported: {', '.join(unknown)} "
             "(full and sliding-window attention are)"
         )
+
+
+def _asked_for_beside_text(model: PreTrainedModel) -> list[str]:
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in several]
+    return [name for name in needed if name not in ("self", "input_ids")]
 
 
 def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
