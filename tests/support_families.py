@@ -183,7 +183,7 @@ _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "
 _GEMMA4_MOE |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
 _GEMMA3N = {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 3}
 _GEMMA3N |= {"intermediate_size": [64] * 5, "hidden_size_per_layer_input": 16, "final_logit_softcapping": 8.0}
-_GEMMA3N |= {"vocab_size_per_layer_input": 90}  # of the ids beyond, the layers see nothing
+_GEMMA3N |= {"vocab_size_per_layer_input": 101}  # 5.17 cannot look up the ids beyond
 # transformers 5.17 runs the soft-capped ones through SDPA if one lets it, and SDPA drops the soft-cap in silence.
 _EAGER = {"implementation": "eager"}
 # Layer norms and GELUs give every position a common direction, which would decide alone if attention spoke softly.
