@@ -124,7 +124,7 @@ def test_it_is_said_once_with_what_to_lower() -> None:
             UserWarning, match="ran out of memory on cpu.*smaller `kv_memory`.*`max_batch_tokens`"
         ) as said:
             result = generator.generate(PROMPTS, max_new_tokens=5)
-        assert len(said) == 1
+        assert len([each for each in said if "there are hooks" not in str(each.message)]) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert generator.generate(PROMPTS, max_new_tokens=5).token_ids == result.token_ids

@@ -138,7 +138,7 @@ def kernel() -> Iterator[Kernel]:
 def test_what_had_finished_is_had_in_the_next_cell(kernel: Kernel, step: int) -> None:
     kernel.check(f"gen = new_generator(); pausing({step})")
     cell = kernel.run("out = gen.generate(given, **options)")
-    assert cell.error == "GenerationInterrupted" and not cell.err
+    assert cell.error == "GenerationInterrupted" and "UserWarning: there are hooks on" in cell.err
     shown = cell.traceback.splitlines()
     if step == 1:
         assert shown == ["GenerationInterrupted: interrupted: none of 14 sequences had finished"]

@@ -300,6 +300,7 @@ def test_a_method_that_was_put_in_meanwhile(pipe: Any) -> None:
     assert said == ["the pipeline was given a `_forward` since accelerated(pipe) began"]
 
 
+@pytest.mark.filterwarnings("ignore:there are hooks on")
 @pytest.mark.parametrize("error", [ValueError("a hook's"), TypeError("a hook's")])
 def test_an_error_in_the_midst_of_the_work_comes_out(pipe: Any, error: Exception) -> None:
     passes = itertools.count()

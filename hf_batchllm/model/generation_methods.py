@@ -99,9 +99,11 @@ def _tried(model: Any, length: int, masked: bool) -> str | None:
         if difference is not None:
             return f"in {'the first pass' if step == 0 else 'a later pass'} {difference}"
         new = so_far.shape[1] - seen
-        cache.update(*torch.zeros(2, 1, 1, new, 1, device=device), 0)  # of one layer: only its length is asked for
+        states = torch.zeros(2, 1, 1, new, 1, dtype=torch.float32, device=device)
+        cache.update(*states, 0)  # of one layer: only its length is asked for
         seen = so_far.shape[1]
-        outputs = CausalLMOutputWithPast(logits=torch.zeros(1, 1, vocabulary, device=device), past_key_values=cache)
+        logits = torch.zeros(1, 1, vocabulary, dtype=torch.float32, device=device)
+        outputs = CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         given = model._update_model_kwargs_for_generation(outputs, given, is_encoder_decoder=False)
     return None
 
