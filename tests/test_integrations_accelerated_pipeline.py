@@ -56,6 +56,7 @@ def throughout(pipe: Any, **fields: Any) -> Iterator[Any]:
     """Nothing may go another way."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "there are hooks on")
         with accelerated(pipe, **fields) as same:
             assert same is pipe
             yield pipe
@@ -300,7 +301,6 @@ def test_a_method_that_was_put_in_meanwhile(pipe: Any) -> None:
     assert said == ["the pipeline was given a `_forward` since accelerated(pipe) began"]
 
 
-@pytest.mark.filterwarnings("ignore:there are hooks on")
 @pytest.mark.parametrize("error", [ValueError("a hook's"), TypeError("a hook's")])
 def test_an_error_in_the_midst_of_the_work_comes_out(pipe: Any, error: Exception) -> None:
     passes = itertools.count()
