@@ -16,6 +16,7 @@ _TOKENS = 97
 _MOST_STEPS = 60  # over the prompts; a step takes some milliseconds
 _MOST_FOR_TWINS = 120
 _PAGES = (1, 2, 3, 4, 7, 8, 16, 33, 64)
+_PAGES_OF_KERNELS = (16, 32, 64)  # plain PyTorch attends over others
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def draw_config(dice: Random, device: str, device_loop: bool, beams: bool, token
         config["scheduler"] = "fifo"
     if device != "cpu" and dice.random() < 0.3:
         config["backend"] = dice.choice(("torch", "triton"))
+    if device != "cpu" and (config.get("backend") == "triton" or dice.random() < 0.7):
+        config["page_size"] = dice.choice(_PAGES_OF_KERNELS)
     if device == "cpu" and device_loop:
         config.setdefault("steps_per_sync", dice.choice((2, 8, 32)))
     return config

@@ -1,8 +1,8 @@
 """What ``model.generate`` says of a row that this library has made, whichever options made it.
 
 A greedy row must be what ``generate`` gives for its prompt alone. For a sampled one ``generate`` is run along the row's
-own tokens, and each of them must be the token at which the distribution that ``generate`` would draw from passes the
-noise of that row and position.
+own tokens, and each of them must be the token that the noise of that row and position picks from the distribution that
+``generate`` would draw from.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from support_families import gaps
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_batchllm import Generation
+from hf_batchllm.inputs.seeds import as_int64
+from hf_batchllm.kernels.sample_torch import exponential
 from hf_batchllm.sampling.noise import uniforms
 from hf_batchllm.sampling.processor_chains import BLIND_TO_HISTORY, apply_blind
 
@@ -23,6 +25,38 @@ NEAR_TIE = 1e-3  # of scores
 NEAR_EDGE = 1e-5  # of the distribution function: which side a rounded sum is on says nothing
 ROUNDING = 1e-5  # of scores: a warper may keep a token, or cut it off, by less than this
 TRIES = 64  # with scores rounded otherwise
+
+
+class _HostNoise:
+    """Passes the distribution function at the token."""
+
+    edge = NEAR_EDGE
+
+    def __init__(self, seed: int, asked: Any) -> None:
+        self._uniform = float(uniforms(seed, [asked])[0])
+
+    def inside(self, shares: torch.Tensor, token: int) -> torch.Tensor:  # [tries, vocabulary] -> [tries]
+        """How far from giving another token; negative where it gives another."""
+        reached = shares.cumsum(dim=-1)
+        reached = reached / reached[:, -1:]
+        low = reached[:, token - 1] if token else torch.zeros_like(reached[:, 0])
+        return torch.minimum(self._uniform - low, reached[:, token] - self._uniform)
+
+
+class _DeviceNoise:
+    """Makes the token the best, as drawn for a model on a GPU."""
+
+    edge = 1e-4  # of scores
+
+    def __init__(self, seed: int, asked: Any, vocabulary: int) -> None:
+        where = (torch.tensor([each]) for each in (as_int64(seed), asked.index, asked.sample, len(asked.generated)))
+        self._log = exponential(torch.arange(vocabulary), *where).log()
+
+    def inside(self, shares: torch.Tensor, token: int) -> torch.Tensor:
+        scores = shares.log() - self._log
+        others = scores.clone()
+        others[:, token] = -torch.inf
+        return scores[:, token] - others.max(dim=-1).values
 
 
 class Stray(AssertionError):
@@ -71,7 +105,7 @@ class _Warpers(LogitsProcessor):
         self.scores = scores.clone()
         return scores
 
-    def may_give(self, token: int, noise: float) -> bool:
+    def may_give(self, token: int, noise: _HostNoise | _DeviceNoise) -> bool:
         """Whether the noise draws the token once the scores are rounded otherwise, as in a model that runs in batches.
 
         Two tokens may be at the same distance from a warper's edge: rounding decides then which of them is left.
@@ -79,11 +113,8 @@ class _Warpers(LogitsProcessor):
         generator = torch.Generator().manual_seed(0)
         moved = torch.randn(TRIES, self.scores.shape[-1], generator=generator) * ROUNDING
         scores = self.scores + moved.to(self.scores)
-        left = apply_blind(self.warpers, scores).double().softmax(dim=-1)  # [tries, vocabulary]
-        reached = left.cumsum(dim=-1)
-        low = reached[:, token] - left[:, token]
-        inside = (left[:, token] > 0) & (low - NEAR_EDGE <= noise) & (noise <= reached[:, token] + NEAR_EDGE)
-        return bool(inside.any())
+        left = apply_blind(self.warpers, scores).double().softmax(dim=-1).cpu()  # [tries, vocabulary]
+        return bool(((left[:, token] > 0) & (noise.inside(left, token) >= -noise.edge)).any())
 
 
 def _check_sampled(model: PreTrainedModel, row: Generation, options: dict[str, Any], seed: int) -> bool:
@@ -101,17 +132,15 @@ def _check_sampled(model: PreTrainedModel, row: Generation, options: dict[str, A
         if step == len(row.token_ids):
             raise Stray(f"prompt {row.index} ended after {step} tokens, and generate goes on: {row.token_ids}")
         asked = SimpleNamespace(generated=row.token_ids[:step], sample=row.sample, index=row.index)
-        noise = float(uniforms(seed, [asked])[0])  # type: ignore[list-item]
-        token = row.token_ids[step]
-        reached = probabilities[0].double().cpu().cumsum(0)
-        reached = reached / reached[-1]
-        low = float(reached[token - 1]) if token else 0.0
-        could_come = bool(probabilities[0, token] > 0)
-        drawn = could_come and low - NEAR_EDGE <= noise <= float(reached[token]) + NEAR_EDGE
+        shares, token = probabilities[:1].double().cpu(), row.token_ids[step]
+        on_gpu = probabilities.device.type == "cuda"
+        noise = _DeviceNoise(seed, asked, shares.shape[-1]) if on_gpu else _HostNoise(seed, asked)
+        could_come, inside = bool(shares[0, token] > 0), float(noise.inside(shares, token))
+        drawn = could_come and inside >= -noise.edge
         if not drawn and not noted[-1].may_give(token, noise):
             why = "is not what the noise draws" if could_come else "could not come"
             raise AssertionError(f"prompt {row.index}, token {step}: {token} {why}")
-        whole &= drawn and low + NEAR_EDGE < noise < float(reached[token]) - NEAR_EDGE
+        whole &= drawn and inside > noise.edge
         step += 1
         return torch.tensor([[token]], device=probabilities.device)
 

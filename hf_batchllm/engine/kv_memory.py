@@ -143,6 +143,7 @@ class KVMemory:
     def close(self) -> None:
         """No call will follow: give the memory back to other processes, too."""
         self.clear()
+        self._computed_with = None
         self.memory.trim()
 
     def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
