@@ -39,11 +39,12 @@ chunks of 11 tokens on pages of 3. Prompts are text alone: images are not suppor
 **refused**: `BatchGenerator(model)` raises `UnsupportedModelError`, with this reason, before anything runs. Numbers of
 layers are those of the tiny model.
 
-The last column: `sliding_window`, `attention_chunk_size` or `layer_types` in a config whose class does not know them.
-Layers ignore such a field, and the cache of `model.generate` does not. It is tried where the class is exact by default.
+Layers ignore a `sliding_window`, an `attention_chunk_size` or `layer_types` in a config whose class does not know such a
+field, and the cache of `model.generate` does not. Each was tried with each class that is exact:
+{strays}.
 
-| class | type of config | outcome | with fields that the class does not know |
-|---|---|---|---|
+| class | outcome |
+|---|---|
 """
 
 
@@ -72,12 +73,17 @@ def page(rows: Sequence[Row]) -> str:
     header = _HEADER.format(
         version=transformers.__version__, classes=len(rows), close=CLOSE, worst=worst_difference(rows),
         counts=", ".join(f"{count} {kind}" for kind, count in counts(rows).most_common()),
+        strays=", ".join(f"{count:,} times {kind}" for kind, count in _strays(rows).most_common()),
     )  # fmt: skip
     return header + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
 
 
+def _strays(rows: Sequence[Row]) -> Counter[str]:
+    return Counter(row.outcomes[stray].kind for row in rows for stray in STRAYS if stray in row.outcomes)
+
+
 def _cells(row: Row) -> tuple[str, ...]:
-    return f"`{row.case.class_name}`", row.case.model_type, described(row, PATTERNS), described(row, tuple(STRAYS))
+    return f"`{row.case.class_name}` ({row.case.model_type})", described(row, PATTERNS)
 
 
 def described(row: Row, patterns: Sequence[str]) -> str:

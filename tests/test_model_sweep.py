@@ -116,7 +116,7 @@ def test_the_page_names_every_class() -> None:
     assert made_with, "docs/models.md does not say with which transformers it was made"
     if made_with.group(1) != transformers.__version__:
         pytest.skip(f"the page is about transformers {made_with.group(1)}")
-    lacking = [str(case) for case in CASES if f"| `{case.class_name}` | {case.model_type} |" not in text]
+    lacking = [str(case) for case in CASES if f"| `{case.class_name}` ({case.model_type}) |" not in text]
     assert not lacking, f"docs/models.md is older than transformers: `make sweep`. It lacks {', '.join(lacking)}"
 
 
@@ -124,4 +124,4 @@ def test_the_page_says_what_was_found() -> None:
     rows = [Row(LLAMA, {"default": Outcome(EXACT, worst=2e-6), "other": Outcome(REFUSED, "it may not")}, 1.0)]
     text = page(rows)
     assert f"transformers {transformers.__version__}" in text and "at most 2e-06" in text
-    assert "| `LlamaForCausalLM` | llama | by default: exact; with other layers: refused: it may not |  |" in text
+    assert "| `LlamaForCausalLM` (llama) | by default: exact; with other layers: refused: it may not |" in text
