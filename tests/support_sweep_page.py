@@ -39,8 +39,8 @@ chunks of 11 tokens on pages of 3. Prompts are text alone: images are not suppor
 **refused**: `BatchGenerator(model)` raises `UnsupportedModelError`, with this reason, before anything runs. Numbers of
 layers are those of the tiny model.
 
-Layers ignore a `sliding_window`, an `attention_chunk_size` or `layer_types` in a config whose class does not know such a
-field, and the cache of `model.generate` does not. Each was tried with each class that is exact:
+Layers ignore a `sliding_window`, an `attention_chunk_size` or `layer_types` in a config whose class does not know such
+a field, and the cache of `model.generate` does not. Each was tried with each class that is exact:
 {strays}.
 
 | class | outcome |
