@@ -239,6 +239,15 @@ def test_llm_int8_is_said_once() -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_activations_that_torch_scales_for_a_whole_batch_are_warned_of() -> None:
+    linear = {torch.nn.Linear}
+    model: Any = torch.ao.quantization.quantize_dynamic(FAMILIES["llama"](), linear, dtype=torch.qint8)
+    generator = BatchGenerator(model)
+    with pytest.warns(UserWarning, match=r"torch\.ao.*answers depend on which other prompts"):
+        tokens(generator)
+
+
 def written_in(home: str, function: FunctionType) -> FunctionType:
     """The function, as if its code stood in another Python module."""
     return FunctionType(
