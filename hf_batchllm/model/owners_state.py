@@ -227,15 +227,15 @@ def _notes_in(held: dict[str, Any]) -> list[Any] | None:
 _NO_NOTES = [None] * len(_NOTES)
 
 
-def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, int | None, int | None]:
-    """A tensor's name, address and version. One made in inference mode has no version."""
+def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, object, int | None]:
+    """A tensor's name, how it lies in memory, and its version. One made in inference mode has no version."""
     if tensor is None:
         return name, None, None
     try:
-        address = tensor.data_ptr()
+        lies: object = tensor.data_ptr(), tensor.shape, tensor.stride()
     except RuntimeError:  # a tensor made of others has no memory of its own
-        address = id(tensor)
-    return name, address, None if tensor.is_inference() else tensor._version
+        lies = id(tensor)
+    return name, lies, None if tensor.is_inference() else tensor._version
 
 
 def _frozen(value: Any) -> Any:
