@@ -128,8 +128,14 @@ class KVMemory:
         )
 
     def _drop_what_another_model_computed(self) -> None:
-        before, now = self._computed_with, ComputedWith(self._model, self.architecture.device)
-        if self.cache is not None and (before is None or not before.holds_for(self._model, now)):
+        now, holds = None, False
+        try:
+            now = ComputedWith(self._model, self.architecture.device)
+            holds = self._computed_with is not None and self._computed_with.holds_for(self._model, now)
+        except Exception as error:  # copies of weights that do not lie in order
+            if not is_out_of_memory(error):
+                raise
+        if self.cache is not None and not holds:
             self.cache.forget_kept()
             self.clear()
         self._computed_with = now
