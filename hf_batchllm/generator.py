@@ -94,6 +94,7 @@ class BatchGenerator:
 
     @property
     def config(self) -> BatchConfig:
+        """The settings that it was made with."""
         return self._config
 
     @config.setter

@@ -63,7 +63,8 @@ def _for_reference(family: str, device: str) -> Any:
 
 def _built(family: str) -> Any:
     if not family.startswith(PEFT):
-        return FAMILIES[family]()  # not the one that other tests have: a generator of theirs may have merged its weights
+        # Not the one that other tests share: a generator of theirs may have merged its weights.
+        return FAMILIES[family]()
     import support_adapters
 
     return support_adapters.build(family.removeprefix(PEFT))
