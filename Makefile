@@ -8,7 +8,7 @@
 #   make types         the type checker alone
 #   make fuzz          random cases held against model.generate for SECONDS=60, on a GPU with ARGS='--device cuda'
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
-#   make sweep         every class of transformers against model.generate, and docs/models.md anew (some ten minutes)
+#   make sweep         every class of transformers against model.generate, and docs/models.md anew (five minutes on two cores)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #

@@ -66,12 +66,12 @@ class BatchGenerator:
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
-        self.config = BatchConfig.of(config, fields)
+        self._config = BatchConfig.of(config, fields)
         self._notices = Notices()
         given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._checks = self.checks(model, self._tokenizer, self._notices)
-        self.model = model
+        self._model = model
         self.architecture = inspect_model(model)
         if model is not given:
             warn_of_compiled(base_model(model), self._notices)
@@ -82,6 +82,24 @@ class BatchGenerator:
         self.interrupted: BatchResult | ScoreResult | None = None
         self._turns = Turns()
         self._closed = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model given, without the wrapper of ``torch.compile``."""
+        return self._model
+
+    @model.setter
+    def model(self, model: object) -> None:
+        raise _is_for_one("model")
+
+    @property
+    def config(self) -> BatchConfig:
+        """The settings that it was made with."""
+        return self._config
+
+    @config.setter
+    def config(self, config: object) -> None:
+        raise _is_for_one("config")
 
     @property
     def tokenizer(self) -> Any:
@@ -230,6 +248,7 @@ class BatchGenerator:
                         call.look_at_the_model()
                         call.timekeeper.switch("outside")
                         yield generation
+                        call.owner_had_control()
                         call.timekeeper.switch("results")
             finally:
                 self.last_report = self._report(call)
@@ -390,6 +409,10 @@ class BatchGenerator:
         for index, why in sorted(job.problems.items()):
             for sample in range(job.options[index].num_return_sequences):
                 yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+
+
+def _is_for_one(what: str) -> AttributeError:
+    return AttributeError(f"a BatchGenerator keeps the {what} it was made with: make a new one for another {what}")
 
 
 def _as_tensors(

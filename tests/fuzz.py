@@ -73,10 +73,9 @@ class Tally:
 class Leaks:
     """Whether the memory of the KV cache is given back when a call's generator is closed."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self) -> None:
         self._storages = Storages()
         self._storages.watch()
-        self._device = device
         gc.collect()
         gc.freeze()
 
@@ -90,7 +89,7 @@ def fuzz(
     seed: int, device: str, seconds: float, cases: Iterable[int], most_failures: int = 10, shrink: bool = True
 ) -> Tally:
     """Runs until the time is over, the cases are, or so many have failed."""
-    tally, leaks = Tally(), Leaks(device)
+    tally, leaks = Tally(), Leaks()
     for number in cases:
         if tally.seconds > seconds or tally.failed >= most_failures:
             break

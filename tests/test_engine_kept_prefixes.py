@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.model.weights_digest import Digest
 
 pytestmark = plain
 DOCUMENT = [5 + 7 * place % 80 for place in range(24)]
@@ -229,3 +230,24 @@ def test_a_module_taken_out_of_the_model_is_freed() -> None:
     attention(model).k_proj = nn.Linear(48, len(attention(model).k_proj.weight), bias=False)
     gc.collect()
     assert before() is None
+
+
+@pytest.mark.parametrize("at", [1, 2])  # as the call begins; as it ends
+def test_where_the_weights_cannot_be_looked_at_for_want_of_memory_nothing_is_kept(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, looks = BatchGenerator(FAMILIES["llama"](), keep_prefixes=2, **CONFIG), iter(range(1, 9))
+    expected = generator.generate(GIVEN, max_new_tokens=4).token_ids
+    generator.forget_prefixes()
+
+    def fails(tensors: Any) -> Digest:
+        if next(looks) == at:
+            raise torch.OutOfMemoryError
+        return Digest(tensors)
+
+    monkeypatch.setattr("hf_batchllm.engine.computed_with.Digest", fails)
+    with pytest.warns(UserWarning, match="no prefixes are kept for the next call"):
+        assert generator.generate(GIVEN, max_new_tokens=4).token_ids == expected
+    for cached in (0, len(DOCUMENT)):
+        result = generator.generate(GIVEN, max_new_tokens=4)
+        assert result.token_ids == expected and result.report.cached_tokens == cached

@@ -124,7 +124,12 @@ def replace_weights(model: Any) -> None:
         parameter.data = parameter.data * 1.1
 
 
-@pytest.mark.parametrize("change", [add_hook, replace_weights])
+def restride_weights(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.o_proj.weight  # the same memory, as if it were transposed
+    weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
+
+
+@pytest.mark.parametrize("change", [add_hook, replace_weights, restride_weights])
 def test_graphs_of_a_model_that_has_changed_are_not_replayed(
     change: Any, graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +150,16 @@ def test_graphs_of_a_model_that_has_changed_are_not_replayed(
     monkeypatch.setattr(DecodeRows, "run", noted)
     list(stream)
     assert not old & set(replayed)
+
+
+def test_a_call_that_hands_out_nothing_on_the_way_compares_the_model_with_nothing(
+    graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnersState, "change", lambda *_, **__: pytest.fail("this takes milliseconds"))
+    generator, prompts = BatchGenerator(build("llama"), steps_per_sync=2), some(16)
+    stop = generator.generate(prompts, max_new_tokens=10, progress=False)[0].token_ids[9]
+    generator.generate(prompts, max_new_tokens=30, eos_token_id=stop, progress=False)
+    assert graphs[-1].steps
 
 
 def test_a_stream_that_leaves_inference_mode(graphs: list[DecodeGraphs]) -> None:

@@ -389,3 +389,10 @@ def test_prefixes_kept_outside_autocast_are_not_used_inside() -> None:
                 inside = generator.generate(given, max_new_tokens=NEW_TOKENS)
                 assert inside.report.cached_tokens == cached
         assert outside.report.cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["model", "config"])
+def test_a_generator_keeps_what_it_was_made_with(name: str) -> None:
+    generator = BatchGenerator(build(FAMILY))
+    with pytest.raises(AttributeError, match=f"keeps the {name} it was made with: make a new one"):
+        setattr(generator, name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -289,3 +290,27 @@ def test_a_rope_that_depends_on_lengths_is_known_by_its_layer() -> None:
     model.config.max_position_embeddings = 500
     with pytest.raises(PromptError, match="rotary"):
         BatchGenerator(model).generate([list(range(3, 38))], max_new_tokens=8)
+
+
+def with_dynamic_rope(model: Any, config: Any) -> Any:
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config.max_position_embeddings = 40
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model
+
+
+def test_a_rope_put_in_place_of_another_is_seen() -> None:
+    model: Any = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    with_dynamic_rope(model, deepcopy(model.config))
+    with pytest.raises(PromptError, match="rotary"):
+        generator.generate([list(range(3, 38))], max_new_tokens=8)
+
+
+def test_a_change_that_another_generator_has_seen_is_seen_by_each() -> None:
+    model: Any = FAMILIES["llama"]()
+    first = BatchGenerator(model)
+    second = BatchGenerator(with_dynamic_rope(model, model.config))
+    for generator in (first, second):
+        with pytest.raises(PromptError, match="rotary"):
+            generator.generate([list(range(3, 38))], max_new_tokens=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import distributed, nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
 from hf_batchllm.model.batch_dependent import depends_on_batch
-from hf_batchllm.model.owners_state import not_in_graphs
+from hf_batchllm.model.owners_state import OwnersState, not_in_graphs
 
 
 def messages(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -239,6 +240,15 @@ def test_llm_int8_is_said_once() -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_activations_that_torch_scales_for_a_whole_batch_are_warned_of() -> None:
+    linear = {torch.nn.Linear}
+    model: Any = torch.ao.quantization.quantize_dynamic(FAMILIES["llama"](), linear, dtype=torch.qint8)
+    generator = BatchGenerator(model)
+    with pytest.warns(UserWarning, match=r"torch\.ao.*answers depend on which other prompts"):
+        tokens(generator)
+
+
 def written_in(home: str, function: FunctionType) -> FunctionType:
     """The function, as if its code stood in another Python module."""
     return FunctionType(
@@ -286,3 +296,24 @@ def test_forwards_that_quantisation_sets_are_no_obstacle_to_graphs(home: str, ca
     linear.forward = MethodType(written_in(home, functools.wraps(linear.forward)(quantized_forward)), linear)
     assert (not_in_graphs(model) is None) == captured
     assert tokens(BatchGenerator(model)) == tokens_alone(model)
+
+
+def test_a_step_in_another_thread_is_no_change_of_the_owners() -> None:
+    """It puts forwards in place for as long as it runs: here those that were compiled."""
+    model: Any = FAMILIES["llama"]()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = torch.compile(mlp.forward)
+    compiled, found = mlp.forward, list[OwnersState]()
+    looking = threading.Thread(target=lambda: found.append(OwnersState(model, model.device)))
+
+    def look(*_: Any) -> None:
+        assert mlp.__dict__["forward"] is not compiled
+        if looking.ident is None:
+            looking.start()
+            looking.join(0.2)
+
+    handle = mlp.register_forward_hook(look)
+    tokens(BatchGenerator(model))
+    looking.join()
+    assert mlp.__dict__["forward"] is compiled and found[0].change(model) is None
+    handle.remove()

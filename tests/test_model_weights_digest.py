@@ -97,3 +97,8 @@ def test_sparse_weights_and_weights_of_inference_mode() -> None:
         before = Digest([layout])
         assert Digest([layout]) == before
         assert Digest([layout * 2]) != before
+
+
+def test_a_transposed_view_of_the_same_memory_shows() -> None:
+    tensor = torch.randn(64, 64)
+    assert Digest([tensor]) != Digest([tensor.t()])

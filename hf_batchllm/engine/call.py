@@ -228,6 +228,11 @@ class Call:
             self.engine.builder.built_prefixes = False
             self._kv.look_again(adapters=self._adapters.swap is None)
 
+    def owner_had_control(self) -> None:
+        """A stream has handed a result out: graphs are replayed only of a model that has not changed since."""
+        if self._ahead is not None:
+            self._ahead.owner_had_control()
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Call:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from ..config import BatchConfig
@@ -102,27 +101,41 @@ class KVMemory:
         if self.cache is None or self.storage is None or not self.cache.kept_prefixes:
             self.clear()
             return
+        if self._computed_with is None:  # memory ran out when the model was looked at
+            self._keep_nothing()
+            return
         try:
-            if self._computed_with is None:
-                raise torch.OutOfMemoryError
-            if (change := self._computed_with.change()) is not None:
-                self.clear()
-                self._notices("changed", f"no prefixes are kept of a call: {change} changed while it ran")
+            change = self._computed_with.change()
+            if change is None:
+                self.storage.keep_only(self.cache.compact())
                 return
-            self.storage.keep_only(self.cache.compact())
         except BaseException as error:
             self.clear()
             if not is_out_of_memory(error):
                 raise
-            self._notices(
-                "settle",
-                f"no prefixes are kept for the next call: {self.architecture.device} had no memory to put them "
-                "together. Set a smaller `kv_memory`",
-            )
+            self._keep_nothing()
+            return
+        self.clear()
+        self._notices("changed", f"no prefixes are kept of a call: {change} changed while it ran")
+
+    def _keep_nothing(self) -> None:
+        """There is no memory to keep prefixes with."""
+        self.clear()
+        self._notices(
+            "settle",
+            f"no prefixes are kept for the next call: {self.architecture.device} had no memory to put them together. "
+            "Set a smaller `kv_memory`",
+        )
 
     def _drop_what_another_model_computed(self) -> None:
-        before, now = self._computed_with, ComputedWith(self._model, self.architecture.device)
-        if self.cache is not None and (before is None or not before.holds_for(self._model, now)):
+        now, holds = None, False
+        try:
+            now = ComputedWith(self._model, self.architecture.device)
+            holds = self._computed_with is not None and self._computed_with.holds_for(self._model, now)
+        except Exception as error:  # copies of weights that do not lie in order
+            if not is_out_of_memory(error):
+                raise
+        if self.cache is not None and not holds:
             self.cache.forget_kept()
             self.clear()
         self._computed_with = now

@@ -35,9 +35,6 @@ class Launcher(Protocol):
         -1 stands for no token: the row had ended before, or the logits allow none.
         """
 
-    def back(self) -> None:
-        """Results were handed out: the caller may have changed the model since."""
-
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         """After a launch that failed: whether it may be tried again. ``sampling``: as it was given."""
 
@@ -77,9 +74,6 @@ class AtOnce:
             with self.runner.adapted():
                 tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
-
-    def back(self) -> None:
-        """Each step looks at the model anew."""
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return not self._picking or self.may_pick_again(sampling)
@@ -157,7 +151,6 @@ class Engine:
                 if finished:
                     switch("results")
                     yield from finished
-                    self.launcher.back()
         except Exception as error:
             name_what_ran(error, [(flight.step, flight.replayed) for flight in flights], step, self.launcher.replays)
             raise

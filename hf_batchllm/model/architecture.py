@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from .architecture_refusals import (
     refuse_positions_from_elsewhere,
     refuse_windows_of_the_cache,
 )
-from .code_in_use import CodeInUse, code_in_use, has_changed, settled
+from .code_in_use import CodeInUse, code_in_use, has_changed
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
@@ -62,6 +62,7 @@ class Architecture:
     rope_limit: int | None  # in longer sequences, a length-dependent RoPE would change what is computed
     device: torch.device
     attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
+    look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
 
 
 def inspect_model(model: nn.Module) -> Architecture:
@@ -87,7 +88,6 @@ def inspect_model(model: nn.Module) -> Architecture:
     config = inner.config.get_text_config(decoder=True)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)
-    settled(inner, look)
     return Architecture(
         name=name,
         layers=len(calls),
@@ -98,6 +98,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         rope_limit=rope_limit(inner, _rope_limit(config)),
         device=device,
         attention=shapes,
+        look=look,
     )
 
 
@@ -113,7 +114,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     unpack(inner)
     device = _single_device(inner, architecture.name)
     _refuse_repeated_layers(inner, architecture.name)
-    if has_changed(inner):
+    if has_changed(inner, architecture.look):
         before, architecture = architecture, inspect_model(model)
         if architecture.attention != before.attention:
             raise UnsupportedModelError(

@@ -27,7 +27,7 @@ def refuse_own_positions(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def refuse_positions_from_elsewhere(model: PreTrainedModel, name: str) -> None:
+def refuse_positions_from_elsewhere(model: Any, name: str) -> None:
     """``generate`` may take away the positions that the engine passes (Kosmos-2.5), or pass other ones."""
     if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
         return

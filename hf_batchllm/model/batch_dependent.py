@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+# Of PyTorch itself (``torch.ao.quantization.quantize_dynamic``): one scale for all activations of a pass.
+_DYNAMIC = ("torch.ao.nn.quantized.dynamic.", "torch.ao.nn.intrinsic.quantized.dynamic.")
 
-def depends_on_batch(model: nn.Module) -> str | None:
+
+def depends_on_batch(model: nn.Module, modules: Iterable[nn.Module] = ()) -> str | None:
     """Why, in words that follow the model's name; None for models whose rows are independent of each other.
+
+    modules: all of the model's.
 
     Scales for each token or each group of a token, scales that were fixed beforehand, and quantised weights alone are
     harmless: that is most of transformers' quantizers (FBGEMM's and DeepSeek's FP8, BitNet, GPTQ, AWQ, HQQ and so on).
@@ -26,6 +31,8 @@ def depends_on_batch(model: nn.Module) -> str | None:
         return "has activations that torchao scales for a whole batch (PerTensor)"
     if method in ("compressed-tensors", "quark") and any(map(_is_dynamic_tensor, _activations(config))):
         return f"has activations that {method} scales for a whole batch (dynamic, by tensor)"
+    if any(kind.__module__.startswith(_DYNAMIC) for kind in set(map(type, modules))):
+        return "has activations that torch.ao scales for a whole batch (dynamic quantisation)"
     return None
 
 

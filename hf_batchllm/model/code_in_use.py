@@ -7,7 +7,6 @@ The state taken here is compared at the start of each call. Only where it has ch
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,6 +24,8 @@ _PLAIN = frozenset([int, float, bool, str, type(None)])
 _SKIPPED = frozenset(["training", "gradient_checkpointing", "_attn_implementation_internal"])
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
+# What a rotary embedding notes of its config, and does not change while it runs.
+_OF_ROPE = ("rope_type", "original_max_seq_len")
 _TORCHS_OWN = len(nn.Module().__dict__)
 
 
@@ -52,9 +53,12 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if module is None or not module._modules:
+        if module is None:
             continue
         cls, held = type(module), module.__dict__
+        if not module._modules:
+            plain += [str(held.get(note)) for note in _OF_ROPE] if "rope_type" in held else ()
+            continue
         looked_at = classes.get(cls)
         if looked_at is None:
             home = cls.__module__.partition(".")[0]
@@ -113,18 +117,11 @@ REPLACEABLE = (
     "create_masks_for_generate",
 )
 
-_known: weakref.WeakKeyDictionary[PreTrainedModel, CodeInUse] = weakref.WeakKeyDictionary()
 
-
-def has_changed(model: PreTrainedModel) -> bool:
-    """Whether the model, or code that it runs, is other than when ``settled`` was told of it."""
-    before, now = _known.get(model), code_in_use(model)
-    return before is None or (before.architecture, before.attention) != (now.architecture, now.attention)
-
-
-def settled(model: PreTrainedModel, look: CodeInUse) -> None:
-    """The model has been inspected as ``look`` has it, and can be served."""
-    _known[model] = look
+def has_changed(model: PreTrainedModel, before: CodeInUse) -> bool:
+    """Whether the model, or code that it runs, is other than it was ``before``."""
+    now = code_in_use(model)
+    return (before.architecture, before.attention) != (now.architecture, now.attention)
 
 
 def _homes(classes: list[type]) -> Iterator[ModuleType]:

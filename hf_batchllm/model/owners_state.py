@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..inputs.base_model import base_model
 from ..patches.attention_interface import autocast_dtype
+from ..patches.attention_swap import steps_lock
 from ..patches.uncompiled import own_forward
 from ..patches.unmodified import IDLE_HOOKS, code_home
 
@@ -52,6 +54,11 @@ _CONTAINERS = (dict, list, set, OrderedDict)
 
 def not_in_graphs(model: nn.Module) -> str | None:
     """Why ``model`` cannot be captured: a replay would skip Python code of its owner's. None if it can be."""
+    with steps_lock(base_model(model).config):
+        return _not_in_graphs(model)
+
+
+def _not_in_graphs(model: nn.Module) -> str | None:
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "the hooks on all modules would not be called"
@@ -73,11 +80,16 @@ def has_hooks(module: nn.Module) -> bool:
 class OwnersState:
     """What the owner has set on a model: taken when it is made, compared with the model's state of later.
 
-    Modules and tensors are held weakly: what the owner takes out of the model is freed. Python reads much of it every
-    time, so the loops read the modules' ``__dict__``, past their ``__getattr__``.
+    Modules, parameters and buffers are not held: what the owner takes out is freed. Python reads much of it every
+    time, so the loops read the modules' ``__dict__``, past their ``__getattr__``. A step in another thread is waited
+    for: it puts forwards in place for as long as it runs.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        with steps_lock(base_model(model).config):
+            self._take(model, device)
+
+    def _take(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._settings = _settings(device)
         self._model = weakref.ref(model)
@@ -99,6 +111,10 @@ class OwnersState:
         """
         if model is not self._model():
             return "the model"
+        with steps_lock(base_model(model).config):
+            return self._change(adapters, written)
+
+    def _change(self, adapters: bool, written: bool) -> str | None:
         if _settings(self._device) != self._settings:
             return "a setting of PyTorch (autocast, hooks on all modules, the default dtype, the matmul precision)"
         for entry in self._modules:
@@ -227,15 +243,15 @@ def _notes_in(held: dict[str, Any]) -> list[Any] | None:
 _NO_NOTES = [None] * len(_NOTES)
 
 
-def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, int | None, int | None]:
-    """A tensor's name, address and version. One made in inference mode has no version."""
+def _place(name: str, tensor: torch.Tensor | None) -> tuple[str, object, int | None]:
+    """A tensor's name, how it lies in memory, and its version. One made in inference mode has no version."""
     if tensor is None:
         return name, None, None
     try:
-        address = tensor.data_ptr()
+        lies: object = tensor.data_ptr(), tensor.shape, tensor.stride()
     except RuntimeError:  # a tensor made of others has no memory of its own
-        address = id(tensor)
-    return name, address, None if tensor.is_inference() else tensor._version
+        lies = id(tensor)
+    return name, lies, None if tensor.is_inference() else tensor._version
 
 
 def _frozen(value: Any) -> Any:

@@ -29,10 +29,9 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
     if (place := _hooked(model, modules)) is not None:
         notices(
             "hooks",
-            f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one "
-            "packed row [1, tokens, ...] without padding, and a prefix that prompts share only once. A hook that "
-            "treats every token alike works (one that adds a vector, for one); a hook that looks at places in a "
-            "sequence, or at the batch, does not",
+            f"there are hooks on {place}, and they see other tensors than in model.generate: many prompts in one row "
+            "[1, tokens, ...], and a shared prefix only once. A hook that treats every token alike works; one that "
+            "looks at positions or at the batch does not",
         )
     if Uncompiled(modules):
         warn_of_compiled(inner, notices)
@@ -42,7 +41,7 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
             f"{name} has its own {' and '.join(f'`{method}`' for method in methods)}, which are not called here. "
             "On made-up tokens they gave the forward pass nothing unusual, so the results should not differ",
         )
-    if (why := depends_on_batch(inner)) is not None:
+    if (why := depends_on_batch(inner, modules)) is not None:
         notices(
             "batch-dependent",
             f"{name} {why}: its answers depend on which other prompts are computed in the same step, as in a batch of "

@@ -24,7 +24,7 @@ class Digest:
         with torch.no_grad():
             for tensor in tensors:
                 for part in _parts(tensor):
-                    self._kinds.append((part.shape, part.dtype, part.device))
+                    self._kinds.append((part.shape, part.stride(), part.dtype, part.device))
                     if part.numel():
                         numbers.setdefault(part.device, []).append(_number_of(part))
             self._numbers = [torch.stack(each) for each in numbers.values()]

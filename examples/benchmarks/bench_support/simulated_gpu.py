@@ -78,9 +78,6 @@ class SimulatedGpu:
 
         return wait
 
-    def back(self) -> None:
-        pass
-
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return False  # it never fails
 

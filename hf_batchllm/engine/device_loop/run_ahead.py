@@ -93,7 +93,7 @@ class RunAhead:
         self._latest.record()
         return before is not None and not before.query()
 
-    def back(self) -> None:
+    def owner_had_control(self) -> None:
         if self.graphs is not None:
             self.graphs.model_may_have_changed = True
 

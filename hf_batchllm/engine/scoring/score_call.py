@@ -209,9 +209,6 @@ class ScoreLauncher:
 
         return wait
 
-    def back(self) -> None:
-        """Each step looks at the model anew."""
-
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return True
 
