@@ -66,12 +66,12 @@ class BatchGenerator:
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
-        self.config = BatchConfig.of(config, fields)
+        self._config = BatchConfig.of(config, fields)
         self._notices = Notices()
         given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
         self._checks = self.checks(model, self._tokenizer, self._notices)
-        self.model = model
+        self._model = model
         self.architecture = inspect_model(model)
         if model is not given:
             warn_of_compiled(base_model(model), self._notices)
@@ -82,6 +82,24 @@ class BatchGenerator:
         self.interrupted: BatchResult | ScoreResult | None = None
         self._turns = Turns()
         self._closed = False
+
+    @property
+    def model(self) -> Any:
+        """The model that it was made for."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:  # kept prefixes, and merged weights, are those of the first one
+        raise AttributeError("a BatchGenerator belongs to one model: make a new one for another model")
+
+    @property
+    def config(self) -> BatchConfig:
+        """The config that it was made with."""
+        return self._config
+
+    @config.setter
+    def config(self, config: BatchConfig) -> None:
+        raise AttributeError("a BatchGenerator keeps its config, by which its cache is laid out: make a new one")
 
     @property
     def tokenizer(self) -> Any:
@@ -321,7 +339,7 @@ class BatchGenerator:
     def forget_prefixes(self) -> None:
         """Drop the prefixes kept from earlier calls.
 
-        Needed after a change that cannot be seen: inside a hook, or in an object that a hook reads.
+        Needed after a change that cannot be seen: inside a hook of your own, say, if it does nothing to most tokens.
         """
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")

@@ -14,7 +14,7 @@ from support_parity import watched as watched  # a fixture
 from support_untouched import FAMILY, NEW_TOKENS, assert_untouched, fingerprint, prompts
 from torch import nn
 
-from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
+from hf_batchllm import BatchConfig, BatchGenerator, GenerationInterrupted, GeneratorBusyError, UnsupportedModelError
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.patches.attention_swap import AttentionSwap
@@ -389,3 +389,11 @@ def test_prefixes_kept_outside_autocast_are_not_used_inside() -> None:
                 inside = generator.generate(given, max_new_tokens=NEW_TOKENS)
                 assert inside.report.cached_tokens == cached
         assert outside.report.cached_tokens == 0
+
+
+def test_its_model_and_config_stay() -> None:
+    generator = BatchGenerator(build("llama"))
+    with pytest.raises(AttributeError, match="make a new one for another model"):
+        generator.model = build("gpt2")
+    with pytest.raises(AttributeError, match="make a new one"):
+        generator.config = BatchConfig(page_size=8)

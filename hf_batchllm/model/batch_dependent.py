@@ -7,6 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from ..patches.uncompiled import every_module
+
+# Of torch's own quantisation: its linear layers take the scale of all their input's values.
+_DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
+
 
 def depends_on_batch(model: nn.Module) -> str | None:
     """Why, in words that follow the model's name; None for models whose rows are independent of each other.
@@ -14,6 +19,9 @@ def depends_on_batch(model: nn.Module) -> str | None:
     Scales for each token or each group of a token, scales that were fixed beforehand, and quantised weights alone are
     harmless: that is most of transformers' quantizers (FBGEMM's and DeepSeek's FP8, BitNet, GPTQ, AWQ, HQQ and so on).
     """
+    modules = every_module(model) if isinstance(model, nn.Module) else []
+    if any(cls.__module__.startswith(_DYNAMIC) for cls in set(map(type, modules))):
+        return "is quantised with torch's quantize_dynamic, which scales activations for a whole batch"
     given = getattr(getattr(model, "config", None), "quantization_config", None)
     config: Any = (
         given if given is not None else getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
