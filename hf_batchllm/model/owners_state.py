@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -178,12 +178,16 @@ class _Code:
         self._forwards = [(kind, *_forward_of(kind)) for kind in kinds]
         homes = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
         bases = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith("torch.")}
-        spaces = [(home, vars(sys.modules[home])) for home in homes if home in sys.modules]
-        self._beside = [
+        spaces: list[tuple[str, Mapping[str, Any]]] = [
+            (home, vars(sys.modules[home])) for home in homes if home in sys.modules
+        ]
+        self._beside: list[tuple[str, Mapping[str, Any], dict[str, object]]] = [
             (home, space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
             for home, space in spaces
         ]
-        functions = [(f"{base.__module__}.{base.__qualname__}", vars(base)) for base in bases if base is not object]
+        functions: list[tuple[str, Mapping[str, Any]]] = [
+            (f"{base.__module__}.{base.__qualname__}", vars(base)) for base in bases if base is not object
+        ]
         functions += [("torch", vars(torch)), ("torch.nn.functional", vars(nn.functional))]
         self._beside += [
             (home, space, {name: value for name, value in space.items() if isinstance(value, _FUNCTIONS)})

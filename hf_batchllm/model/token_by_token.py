@@ -117,8 +117,8 @@ class _EachByItself:
         # A product of q and k would not show the position: both are rotated alike.
         shares = call.q.shape[1] // call.k.shape[1]
         keys, values = (each.repeat_interleave(shares, dim=1) for each in (call.k, call.v))
-        with_position = sum(each.float().cumsum(-1).mean(-1, keepdim=True).tanh() for each in (call.q, keys))
-        return values * (1 + with_position).to(values.dtype)  # [tokens, heads, 1] beside it
+        of_q, of_k = (each.float().cumsum(-1).mean(-1, keepdim=True).tanh() for each in (call.q, keys))
+        return values * (1 + of_q + of_k).to(values.dtype)
 
 
 def _some_tokens(model: PreTrainedModel, generator: torch.Generator, count: int) -> list[int]:
