@@ -56,6 +56,16 @@ class LastRows(LlamaForCausalLM):
         return output
 
 
+class HidesPlaces(LlamaForCausalLM):
+    def forward(
+        self, input_ids: Any = None, past_key_values: Any = None, attention_mask: Any = None, **more: Any
+    ) -> Any:
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = torch.ones(1, seen + input_ids.shape[1], dtype=torch.long)
+        mask[:, 2:4] = 0
+        return super().forward(input_ids, mask, past_key_values=past_key_values, **more)
+
+
 class JustAround(LlamaForCausalLM):
     def forward(self, *args: Any, **more: Any) -> Any:
         output: Any = super().forward(*args, **more)
@@ -89,6 +99,7 @@ REFUSED = {
     "by the largest number of a step": (_by_the_largest, "which other tokens stand beside"),
     "counts positions": (_rotary, "its place in the row"),
     "drops positions": (_class(WithoutPositions), "its place in the row"),
+    "hides places": (_class(HidesPlaces), "hides tokens"),
     "gives every row": (_class(EveryRow), "logits_to_keep"),
     "gives the last rows": (_class(LastRows), "logits_to_keep"),
 }

@@ -29,6 +29,7 @@ from ..patches.attention_interface import (
     use_context,
 )
 from ..patches.attention_swap import AttentionSwap
+from ..patches.mask_probe import MASK_PROBE_NAME, attention_masks_noted
 from ..patches.uncompiled import Uncompiled, every_module, own_forward
 from .batch_dependent import depends_on_batch
 
@@ -57,6 +58,8 @@ def refuse_mixed_tokens(
         return
     with _by_itself(model, modules):
         why = _difference(model, selects_rows)
+    if why is None and _hides_tokens(model, modules):
+        why = "it hides tokens by an attention mask of its own making"
     if why is not None:
         raise UnsupportedModelError(
             f"{name} runs code that is not transformers' own ({_place_of(model, own)}). Tried on a few tokens, {why}. "
@@ -84,7 +87,7 @@ def answers_of_own_code(model: PreTrainedModel, hooked: bool, is_theirs: Callabl
 
 
 @contextmanager
-def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
+def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module], attention: str = ATTENTION_NAME) -> Iterator[None]:
     """While the block runs, the model runs with an attention in which tokens do not see each other."""
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
     compiled = Uncompiled(modules)
@@ -92,9 +95,9 @@ def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
         with (
             torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
             torch.no_grad(),
-            swap.applied(ATTENTION_NAME),
+            swap.applied(attention),
             compiled.applied(),
-            attention_context(_EachByItself()),
+            attention_context(_EachByItself(takes_masks=attention == MASK_PROBE_NAME)),
         ):
             yield
     finally:  # once more: an interrupt may have come while the block above restored things
@@ -107,9 +110,8 @@ def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
 class _EachByItself:
     """Attention in which a token sees itself alone, at its position."""
 
-    takes_masks = False
-
-    def __init__(self) -> None:
+    def __init__(self, takes_masks: bool) -> None:
+        self.takes_masks = takes_masks
         self.calls = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
@@ -127,9 +129,11 @@ def _some_tokens(model: PreTrainedModel, generator: torch.Generator, count: int)
     return found
 
 
-def _run(model: Any, tokens: Sequence[int], places: Sequence[int], **more: Any) -> torch.Tensor:
+def _run(
+    model: Any, tokens: Sequence[int], places: Sequence[int], use_cache: bool = False, **more: Any
+) -> torch.Tensor:
     ids, positions = (torch.tensor([[*each]], device=model.device) for each in (tokens, places))
-    output = model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **more)
+    output = model(input_ids=ids, position_ids=positions, use_cache=use_cache, return_dict=True, **more)
     logits: torch.Tensor = output.logits[0]
     return logits  # [tokens, vocabulary]
 
@@ -168,6 +172,21 @@ def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
             if rows.shape[0] != len(kept) or far(logits[list(kept)], rows):
                 return "its forward pass takes `logits_to_keep` and does not give the logits of those places"
     return None
+
+
+def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
+    """No mask is given to it, so one that hides a token is of its own making; this library's attention has none."""
+    config = model.config.get_text_config(decoder=True)
+    special = (config.pad_token_id, config.eos_token_id, config.bos_token_id)
+    flat = [each for given in special for each in (given if isinstance(given, list) else [given])]
+    known = [each for each in flat if isinstance(each, int) and 0 <= each < config.vocab_size]
+    tokens = [*_some_tokens(model, torch.Generator().manual_seed(2), _TOKENS), *known]
+    try:
+        with _by_itself(model, modules, MASK_PROBE_NAME), attention_masks_noted() as masks:
+            _run(model, tokens, range(len(tokens)), use_cache=True)
+    except Exception:  # a call will show the error
+        return False
+    return any(mask.given is not None and not bool(mask.given.bool().all()) for mask in masks.values())
 
 
 def _rounding(model: PreTrainedModel) -> float:
