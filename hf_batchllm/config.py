@@ -64,8 +64,8 @@ class BatchConfig:
     fuse: use fused kernels where the model's structure allows. Turn off to debug.
     keep_prefixes: how many shared prefixes stay in the cache for the next call; the least recently used is dropped
         first. Set it when several calls in a row use the same documents. They are dropped when the model changes:
-        its weights, modules, hooks, mode or config. A change inside a hook cannot be seen: call ``forget_prefixes()``
-        after it.
+        its weights, modules, hooks, mode or config. Code of your own in the model, or in hooks, is tried on a few
+        tokens: what changes none of these cannot be seen, and needs ``forget_prefixes()``.
     backend: "torch" or "triton" attention; "auto" takes the best one for the device.
     """
 

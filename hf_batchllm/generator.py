@@ -340,7 +340,7 @@ class BatchGenerator:
     def forget_prefixes(self) -> None:
         """Drop the prefixes kept from earlier calls.
 
-        Needed after a change that cannot be seen: inside a hook, or in an object that a hook reads.
+        Needed after a change that cannot be seen: inside a hook of your own, say, if it does nothing to most tokens.
         """
         if self._turns.running is not None:
             raise GeneratorBusyError(f"{STILL_RUNNING}, then forget_prefixes()")

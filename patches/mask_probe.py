@@ -25,6 +25,7 @@ MASK_PROBE_NAME = "hf_batchllm_masks"
 class NotedMask:
     function: Callable[..., torch.Tensor]
     marker: torch.Tensor  # the model passes it on as the mask; kept alive so that no other tensor gets its id
+    given: torch.Tensor | None = None  # [1, tokens]  which tokens are seen at all, by a mask that the model was given
 
     def sees(self, query: int, key: int) -> bool:
         zero, at, other = (torch.tensor(number, device="cpu") for number in (0, query, key))
@@ -68,7 +69,7 @@ def _note_mask(
     *args: Any, mask_function: Callable[..., torch.Tensor], q_length: int, kv_length: int, **kwargs: Any
 ) -> torch.Tensor:
     marker = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
-    _noted.get()[id(marker)] = NotedMask(mask_function, marker)
+    _noted.get()[id(marker)] = NotedMask(mask_function, marker, kwargs.get("attention_mask"))
     return marker
 
 

@@ -118,9 +118,7 @@ def test_the_page_names_every_class() -> None:
         pytest.skip(f"the page is about transformers {made_with.group(1)}")
     lacking = [str(case) for case in CASES if f"| `{case.class_name}` ({case.model_type}) |" not in text]
     assert not lacking, f"docs/models.md is older than transformers: `make sweep`. It lacks {', '.join(lacking)}"
-    assert not re.search(r"\| .*\b(wrong|refused late):", text), (
-        "docs/models.md has a class that is wrong or refused late"
-    )
+    assert not re.search(r"\| .*\b(wrong|refused late):", text), "docs/models.md names a wrong class"
 
 
 def test_the_page_says_what_was_found() -> None:

@@ -32,9 +32,10 @@ from .architecture_refusals import (
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
 from .kv_storage import AttentionShape, kv_dtype
-from .owners_code import refuse_owners_code
+from .owners_code import is_theirs, refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_sharded
+from .token_by_token import refuse_mixed_tokens
 from .unpacking import unpack
 
 _BYPASSES = (
@@ -85,6 +86,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_positions_from_elsewhere(inner, name)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
+    refuse_mixed_tokens(inner, name, is_theirs, selects_rows(inner))
     config = inner.config.get_text_config(decoder=True)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)
@@ -120,6 +122,8 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
             raise UnsupportedModelError(
                 f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
             )
+    else:
+        refuse_mixed_tokens(inner, architecture.name, is_theirs, selects_rows(inner))
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,

@@ -82,6 +82,7 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     for python_module in look.homes:
         if isinstance(interface := vars(python_module).get("ALL_ATTENTION_FUNCTIONS"), AttentionInterface):
             functions += interface._local_mapping.items()
+    functions.append(("torch's", nn.functional.scaled_dot_product_attention))
     functions += [(name, model.__dict__.get(name, getattr(type(model), name, None))) for name in REPLACEABLE]
     look.implementations = [getattr(config, "_attn_implementation", None) for config in look.configs]
     look.attention = (

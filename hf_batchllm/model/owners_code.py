@@ -10,6 +10,8 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
@@ -73,6 +75,9 @@ def _refuse_functions(look: CodeInUse, used: set[str | None], name: str) -> None
     makers = {key: each for key, each in vars(masking_utils).items() if isinstance(each, FunctionType)}
     places: list[tuple[ModuleType, str, Any]] = [(masking_utils, key, each) for key, each in makers.items()]
     if "sdpa" in used:
+        attend = nn.functional.scaled_dot_product_attention
+        if attend is not torch._C._nn.scaled_dot_product_attention:  # SageAttention is put there, for one
+            places.append((nn.functional, "scaled_dot_product_attention", attend))
         places += [(sdpa_attention, key, vars(sdpa_attention).get(key)) for key in ("repeat_kv", "use_gqa_in_sdpa")]
     for home in look.homes:
         if home.__name__.startswith("transformers."):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from types import FunctionType
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ _NOT_OWN = _APART.union(_NOTES)
 # The layers of a RoPE that depends on the length note these while they run.
 _NOTED_BY_ROPE = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
 _ATTENTION = "_attn_implementation"  # of a config: another attention runs in any case
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, set, OrderedDict)
 
 
@@ -192,20 +193,31 @@ class _Code:
     def __init__(self, kinds: Iterable[type]) -> None:
         self._forwards = [(kind, *_forward_of(kind)) for kind in kinds]
         homes = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
-        spaces = [vars(sys.modules[home]) for home in homes if home in sys.modules]
-        self._beside = [
-            (space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
-            for space in spaces
+        bases = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith("torch.")}
+        spaces: list[tuple[str, Mapping[str, Any]]] = [
+            (home, vars(sys.modules[home])) for home in homes if home in sys.modules
+        ]
+        self._beside: list[tuple[str, Mapping[str, Any], dict[str, object]]] = [
+            (home, space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
+            for home, space in spaces
+        ]
+        functions: list[tuple[str, Mapping[str, Any]]] = [
+            (f"{base.__module__}.{base.__qualname__}", vars(base)) for base in bases if base is not object
+        ]
+        functions += [("torch", vars(torch)), ("torch.nn.functional", vars(nn.functional))]
+        self._beside += [
+            (home, space, {name: value for name, value in space.items() if isinstance(value, _FUNCTIONS)})
+            for home, space in functions
         ]
 
     def change(self) -> str | None:
         for kind, *before in self._forwards:
             if [*_forward_of(kind)] != before:
                 return f"the code of {kind.__name__}"
-        for space, beside in self._beside:
+        for home, space, beside in self._beside:
             for name, value in beside.items():
                 if space.get(name) is not value:
-                    return f"`{name}` of {space['__name__']}"
+                    return f"`{name}` of {home}"
         return None
 
 
@@ -222,6 +234,7 @@ def _settings(device: torch.device) -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         _named(everywhere._global_forward_hooks),
         _named(everywhere._global_forward_pre_hooks),
+        nn.Module._call_impl,
     )
 
 

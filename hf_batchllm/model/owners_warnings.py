@@ -57,6 +57,11 @@ def warn_of_compiled(model: nn.Module, notices: Notices) -> None:
     )
 
 
+def has_owners_hooks(model: nn.Module) -> bool:
+    """Whether hooks are on it, or on all modules, that may do anything."""
+    return _hooked(model, every_module(model)) is not None
+
+
 def _hooked(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
     """The first place with a hook of its owner's."""
     everywhere = nn.modules.module
