@@ -146,3 +146,12 @@ def exact_on(device: str) -> None:
     if device != "cpu":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
+        draw = torch.multinomial
+
+        def checked(shares: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            """As on a CPU, where there is nothing to draw from: a GPU ends the process with a failed assertion."""
+            if not bool((shares.isfinite() & (shares >= 0)).all() and (shares.sum(-1) > 0).all()):
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            return draw(shares, *args, **kwargs)
+
+        torch.multinomial = checked

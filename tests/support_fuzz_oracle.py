@@ -169,6 +169,8 @@ def _check_beams(model: Any, ask: Ask, rows: Sequence[Generation], options: Opti
             close = row.score == score or math.isclose(row.score or 0.0, score, rel_tol=CLOSE, abs_tol=CLOSE)
             expect(close or math.isnan(score), f"the score {row.score} and generate's {score}")
         return 0
+    if any(map(math.isnan, scores)):  # all are equally good
+        return len(rows)
     processors = options.get("logits_processor", [])
     for seed in range(6):  # what is left to rounding comes out otherwise in some of them
         jitter = options | {"logits_processor": [*processors, _Jitter(seed)]}

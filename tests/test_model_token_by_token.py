@@ -156,7 +156,7 @@ def test_dynamic_quantisation_is_warned_of() -> None:
 
     model: Any = FAMILIES["llama"]()
     model.model.layers[0].mlp.up_proj.__class__ = Linear
-    with pytest.warns(UserWarning, match="quantize_dynamic"):
+    with pytest.warns(UserWarning, match="dynamic quantisation"):
         tokens(BatchGenerator(model))
 
 

@@ -28,6 +28,7 @@ class BeamEndings(Endings):
         if own:
             with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
                 scores = None if self._scores is None else self._scores(group.root, group.made + 1)
-                ends = own(torch.from_numpy(ids).to(self._device), scores)
-            stops |= np.broadcast_to(ends.cpu().numpy(), stops.shape)
+                # Copied within the stream: another one would not wait for the criteria.
+                ends = own(torch.from_numpy(ids).to(self._device), scores).cpu().numpy()
+            stops |= np.broadcast_to(ends, stops.shape)
         return stops
