@@ -296,6 +296,22 @@ def test_options_that_look_at_more_than_a_row(options: dict[str, Any]) -> None:
     check(**options)
 
 
+class SlowFifth(Fifth):
+    """Its answer is ready some milliseconds after it was given."""
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if ids.is_cuda:
+            torch.cuda._sleep(20_000_000)
+        return super().__call__(ids, scores)
+
+
+def test_criteria_on_a_gpu_are_waited_for(device: str) -> None:
+    model, options = model_on(device, FAMILY), OPTIONS | {"stopping_criteria": [SlowFifth()]}
+    found = BatchGenerator(model).generate(PROMPTS, **options)
+    alone = BatchGenerator(build(FAMILY)).generate(PROMPTS, **OPTIONS, stopping_criteria=[Fifth()])
+    assert found.token_ids == alone.token_ids
+
+
 def test_strings_end_beams() -> None:
     tokenizer, model = letter_tokenizer(), build(FAMILY)
     first = BatchGenerator(model).generate(PROMPTS, **OPTIONS)
