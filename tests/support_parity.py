@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support_families import PROMPT_KINDS, build, family_params, gaps, logits_of_rows, random_prompts, reference_steps
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_batchllm import BatchGenerator, BatchResult
@@ -167,15 +168,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def counted_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
     """The number of tokens of each pass through the model, counted where ids become vectors."""
     sizes: list[int] = []
-    table, embedding = model.get_input_embeddings(), torch.nn.functional.embedding
-
-    def counting(ids: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        if weight is table.weight:
-            sizes.append(ids.numel())
-        return embedding(ids, weight, *rest, **named)
-
-    torch.nn.functional.embedding = counting  # not a hook: kept prefixes go when the model gets one
-    try:
+    with _CountedIds(model.get_input_embeddings(), sizes):
         yield sizes
-    finally:
-        torch.nn.functional.embedding = embedding
+
+
+class _CountedIds(TorchFunctionMode):
+    """No hook, and no function in the place of PyTorch's: kept prefixes go when a model gets one."""
+
+    def __init__(self, table: Any, sizes: list[int]) -> None:
+        super().__init__()
+        self._table, self._sizes = table, sizes
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.embedding and args[1] is self._table.weight:
+            self._sizes.append(args[0].numel())
+        return function(*args, **(kwargs or {}))

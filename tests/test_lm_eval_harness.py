@@ -49,8 +49,8 @@ def test_what_had_finished_before_an_interrupt_is_kept(monkeypatch: pytest.Monke
     forward, runs = eval_model().forward, []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(1)
-        if len(runs) == 6:
+        runs.append(kwargs["input_ids"].numel() > 16)  # others try what was put there on a few tokens
+        if sum(runs) == 6:
             raise KeyboardInterrupt
         return forward(*args, **kwargs)
 

@@ -145,10 +145,13 @@ def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
     found: list[torch.Tensor] = []  # of each pass, the logits of the tokens that are the same
 
     allowed = _rounding(model)
+    # In half precision rounding may send a token to another expert; what mixes tokens shows in most of them.
+    share = 0.5 if allowed == _ROUNDING_OF_HALF else 0.0
 
     def far(one: torch.Tensor, other: torch.Tensor) -> bool:
         one, other = one.float(), other.float()
-        return bool(((one - other).norm(dim=-1) > allowed * one.norm(dim=-1)).any())
+        apart = (one - other).norm(dim=-1) > allowed * one.norm(dim=-1)
+        return bool(apart.float().mean() > share)
 
     try:
         for order in _ORDERS:
