@@ -79,6 +79,19 @@ def matmul_precision(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def newer_switches() -> Iterator[None]:
+    """torch's own switch of each device. Once one is set, ``torch.get_float32_matmul_precision`` raises an error."""
+    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    try:
+        for each in products:
+            each.fp32_precision = "tf32"
+        yield
+    finally:
+        for each in products:
+            each.fp32_precision = "none"
+
+
+@contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -102,6 +115,7 @@ STATES: dict[str, State] = {
     "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
     "numpy raises": lambda: np.errstate(all="raise"),
     "matmul precision": lambda: matmul_precision("medium"),
+    "matmul precision, newer": newer_switches,
     "function mode": _Functions,
     "dispatch mode": _Dispatched,
     "flop counter": lambda: FlopCounterMode(display=False),

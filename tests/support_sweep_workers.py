@@ -40,8 +40,11 @@ class Kept:
         self.path = path
 
     def rows(self) -> dict[Case, Row]:
-        lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
-        return {row.case: row for row in map(_from_json, lines)}
+        text = self.path.read_text("utf-8") if self.path.exists() else ""
+        whole, _, cut_off = text.rpartition("\n")
+        if cut_off:  # as it was interrupted: what is added goes on a line of its own
+            self.path.write_text(f"{whole}\n" if whole else "", "utf-8")
+        return {row.case: row for row in map(_from_json, whole.splitlines())}
 
     def add(self, row: Row) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

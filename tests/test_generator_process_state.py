@@ -41,7 +41,7 @@ def no_random_numbers() -> Iterator[None]:
 
 
 # All calls where tensors are made; of each other state, those that would show it.
-_EVERYWHERE = ("bfloat16", "meta", "inference mode", "numpy raises")
+_EVERYWHERE = ("bfloat16", "meta", "inference mode", "numpy raises", "matmul precision, newer")
 _ELSEWHERE = ("greedy", "tensors of beams")
 
 

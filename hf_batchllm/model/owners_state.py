@@ -22,6 +22,7 @@ from ..patches.attention_interface import autocast_dtype
 from ..patches.attention_swap import steps_lock
 from ..patches.uncompiled import own_forward
 from ..patches.unmodified import IDLE_HOOKS, code_home
+from .matmul_precision import matmul_settings
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
 _TENSOR_CODE = ("transformers.integrations.", "compressed_tensors.quantization.")
@@ -231,7 +232,7 @@ def _settings(device: torch.device) -> tuple[Any, ...]:
     return (
         autocast_dtype(device),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        matmul_settings(device),
         _named(everywhere._global_forward_hooks),
         _named(everywhere._global_forward_pre_hooks),
         nn.Module._call_impl,

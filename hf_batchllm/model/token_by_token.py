@@ -32,6 +32,7 @@ from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, attention_masks_noted
 from ..patches.uncompiled import Uncompiled, every_module, own_forward
 from .batch_dependent import depends_on_batch
+from .matmul_precision import multiplies_exactly
 
 # Their modules treat tokens alike; where one does not, ``batch_dependent`` says so.
 _THEIRS = frozenset(
@@ -196,8 +197,7 @@ def _rounding(model: PreTrainedModel) -> float:
     dtype = autocast_dtype(model.device) or model.dtype
     if dtype not in (torch.float32, torch.float64):
         return _ROUNDING_OF_HALF
-    exact = model.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
-    return _ROUNDING if exact else _ROUNDING_OF_TF32
+    return _ROUNDING if multiplies_exactly(model.device) else _ROUNDING_OF_TF32
 
 
 def _own_code(modules: Sequence[nn.Module], is_theirs: Callable[[Any], bool]) -> _Seen:

@@ -1,0 +1,32 @@
+"""How precisely torch multiplies float32 matrices, as the process is set now.
+
+``torch.get_float32_matmul_precision`` raises an error once one of torch's newer switches has been set
+(``torch.backends.cuda.matmul.fp32_precision``), so it is not asked. The newer switches can always be read, and show
+what the older ones have set, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_EXACT = ("none", "ieee")
+
+
+def multiplies_exactly(device: torch.device) -> bool:
+    """Whether products of float32 on this device are those of float32, not of a shorter type."""
+    backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+    return backend.matmul.fp32_precision in _EXACT
+
+
+def matmul_settings(device: torch.device) -> tuple[object, ...]:
+    """All that changes what a product gives: products made under other settings are others."""
+    if device.type == "cpu":
+        return (torch.backends.mkldnn.matmul.fp32_precision,)
+    products = torch.backends.cuda.matmul
+    return (
+        products.fp32_precision,
+        products.allow_bf16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_fp16_accumulation,
+        torch.backends.cuda.preferred_blas_library(),
+    )
