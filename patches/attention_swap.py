@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ _FIELD = "_attn_implementation_internal"
 _ABSENT = object()
 # By the id of a model's first config: a swap waits until a swap in another thread has ended.
 _locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_FORK_WAITS = 1.0  # seconds at most, for steps in other threads
+_FORK_WAITS = 1.0  # seconds at most in all, for steps in other threads
 
 
 class AttentionSwap:
@@ -102,7 +103,9 @@ class _Fork(threading.local):  # two threads may fork at a time
         self._held: list[Any] = []
 
     def before(self) -> None:
-        self._held = [lock for lock in list(_locks.values()) if lock.acquire(timeout=_FORK_WAITS)]
+        until = time.monotonic() + _FORK_WAITS
+        locks = list(_locks.values())
+        self._held = [lock for lock in locks if lock.acquire(timeout=max(until - time.monotonic(), 0))]
 
     def in_parent(self) -> None:
         held, self._held = self._held, []

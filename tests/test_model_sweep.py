@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import support_sweep_workers as workers
@@ -26,7 +27,7 @@ from support_sweep_compare import (
 )
 from support_sweep_models import Case, cases, tiny_config, tiny_model
 from support_sweep_page import PAGE, page
-from support_sweep_workers import Row, swept
+from support_sweep_workers import Kept, Row, swept
 
 from hf_batchllm import BatchGenerator
 
@@ -126,3 +127,15 @@ def test_the_page_says_what_was_found() -> None:
     text = page(rows)
     assert f"transformers {transformers.__version__}" in text and "at most 2e-06" in text
     assert "| `LlamaForCausalLM` (llama) | by default: exact; with other layers: refused: it may not |" in text
+
+
+def test_a_sweep_goes_on_after_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "rows.jsonl")
+    row = Row(LLAMA, {"shared": Outcome(EXACT)}, 1.5)
+    kept.add(row)
+    whole = kept.path.read_text("utf-8")
+    for cut in ("", whole):
+        kept.path.write_text(cut + whole[:20], "utf-8")
+        assert list(kept.rows()) == ([LLAMA] if cut else [])
+        kept.add(row)
+        assert kept.rows() == {LLAMA: row}
