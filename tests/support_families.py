@@ -4,7 +4,7 @@ The parity tests compare this library with ``model.generate``, token by token, i
 CPU. That proves something only if the models behave like trained ones in three ways, none of
 which transformers' own initialisation gives at this size: attention has to matter (an early token
 changes late logits), the best logit has to be clearly the best, and the output has to depend on
-the prompt. ``_randomise`` sees to that; ``test_model_families.py`` checks it.
+the prompt. ``randomise`` (support_family_models.py) sees to that; ``test_model_families.py`` checks it.
 
 Weights depend on the names of family and parameter alone: a family is the same model in every
 process and in every version of transformers that has it.
@@ -12,33 +12,18 @@ process and in every version of transformers that has it.
 
 from __future__ import annotations
 
-import operator
 import random
-import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from support_family_models import Family, family
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 WINDOW = 8  # small enough that a prompt of twenty tokens has left it behind
 
-# No special tokens: a generation runs to its full length unless the test asks for an EOS.
-_BASE: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 _MLP = {"intermediate_size": 64}
 _GQA = {**_MLP, "num_key_value_heads": 2}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 16}
@@ -86,90 +71,6 @@ def _two_ropes(full: float = 5e4, sliding: float = 100.0) -> dict[str, Any]:
     return {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}}
 
 
-# Scores with a standard deviation of 2 or so, as queries and keys of trained models have: an attention that spreads
-# evenly over fifty tokens averages them away. What attention says is then to be heard beside the MLP.
-_LOUD = {
-    **dict.fromkeys(("q_proj", "k_proj", "q_b_proj", "qkv", "query_key_value", "c_attn", "q_norm", "k_norm"), 1.5),
-    **dict.fromkeys(("query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm"), 1.5),
-    **dict.fromkeys(("o_proj", "out_proj", "attention.dense", "self_attn.dense", "attn.c_proj"), 1.5),
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A tiny model: a config, and how loud its random weights are. Calling it builds a new one."""
-
-    name: str
-    model_type: str
-    config: dict[str, Any]
-    embed: float = 0.5  # standard deviation of the embedding: the smaller, the more attention has to say
-    head: float = 3.0  # gain of the LM head: how peaked the logits are
-    implementation: str | None = None
-    auto: Any = AutoModelForCausalLM
-    why: str = ""  # for refused models: what about them cannot be run
-    scale: dict[str, float] = field(default_factory=dict)  # further gains, by a part of the parameter's name
-
-    def missing(self) -> str | None:
-        """Why the installed transformers cannot build this one, or None."""
-        return None if self.model_type in CONFIG_MAPPING_NAMES else f"this transformers has no {self.model_type}"
-
-    def __call__(self) -> PreTrainedModel:
-        config = AutoConfig.for_model(self.model_type, **{**_BASE, **self.config})
-        chosen = {"attn_implementation": self.implementation} if self.implementation else {}
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # the CPU's alone
-            model = self.auto.from_config(config, dtype=torch.float32, **chosen).eval()
-        _randomise(model, self)
-        return model
-
-
-def _noise(name: str, like: torch.Tensor, std: float) -> torch.Tensor:
-    # One generator for each parameter: a parameter that only one version of transformers has does not move the rest.
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(like.shape, generator=generator) * std
-
-
-def _is_embedding(model: PreTrainedModel, head: torch.nn.Module | None) -> bool:
-    """Whether the LM head's weights are the embedding's. Some models have several heads, or name no embedding."""
-    try:
-        return head is not None and head.weight is model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):
-        return False
-
-
-@torch.no_grad()
-def _randomise(model: PreTrainedModel, family: Family) -> None:
-    """Weights under which the output depends on all of the prompt, with every parameter away from 0 and 1."""
-    head = model.get_output_embeddings()
-    tied = _is_embedding(model, head)
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full = f"{path}.{name}"
-            if module is head and tied and name == "weight":
-                continue  # the embedding's, and done
-            gain = family.head if module is head else 1.0
-            for part, factor in (_LOUD | family.scale).items():
-                gain = gain * factor if part in full else gain
-            noise = partial(_noise, f"{family.name}:{full}", parameter)
-            if "sink" in name:
-                parameter.copy_(noise(1.0))
-            elif parameter.ndim == 1:
-                # Norm weights, biases, router biases, activation parameters: around their initial value.
-                parameter.add_(noise(0.25)).mul_(gain)
-            elif isinstance(module, torch.nn.Embedding):
-                parameter.copy_(noise(family.embed * gain))
-            else:
-                fan_in = parameter.shape[0 if type(module).__name__ == "Conv1D" else -1]
-                parameter.copy_(noise(gain * fan_in**-0.5))
-        for name, buffer in module.named_buffers(recurse=False):
-            if "bias" in name and buffer.is_floating_point():  # DeepSeek's expert choice, kept out of training
-                buffer.copy_(_noise(f"{family.name}:{path}.{name}", buffer, 0.1))
-
-
-def _family(name: str, model_type: str = "", /, *configs: dict[str, Any], **options: Any) -> tuple[str, Family]:
-    return name, Family(name, model_type or name, reduce(operator.or_, configs, {}), **options)
-
-
 _LONGCAT_LAYERS = {"num_layers": 2, "num_hidden_layers": 4}  # one setting; 5.17 derives neither from the other
 # Two different values, so that YaRN's correction of the attention scale does not cancel.
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -192,53 +93,53 @@ _BIASED = {"scale": {"o_proj": 1.5, "dense": 1.5, "c_proj": 1.5, "out_proj": 1.5
 FAMILIES: dict[str, Family] = dict(
     [
         # Llama, and what is a Llama to an attention function. The first has three query heads a KV head.
-        _family("llama", "", _WIDE, {"num_attention_heads": 6}),
-        _family("llama3_rope", "llama", _WIDE, {"rope_parameters": _LLAMA3_ROPE}),
-        _family("arcee", "", _WIDE),
-        _family("apertus", "", _WIDE),
-        _family("bitnet", "", _SQUARE),
-        _family("ernie4_5", "", _WIDE),
-        _family("glm", "", _WIDE),
-        _family("glm4", "", _WIDE),
-        _family("helium", "", _SQUARE, {"head_dim": 16}),
-        _family("hunyuan_v1_dense", "", _WIDE),
-        _family("internlm3", "", _WIDE),
-        _family("jais2", "", _WIDE, **_BIASED),
-        _family("nanochat", "", _SQUARE),
-        _family("olmo", "", _SQUARE, {"clip_qkv": 3.0}),
-        _family("olmo2", "", _SQUARE),
-        _family("qwen2", "", _SQUARE),
-        _family("qwen3", "", _WIDE, {"num_key_value_heads": 1}),
-        _family("seed_oss", "", _WIDE),
-        _family("smollm3", "", _SQUARE, {"no_rope_layers": [1, 0, 1]}),
-        _family("gemma", "", _WIDE, {"num_key_value_heads": 1}, embed=0.1),
+        family("llama", "", _WIDE, {"num_attention_heads": 6}),
+        family("llama3_rope", "llama", _WIDE, {"rope_parameters": _LLAMA3_ROPE}),
+        family("arcee", "", _WIDE),
+        family("apertus", "", _WIDE),
+        family("bitnet", "", _SQUARE),
+        family("ernie4_5", "", _WIDE),
+        family("glm", "", _WIDE),
+        family("glm4", "", _WIDE),
+        family("helium", "", _SQUARE, {"head_dim": 16}),
+        family("hunyuan_v1_dense", "", _WIDE),
+        family("internlm3", "", _WIDE),
+        family("jais2", "", _WIDE, **_BIASED),
+        family("nanochat", "", _SQUARE),
+        family("olmo", "", _SQUARE, {"clip_qkv": 3.0}),
+        family("olmo2", "", _SQUARE),
+        family("qwen2", "", _SQUARE),
+        family("qwen3", "", _WIDE, {"num_key_value_heads": 1}),
+        family("seed_oss", "", _WIDE),
+        family("smollm3", "", _SQUARE, {"no_rope_layers": [1, 0, 1]}),
+        family("gemma", "", _WIDE, {"num_key_value_heads": 1}, embed=0.1),
         # Scales of their own.
-        _family("cohere", "", _SQUARE, {"logit_scale": 0.5}, head=6.0),
-        _family("granite", "", _SQUARE, _GRANITE, head=6.0),
-        _family("ministral3", "", _WIDE, {"sliding_window": WINDOW}),
-        _family("minicpm3", "", _MLA, {"hidden_size": 64, "scale_emb": 2, "dim_model_base": 32}, head=6.0),
+        family("cohere", "", _SQUARE, {"logit_scale": 0.5}, head=6.0),
+        family("granite", "", _SQUARE, _GRANITE, head=6.0),
+        family("ministral3", "", _WIDE, {"sliding_window": WINDOW}),
+        family("minicpm3", "", _MLA, {"hidden_size": 64, "scale_emb": 2, "dim_model_base": 32}, head=6.0),
         # Windows.
-        _family("mistral", "", _WIDE, {"num_key_value_heads": 1, "sliding_window": WINDOW}),
-        _family("ministral", "", _WIDE, _window("SFS")),
-        _family("qwen2_window", "qwen2", _SQUARE, {"use_sliding_window": True}, _window("FSS", 7)),
-        _family("qwen3_window", "qwen3", _WIDE, {"use_sliding_window": True}, _window("FSS", 7)),
-        _family("phi3", "", _SQUARE, {"sliding_window": 7}),
-        _family(
+        family("mistral", "", _WIDE, {"num_key_value_heads": 1, "sliding_window": WINDOW}),
+        family("ministral", "", _WIDE, _window("SFS")),
+        family("qwen2_window", "qwen2", _SQUARE, {"use_sliding_window": True}, _window("FSS", 7)),
+        family("qwen3_window", "qwen3", _WIDE, {"use_sliding_window": True}, _window("FSS", 7)),
+        family("phi3", "", _SQUARE, {"sliding_window": 7}),
+        family(
             "smollm3_window",
             "smollm3",
             _SQUARE,
             {"use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
             _window("FSF"),
         ),
-        _family("starcoder2", "", _SQUARE, {"sliding_window": WINDOW}, **_BIASED),
-        _family("cwm", "", _WIDE, {"bos_token_id": 1}, _window("FSS")),
-        _family("gemma2", "", _WIDE, _SOFTCAP, _window("SFS"), embed=0.1, **_EAGER),
-        _family("vaultgemma", "", _WIDE, _SOFTCAP, _window("SFS", 7), embed=0.1, **_EAGER),
-        _family("gemma3", "gemma3_text", _WIDE, {"query_pre_attn_scalar": 4}, _window("SSF"), _two_ropes(), embed=0.1),
-        _family("olmo3", "", _SQUARE, _window("SSF")),
-        _family("cohere2", "", _SQUARE, {"logit_scale": 0.5}, _window("SSSF"), head=6.0),
-        _family("exaone4", "", _WIDE, _window("SSSF")),
-        _family(
+        family("starcoder2", "", _SQUARE, {"sliding_window": WINDOW}, **_BIASED),
+        family("cwm", "", _WIDE, {"bos_token_id": 1}, _window("FSS")),
+        family("gemma2", "", _WIDE, _SOFTCAP, _window("SFS"), embed=0.1, **_EAGER),
+        family("vaultgemma", "", _WIDE, _SOFTCAP, _window("SFS", 7), embed=0.1, **_EAGER),
+        family("gemma3", "gemma3_text", _WIDE, {"query_pre_attn_scalar": 4}, _window("SSF"), _two_ropes(), embed=0.1),
+        family("olmo3", "", _SQUARE, _window("SSF")),
+        family("cohere2", "", _SQUARE, {"logit_scale": 0.5}, _window("SSSF"), head=6.0),
+        family("exaone4", "", _WIDE, _window("SSSF")),
+        family(
             "gemma4",
             "gemma4_text",
             _WIDE,
@@ -248,7 +149,7 @@ FAMILIES: dict[str, Family] = dict(
             embed=0.1,
             scale={"q_norm": 0.5, "k_norm": 0.5},
         ),
-        _family(
+        family(
             "gemma4_moe",
             "gemma4_text",
             _WIDE,
@@ -259,7 +160,7 @@ FAMILIES: dict[str, Family] = dict(
             scale={"q_norm": 0.5, "k_norm": 0.5},
         ),
         # The last two layers attend to the K and V of the second and the third.
-        _family(
+        family(
             "gemma4_shared",
             "gemma4_text",
             _WIDE,
@@ -269,8 +170,8 @@ FAMILIES: dict[str, Family] = dict(
             embed=0.1,
             scale={"q_norm": 0.5, "k_norm": 0.5},
         ),
-        _family("gemma3n", "gemma3n_text", _WIDE, _GEMMA3N, {"num_kv_shared_layers": 2}, _window("SSFSF"), embed=0.1),
-        _family(
+        family("gemma3n", "gemma3n_text", _WIDE, _GEMMA3N, {"num_kv_shared_layers": 2}, _window("SSFSF"), embed=0.1),
+        family(
             "modernbert_decoder",
             "modernbert-decoder",
             _MLP,
@@ -279,30 +180,30 @@ FAMILIES: dict[str, Family] = dict(
             _layers("SFS"),
         ),
         # Mixtures of experts.
-        _family("mixtral", "", _WIDE, _LOCAL_MOE, {"sliding_window": WINDOW}),
-        _family("phimoe", "", _WIDE, _LOCAL_MOE),
-        _family("granitemoe", "", _SQUARE, _LOCAL_MOE, _GRANITE, head=6.0),
-        _family("granitemoeshared", "", _SQUARE, _LOCAL_MOE, _GRANITE, {"shared_intermediate_size": 32}, head=6.0),
-        _family("qwen2_moe", "", _SQUARE, _MOE, {"shared_expert_intermediate_size": 32}),
-        _family("qwen3_moe", "", _WIDE, _MOE),
-        _family("olmoe", "", _SQUARE, _GLOBAL_MOE),
-        _family("flex_olmo", "", _SQUARE, _GLOBAL_MOE),
-        _family("ernie4_5_moe", "", _WIDE, {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
-        _family("glm4_moe", "", _WIDE, _ROUTED_MOE),
-        _family("minimax_m2", "", _WIDE, _LOCAL_MOE),
-        _family("jetmoe", "", _MLP, _LOCAL_MOE, {"kv_channels": 16, "num_key_value_heads": 2}),
-        _family("afmoe", "", _WIDE, _MOE, _window("SSSF")),
-        _family("dots1", "", _WIDE, _ROUTED_MOE, _window("FSS")),
-        _family("exaone_moe", "", _WIDE, _MOE, _window("SSSF")),
-        _family("cohere2_moe", "", _WIDE, _GLOBAL_MOE, _window("SSSF"), {"logit_scale": 0.5}, head=6.0),
-        _family("laguna", "", _WIDE, _MOE, _window("FSS"), {"num_attention_heads_per_layer": [4, 6, 2]}),
-        _family("kolibri1", "", _HEADS, _MOE, _window("SSF")),
+        family("mixtral", "", _WIDE, _LOCAL_MOE, {"sliding_window": WINDOW}),
+        family("phimoe", "", _WIDE, _LOCAL_MOE),
+        family("granitemoe", "", _SQUARE, _LOCAL_MOE, _GRANITE, head=6.0),
+        family("granitemoeshared", "", _SQUARE, _LOCAL_MOE, _GRANITE, {"shared_intermediate_size": 32}, head=6.0),
+        family("qwen2_moe", "", _SQUARE, _MOE, {"shared_expert_intermediate_size": 32}),
+        family("qwen3_moe", "", _WIDE, _MOE),
+        family("olmoe", "", _SQUARE, _GLOBAL_MOE),
+        family("flex_olmo", "", _SQUARE, _GLOBAL_MOE),
+        family("ernie4_5_moe", "", _WIDE, {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+        family("glm4_moe", "", _WIDE, _ROUTED_MOE),
+        family("minimax_m2", "", _WIDE, _LOCAL_MOE),
+        family("jetmoe", "", _MLP, _LOCAL_MOE, {"kv_channels": 16, "num_key_value_heads": 2}),
+        family("afmoe", "", _WIDE, _MOE, _window("SSSF")),
+        family("dots1", "", _WIDE, _ROUTED_MOE, _window("FSS")),
+        family("exaone_moe", "", _WIDE, _MOE, _window("SSSF")),
+        family("cohere2_moe", "", _WIDE, _GLOBAL_MOE, _window("SSSF"), {"logit_scale": 0.5}, head=6.0),
+        family("laguna", "", _WIDE, _MOE, _window("FSS"), {"num_attention_heads_per_layer": [4, 6, 2]}),
+        family("kolibri1", "", _HEADS, _MOE, _window("SSF")),
         # Keys and values of different widths.
-        _family("deepseek_v2", "", _MLA, _ROUTED_MOE, {"topk_method": "greedy", "n_group": 1}),
-        _family("deepseek_v3", "", _MLA, _ROUTED_MOE, {"rope_parameters": _YARN}),
-        _family("glm4_moe_lite", "", _MLA, _FEW_MOE, {"v_head_dim": 32}),
-        _family("youtu", "", _MLA),
-        _family(
+        family("deepseek_v2", "", _MLA, _ROUTED_MOE, {"topk_method": "greedy", "n_group": 1}),
+        family("deepseek_v3", "", _MLA, _ROUTED_MOE, {"rope_parameters": _YARN}),
+        family("glm4_moe_lite", "", _MLA, _FEW_MOE, {"v_head_dim": 32}),
+        family("youtu", "", _MLA),
+        family(
             "longcat_flash",
             "",
             _MLA,
@@ -317,22 +218,22 @@ FAMILIES: dict[str, Family] = dict(
             },
         ),
         # Sinks.
-        _family("gpt_oss", "", _WIDE, _LOCAL_MOE, _window("SFS", 7)),
-        _family("granite_swa", "", _SQUARE, _GRANITE, _window("SFS"), head=6.0),
-        _family("granitemoe_swa", "", _SQUARE, _LOCAL_MOE, _GRANITE, _window("SFS"), head=6.0),
-        _family("mimo_v2_flash", "", _WIDE, _FEW_MOE, {"v_head_dim": 12}, _window("FSS"), _two_ropes()),
-        _family("flint", "", _WIDE, _MOE, _window("SFS")),
+        family("gpt_oss", "", _WIDE, _LOCAL_MOE, _window("SFS", 7)),
+        family("granite_swa", "", _SQUARE, _GRANITE, _window("SFS"), head=6.0),
+        family("granitemoe_swa", "", _SQUARE, _LOCAL_MOE, _GRANITE, _window("SFS"), head=6.0),
+        family("mimo_v2_flash", "", _WIDE, _FEW_MOE, {"v_head_dim": 12}, _window("FSS"), _two_ropes()),
+        family("flint", "", _WIDE, _MOE, _window("SFS")),
         # Layer norms, parallel blocks, learned positions, a part of the head rotated, one KV head.
-        _family("phi", "", _SQUARE, **_BIASED),
-        _family("stablelm", "", _SQUARE, {"use_qkv_bias": True, "qk_layernorm": True}, **_BIASED),
-        _family("nemotron", "", _WIDE, scale={"norm": 0.2}),  # its norms add one to a weight of one
-        _family("gpt_neox", "", _MLP, **_BIASED),
-        _family("persimmon", "", _MLP, {"hidden_size": 64}, **_BIASED),
-        _family("gpt2", "", {"tie_word_embeddings": True}, **_BIASED),
-        _family("gpt_bigcode", "", {"multi_query": True}, **_BIASED),
-        _family("biogpt", "", _MLP, **_BIASED),
-        _family("opt", "", {"ffn_dim": 64, "word_embed_proj_dim": 48}, **_BIASED),
-        _family("ctrl", "", {"dff": 64}, **_BIASED),
+        family("phi", "", _SQUARE, **_BIASED),
+        family("stablelm", "", _SQUARE, {"use_qkv_bias": True, "qk_layernorm": True}, **_BIASED),
+        family("nemotron", "", _WIDE, scale={"norm": 0.2}),  # its norms add one to a weight of one
+        family("gpt_neox", "", _MLP, **_BIASED),
+        family("persimmon", "", _MLP, {"hidden_size": 64}, **_BIASED),
+        family("gpt2", "", {"tie_word_embeddings": True}, **_BIASED),
+        family("gpt_bigcode", "", {"multi_query": True}, **_BIASED),
+        family("biogpt", "", _MLP, **_BIASED),
+        family("opt", "", {"ffn_dim": 64, "word_embed_proj_dim": 48}, **_BIASED),
+        family("ctrl", "", {"dff": 64}, **_BIASED),
     ]
 )
 
@@ -361,9 +262,9 @@ _JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "nu
 #   forgets    has a window in its config that generate's cache keeps to, and attention does not
 REFUSED: dict[str, Family] = dict(
     [
-        _family("falcon", "", {"hidden_size": 64, "num_kv_heads": 2, "new_decoder_architecture": True}, why="unrouted"),
-        _family("gptj", "", _N, {"rotary_dim": 8}, why="unrouted"),
-        _family(
+        family("falcon", "", {"hidden_size": 64, "num_kv_heads": 2, "new_decoder_architecture": True}, why="unrouted"),
+        family("gptj", "", _N, {"rotary_dim": 8}, why="unrouted"),
+        family(
             "gpt_neo",
             "",
             {
@@ -375,13 +276,13 @@ REFUSED: dict[str, Family] = dict(
             },
             why="unrouted",
         ),
-        _family("codegen", "", _N, {"rotary_dim": 8}, why="unrouted"),
-        _family("bloom", "", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, why="unrouted"),
-        _family("mpt", "", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}, why="unrouted"),
-        _family("xglm", "", {"d_model": 64, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}, why="unrouted"),
-        _family("openai_gpt", "openai-gpt", _N, why="unrouted"),
-        _family("gpt_neox_japanese", "", {"hidden_size": 64}, why="unrouted"),
-        _family(
+        family("codegen", "", _N, {"rotary_dim": 8}, why="unrouted"),
+        family("bloom", "", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, why="unrouted"),
+        family("mpt", "", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}, why="unrouted"),
+        family("xglm", "", {"d_model": 64, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}, why="unrouted"),
+        family("openai_gpt", "openai-gpt", _N, why="unrouted"),
+        family("gpt_neox_japanese", "", {"hidden_size": 64}, why="unrouted"),
+        family(
             "llama4",
             "llama4_text",
             _WIDE,
@@ -394,9 +295,9 @@ REFUSED: dict[str, Family] = dict(
             },
             why="mask",
         ),
-        _family("doge", "", _SQUARE, {"keep_window_size": WINDOW}, why="mask"),
-        _family("phimoe_window", "phimoe", _WIDE, _LOCAL_MOE, {"sliding_window": WINDOW}, why="mask"),
-        _family(
+        family("doge", "", _SQUARE, {"keep_window_size": WINDOW}, why="mask"),
+        family("phimoe_window", "phimoe", _WIDE, _LOCAL_MOE, {"sliding_window": WINDOW}, why="mask"),
+        family(
             "qwen2_moe_window",
             "qwen2_moe",
             _SQUARE,
@@ -405,25 +306,25 @@ REFUSED: dict[str, Family] = dict(
             _window("SFS"),
             why="mask",
         ),
-        _family(
+        family(
             "gemma3_two_way", "gemma3_text", _WIDE, {"use_bidirectional_attention": True}, _window("SSF"), why="two-way"
         ),
-        _family("bert", "", _MLP, {"hidden_size": 64, "pad_token_id": 0}, why="two-way"),
-        _family("jamba", "", _GQA, _JAMBA, why="recurrent"),
-        _family("bamba", "", _GQA, _MAMBA2, {"attn_layer_indices": [1], "pad_token_id": 0}, why="recurrent"),
-        _family("falcon_h1", "", _WIDE, _MAMBA2, {"mamba_d_ssm": 96}, why="recurrent"),
-        _family("lfm2", "", _GQA, {"layer_types": ["conv", "full_attention", "conv"]}, why="recurrent"),
-        _family("qwen3_next", "", _WIDE, _MOE, _GATED_DELTA, _layers("LLLF"), why="recurrent"),
-        _family("mamba", "", {"state_size": 4}, why="recurrent"),
-        _family("recurrent_gemma", "", _WIDE, {"lru_width": 48, "attention_window_size": WINDOW}, why="recurrent"),
-        _family("minimax", "", _WIDE, _LOCAL_MOE, _layers("LFL"), why="recurrent"),
-        _family("diffllama", "", _SQUARE, why="repeated"),
-        _family("hrm_text", "", _MLP, {"head_dim": 16, "prefix_lm": False}, why="repeated"),
+        family("bert", "", _MLP, {"hidden_size": 64, "pad_token_id": 0}, why="two-way"),
+        family("jamba", "", _GQA, _JAMBA, why="recurrent"),
+        family("bamba", "", _GQA, _MAMBA2, {"attn_layer_indices": [1], "pad_token_id": 0}, why="recurrent"),
+        family("falcon_h1", "", _WIDE, _MAMBA2, {"mamba_d_ssm": 96}, why="recurrent"),
+        family("lfm2", "", _GQA, {"layer_types": ["conv", "full_attention", "conv"]}, why="recurrent"),
+        family("qwen3_next", "", _WIDE, _MOE, _GATED_DELTA, _layers("LLLF"), why="recurrent"),
+        family("mamba", "", {"state_size": 4}, why="recurrent"),
+        family("recurrent_gemma", "", _WIDE, {"lru_width": 48, "attention_window_size": WINDOW}, why="recurrent"),
+        family("minimax", "", _WIDE, _LOCAL_MOE, _layers("LFL"), why="recurrent"),
+        family("diffllama", "", _SQUARE, why="repeated"),
+        family("hrm_text", "", _MLP, {"head_dim": 16, "prefix_lm": False}, why="repeated"),
         *[
-            _family(name.replace("-", "_"), name, _BART, why="positions")
+            family(name.replace("-", "_"), name, _BART, why="positions")
             for name in ("bart", "mbart", "blenderbot", "blenderbot-small", "marian", "pegasus", "plbart")
         ],
-        _family(
+        family(
             "llama4_full",
             "llama4_text",
             _WIDE,
@@ -432,11 +333,11 @@ REFUSED: dict[str, Family] = dict(
             {"no_rope_layers": [1, 0, 1], "floor_scale": 4, "attn_scale": 1.0},
             why="positions",
         ),
-        _family("moshi", "", {"sliding_window": WINDOW, "ffn_dim": 64, "hidden_size": 64}, why="forgets"),
-        _family("llama_window", "llama", _WIDE, {"sliding_window": WINDOW}, why="forgets"),
-        _family("gpt_neox_chunks", "gpt_neox", _MLP, {"attention_chunk_size": WINDOW}, why="forgets"),
-        _family("olmo2_layers", "olmo2", _SQUARE, _window("SFS"), why="forgets"),
-        _family(
+        family("moshi", "", {"sliding_window": WINDOW, "ffn_dim": 64, "hidden_size": 64}, why="forgets"),
+        family("llama_window", "llama", _WIDE, {"sliding_window": WINDOW}, why="forgets"),
+        family("gpt_neox_chunks", "gpt_neox", _MLP, {"attention_chunk_size": WINDOW}, why="forgets"),
+        family("olmo2_layers", "olmo2", _SQUARE, _window("SFS"), why="forgets"),
+        family(
             "t5",
             "",
             {

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support_families import WINDOW, Family, _randomise
+from support_families import WINDOW
+from support_family_models import Family, randomise
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 _TEXT: dict[str, Any] = {
@@ -50,7 +51,7 @@ class ImageTextFamily:
             torch.default_generator.manual_seed(0)
             auto: Any = AutoModelForImageTextToText
             model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        _randomise(model, Family(self.name, self.name, {}))
+        randomise(model, Family(self.name, self.name, {}))
         return model
 
 

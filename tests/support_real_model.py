@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support_families import Family
+from support_family_models import Family
 
 ROOT = Path(__file__).parents[1]
 

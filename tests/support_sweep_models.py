@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from support_families import Family, _randomise
+from support_family_models import Family, randomise
 from support_sweep_shrink import FEWEST_LAYERS, KV_HEADS, VOCABULARY, WINDOW, OfText, shrunk
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -164,7 +164,7 @@ def tiny_model(case: Case, pattern: str = "default") -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model: PreTrainedModel = getattr(transformers, case.class_name)(config).to(torch.float32).eval()
-    _randomise(model, Family(case.class_name, case.model_type, {}))
+    randomise(model, Family(case.class_name, case.model_type, {}))
     model.generation_config = GenerationConfig(pad_token_id=0)  # no special tokens: it goes on to the full length
     return model
 

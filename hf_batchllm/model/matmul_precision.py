@@ -7,6 +7,8 @@ what the older ones have set, too.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _EXACT = ("none", "ieee")
@@ -14,19 +16,24 @@ _EXACT = ("none", "ieee")
 
 def multiplies_exactly(device: torch.device) -> bool:
     """Whether products of float32 on this device are those of float32, not of a shorter type."""
-    backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
-    return backend.matmul.fp32_precision in _EXACT
+    return _precision(device) in _EXACT
 
 
 def matmul_settings(device: torch.device) -> tuple[object, ...]:
     """All that changes what a product gives: products made under other settings are others."""
     if device.type == "cpu":
-        return (torch.backends.mkldnn.matmul.fp32_precision,)
+        return (_precision(device),)
     products = torch.backends.cuda.matmul
     return (
-        products.fp32_precision,
+        _precision(device),
         products.allow_bf16_reduced_precision_reduction,
         products.allow_fp16_reduced_precision_reduction,
         products.allow_fp16_accumulation,
         torch.backends.cuda.preferred_blas_library(),
     )
+
+
+def _precision(device: torch.device) -> str:
+    backend: Any = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+    precision: str = backend.matmul.fp32_precision
+    return precision
