@@ -20,8 +20,8 @@ from transformers.integrations import sdpa_attention
 from ..patches.attention_swap import steps_lock
 
 _PLAIN = frozenset([int, float, bool, str, type(None)])
-# Set by the owner's modes, or by this library; they do not say which tokens a layer sees.
-_SKIPPED = frozenset(["training", "gradient_checkpointing", "_attn_implementation_internal"])
+# Set by the owner's modes, by this library, or for training; they do not say which tokens a layer sees.
+_SKIPPED = frozenset(["training", "gradient_checkpointing", "loss_type", "_attn_implementation_internal"])
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
 # What a rotary embedding notes of its config, and does not change while it runs.
