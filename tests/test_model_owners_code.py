@@ -99,6 +99,20 @@ def test_one_that_changes_what_the_model_is_given_is_refused(name: str, method: 
         BatchGenerator(of_subclass(**{name: method}))
 
 
+def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError("where is the image?")
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [(fails, "does not generate from text alone.*where is the image"), (shifted, "positions in a way of its own")],
+)
+def test_methods_that_transformers_defines_for_one_model_are_tried(method: Any, why: str) -> None:
+    theirs = types.FunctionType(method.__code__, {**globals(), "__name__": "transformers.models.new.modeling_new"})
+    with pytest.raises(UnsupportedModelError, match=f"MyLlama .*{why}"):
+        BatchGenerator(of_subclass(**{PREPARE: theirs}))
+
+
 @pytest.mark.parametrize("name", ["generate", "_sample", "_prepare_cache_for_generation"])
 def test_other_methods_of_ones_own_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"MyLlama has a `{name}` of its own"):

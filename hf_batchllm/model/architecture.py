@@ -27,10 +27,10 @@ from .architecture_refusals import (
     refuse_equal_numbers,
     refuse_own_positions,
     refuse_own_temperature,
-    refuse_positions_from_elsewhere,
     refuse_windows_of_the_cache,
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
+from .generation_methods import refuse_positions_from_elsewhere
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import is_theirs, refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
@@ -85,7 +85,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_owners_code(inner, look, name)
     calls, selects_rows = _attention_calls(inner, name, look)
     _refuse_by_calls(inner, name, calls)
-    refuse_positions_from_elsewhere(inner, name)
+    refuse_positions_from_elsewhere(inner, name, is_theirs)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
     refuse_mixed_tokens(inner, name, is_theirs, selects_rows)
