@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,9 +78,10 @@ def inspect_model(model: nn.Module) -> Architecture:
             f"{type(model).__name__} puts learned tokens in front of every prompt (prompt learning); "
             "that is not supported. Adapters that change weights, such as LoRA, are"
         )
-    device = _single_device(inner, name)
+    modules = every_module(inner)
+    device = _single_device(inner, modules, name)
     _refuse_by_config(inner, name)
-    _refuse_repeated_layers(inner, name)
+    _refuse_repeated_layers(modules, name)
     refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
@@ -88,7 +90,7 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_positions_from_elsewhere(inner, name, is_theirs)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
-    refuse_mixed_tokens(inner, name, is_theirs, selects_rows)
+    refuse_mixed_tokens(inner, modules, name, is_theirs, selects_rows)
     config = inner.config.get_text_config(decoder=True)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)
@@ -117,8 +119,9 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     """With what an owner may change between two calls: the weights' device and type, the size of the vocabulary."""
     inner = base_model(model)
     unpack(inner)
-    device = _single_device(inner, architecture.name)
-    _refuse_repeated_layers(inner, architecture.name)
+    modules = every_module(inner)
+    device = _single_device(inner, modules, architecture.name)
+    _refuse_repeated_layers(modules, architecture.name)
     if has_changed(inner, architecture.look):
         before, architecture = architecture, inspect_model(model)
         if architecture.attention != before.attention:
@@ -126,7 +129,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
                 f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
             )
     else:
-        refuse_mixed_tokens(inner, architecture.name, is_theirs, architecture.selects_rows)
+        refuse_mixed_tokens(inner, modules, architecture.name, is_theirs, architecture.selects_rows)
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
@@ -141,8 +144,8 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return rows or stated
 
 
-def _single_device(model: PreTrainedModel, name: str) -> torch.device:
-    parameters = list(model.parameters())
+def _single_device(model: PreTrainedModel, modules: Sequence[nn.Module], name: str) -> torch.device:
+    parameters = [each for module in modules for each in module._parameters.values() if each is not None]
     refuse_sharded(model, parameters, name)
     devices = {tensor.device for tensor in parameters}
     placed = set(getattr(model, "hf_device_map", {}).values())
@@ -184,11 +187,11 @@ def _asked_for_beside_text(model: PreTrainedModel) -> list[str]:
     return [name for name in needed if name not in ("self", "input_ids")]
 
 
-def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
+def _refuse_repeated_layers(modules: Sequence[nn.Module], name: str) -> None:
     """Looks at the model itself: a copy of its architecture does not show changes to its list of layers."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, nn.ModuleList):
-            layers = [each for each in module if isinstance(each, GradientCheckpointingLayer)]
+            layers = [each for each in module._modules.values() if isinstance(each, GradientCheckpointingLayer)]
             if len(set(layers)) < len(layers):
                 raise UnsupportedModelError(
                     f"{name} has a layer that stands in several places, and would overwrite its own K and V; that is "

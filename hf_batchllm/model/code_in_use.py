@@ -55,24 +55,26 @@ def _look(model: PreTrainedModel) -> CodeInUse:
         module = waiting.pop()
         if module is None:
             continue
-        cls, held = type(module), module.__dict__
-        if not module._modules:
-            plain += [str(held.get(note)) for note in _OF_ROPE] if "rope_type" in held else ()
+        held = module.__dict__
+        if not held["_modules"]:
+            if "rope_type" in held:
+                plain += [str(held.get(note)) for note in _OF_ROPE]
             continue
+        cls = type(module)
         looked_at = classes.get(cls)
         if looked_at is None:
             home = cls.__module__.partition(".")[0]
             looked_at = classes[cls] = home not in _WITHOUT_ATTENTION
         if looked_at:
             plain.append(cls)
-            plain += plain_attributes(module).items()
+            plain += _plain_items(held)
             if "forward" in held:
                 plain.append(_token(held["forward"]))
             if isinstance(config := held.get("config"), PreTrainedConfig):
                 configs[id(config)] = config
         elif cls.__module__.partition(".")[0] != "torch":
             continue
-        waiting.extend(module._modules.values())
+        waiting.extend(held["_modules"].values())
     look.configs = list(configs.values())
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
     code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes)
@@ -94,10 +96,13 @@ def _look(model: PreTrainedModel) -> CodeInUse:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module notes of its config, for one."""
-    held = module.__dict__
+    return dict(_plain_items(module.__dict__))
+
+
+def _plain_items(held: dict[str, Any]) -> list[tuple[str, Any]]:
     # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
     own = islice(held.items(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None)
-    return {key: value for key, value in own if type(value) in _PLAIN and key not in _SKIPPED}
+    return [item for item in own if type(item[1]) in _PLAIN and item[0] not in _SKIPPED]
 
 
 # Methods of ``generate`` that this library does not call, so that one of an owner's would be passed over.

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from ..inputs.base_model import base_model
 from ..patches.attention_interface import autocast_dtype
 from ..patches.attention_swap import steps_lock
-from ..patches.uncompiled import own_forward
+from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import IDLE_HOOKS, code_home
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
@@ -63,6 +63,8 @@ def _not_in_graphs(model: nn.Module) -> str | None:
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "the hooks on all modules would not be called"
+    if not any(has_hooks(module) or "forward" in module.__dict__ for module in every_module(model)):
+        return None  # names take long to make
     for name, module in model.named_modules():
         where = f"`{name}`" if name else "the model"
         if has_hooks(module):
