@@ -66,6 +66,13 @@ def reached_from(roots: Iterable[FunctionType]) -> list[FunctionType]:
     return list(found.values())
 
 
+def names_read_by(classes: Iterable[type], forwards: Iterable[Any] = ()) -> set[str]:
+    """All names in the code of the classes, in ``forwards``, and in what these call by name."""
+    held = (value for each in classes for value in vars(each).values())
+    roots = [function for value in (*held, *forwards) for function in functions_behind(value)]
+    return set[str]().union(*(names_in(each.__code__) for each in reached_from(roots)))
+
+
 def names_in(code: CodeType) -> set[str]:
     """The global names and attributes in a function, and in those that are defined inside of it."""
     inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))

@@ -59,7 +59,8 @@ def refuse_methods(model: PreTrainedModel, name: str, is_theirs: Callable[[Any],
 
 def refuse_positions_from_elsewhere(model: PreTrainedModel, name: str, is_theirs: Callable[[Any], bool]) -> None:
     """A method of transformers' own may take away the positions that the engine passes (Kosmos-2.5), or pass others."""
-    as_usual = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    prepare = getattr(type(model), TRIED[0])
+    as_usual = prepare is GenerationMixin.prepare_inputs_for_generation
     if as_usual or any(method in TRIED for method in own_methods(model, is_theirs)):  # those were tried before
         return
     try:

@@ -22,6 +22,8 @@ from ..patches.attention_interface import autocast_dtype
 from ..patches.attention_swap import steps_lock
 from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import IDLE_HOOKS, code_home
+from .code_in_use import NOTEBOOK
+from .code_reach import names_read_by
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
 _TENSOR_CODE = ("transformers.integrations.", "compressed_tensors.quantization.")
@@ -202,7 +204,13 @@ class _Code:
         self._beside: list[tuple[str, Mapping[str, Any], dict[str, object]]] = [
             (home, space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
             for home, space in spaces
+            if home != NOTEBOOK
         ]
+        for home, space in spaces:
+            if home == NOTEBOOK:  # each cell may define a function anew that the model has no part in
+                names = names_read_by(bases)
+                beside = {name: each for name, each in space.items() if isinstance(each, (FunctionType, type))}
+                self._beside.append((home, space, {name: each for name, each in beside.items() if name in names}))
         functions: list[tuple[str, Mapping[str, Any]]] = [
             (f"{base.__module__}.{base.__qualname__}", vars(base)) for base in bases if base is not object
         ]
