@@ -245,7 +245,7 @@ class BatchGenerator:
                     for request in call.run(bar.step):
                         bar.finish(request)
                         generation = self._generation(request, outputs)
-                        call.look_at_the_model()
+                        call.owner_gets_control()
                         call.timekeeper.switch("outside")
                         yield generation
                         call.owner_had_control()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .attention_swap import AttentionSwap
+from .uncompiled import every_module
 
 # The attributes in which PEFT keeps the notes; its public properties read them.
 _NOTES = ("_active_adapter", "_disable_adapters")
@@ -34,11 +35,15 @@ class AdaptedLayer(nn.Module):
 def adapted_layers(model: nn.Module) -> list[AdaptedLayer]:
     """PEFT's layers: wrappers of the model's own, and layers of which it trains copies."""
     # A property or an attribute of the instance: transformers' models have a method of that name.
-    return [
-        cast(AdaptedLayer, module)
-        for module in model.modules()
-        if isinstance(getattr(type(module), "disable_adapters", None), property) or "disable_adapters" in vars(module)
-    ]
+    classes: dict[type, bool] = {}
+    found: dict[nn.Module, None] = {}
+    for module in every_module(model):
+        cls = type(module)
+        if cls not in classes:
+            classes[cls] = isinstance(getattr(cls, "disable_adapters", None), property)
+        if classes[cls] or "disable_adapters" in module.__dict__:
+            found[module] = None  # once, though it may stand in two places
+    return [cast(AdaptedLayer, module) for module in found]
 
 
 def active_in(layers: Iterable[AdaptedLayer]) -> Hashable:

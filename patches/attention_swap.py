@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from .uncompiled import every_module
+
 # Where transformers keeps the name; the public property would also walk (and set) sub-configs on its own.
 _FIELD = "_attn_implementation_internal"
 _ABSENT = object()
@@ -77,9 +79,15 @@ def steps_lock(model_config: PreTrainedConfig) -> Any:
 def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
     """Every config that a layer of ``model`` may ask for its attention implementation, each once."""
     found: dict[int, PreTrainedConfig] = {}
-    owners = (getattr(module, "config", None) for module in model.modules())
+    classes: dict[type, bool] = {}  # whether an instance may have a config that is not in its ``__dict__``
+    owners: list[Any] = [getattr(model, "config", None)]  # comes first: its lock is the model's
+    for module in every_module(model):
+        cls = type(module)
+        if cls not in classes:
+            classes[cls] = hasattr(cls, "config") or cls.__getattr__ is not nn.Module.__getattr__
+        owners.append(getattr(module, "config", None) if classes[cls] else module.__dict__.get("config"))
     waiting = [config for config in owners if isinstance(config, PreTrainedConfig)]
-    waiting.reverse()  # taken from the end, so that the model's own config comes first
+    waiting.reverse()  # taken from the end
     while waiting:
         config = waiting.pop()
         if id(config) not in found:

@@ -17,6 +17,7 @@ from .unmodified import is_compiled
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 _COMPILED_CALL = "_compiled_call_impl"
+_WRAPPER = "OptimizedModule"
 _ABSENT = object()
 
 
@@ -78,26 +79,30 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(the ``__dict__`` of a module, a key in it, what belongs there)"""
-    classes: dict[type, Any] = {}
+    classes: dict[type, tuple[Any, bool]] = {}  # what the class's `forward` was compiled from; whether to look closer
     for module in modules:
         cls, held = type(module), module.__dict__
-        if held.get(_COMPILED_CALL) is not None:
-            yield held, _COMPILED_CALL, None
         if cls not in classes:
-            classes[cls] = vars(cls.forward).get(_COMPILED_FROM) if hasattr(cls.forward, "__dict__") else None
+            compiled = vars(cls.forward).get(_COMPILED_FROM) if hasattr(cls.forward, "__dict__") else None
+            classes[cls] = compiled, compiled is not None or cls.__name__ == _WRAPPER
+        of_class, looked_at = classes[cls]
+        if _COMPILED_CALL in held and held[_COMPILED_CALL] is not None:
+            yield held, _COMPILED_CALL, None
+        if not looked_at and "forward" not in held and "_orig_mod" not in held:
+            continue
         forward = held.get("forward")
         if isinstance(original := held.get("_orig_mod"), nn.Module) or (original := _inner(module)) is not None:
             yield held, "forward", original.__call__
         elif forward is not None:
             if hasattr(forward, _COMPILED_FROM):
                 yield held, "forward", _uncompiled(forward)
-        elif classes[cls] is not None:
+        elif of_class is not None:
             yield held, "forward", MethodType(_uncompiled(cls.forward), module)
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
     """What ``torch.compile(module)`` wrapped."""
-    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    return module._modules.get("_orig_mod") if type(module).__name__ == _WRAPPER else None
 
 
 def _uncompiled(function: Any) -> Any:

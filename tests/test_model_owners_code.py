@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,6 +20,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
+from hf_batchllm.model import architecture
 
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 Own = LlamaForCausalLM
@@ -97,6 +99,20 @@ def test_a_usual_way_to_prepare_inputs_is_served_and_named_once(method: Any) -> 
 def test_one_that_changes_what_the_model_is_given_is_refused(name: str, method: Any, why: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"MyLlama has its own `{name}`.*{why}"):
         BatchGenerator(of_subclass(**{name: method}))
+
+
+def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError("where is the image?")
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [(fails, "does not generate from text alone.*where is the image"), (shifted, "positions in a way of its own")],
+)
+def test_methods_that_transformers_defines_for_one_model_are_tried(method: Any, why: str) -> None:
+    theirs = types.FunctionType(method.__code__, {**globals(), "__name__": "transformers.models.new.modeling_new"})
+    with pytest.raises(UnsupportedModelError, match=f"MyLlama .*{why}"):
+        BatchGenerator(of_subclass(**{PREPARE: theirs}))
 
 
 @pytest.mark.parametrize("name", ["generate", "_sample", "_prepare_cache_for_generation"])
@@ -314,3 +330,41 @@ def test_a_change_that_another_generator_has_seen_is_seen_by_each() -> None:
     for generator in (first, second):
         with pytest.raises(PromptError, match="rotary"):
             generator.generate([list(range(3, 38))], max_new_tokens=8)
+
+
+CELL = """
+from transformers import LlamaForCausalLM
+
+def of_helper():
+    return 1
+
+def helper():
+    return of_helper()
+
+class InANotebook(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) if helper() else None
+"""
+ANOTHER = "def another(): pass"
+UNREAD = "def unread(): return 2"
+
+
+@pytest.mark.parametrize("keep", [0, 64])
+def test_functions_of_a_notebook_matter_where_the_model_reads_them(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    exec(CELL + UNREAD, vars(notebook))
+    model: Any = FAMILIES["llama"]()
+    model.__class__ = vars(notebook)["InANotebook"]
+    generator = BatchGenerator(model, keep_prefixes=keep, page_size=4)
+    prompts = [[*PROMPTS[0][:25], 60 + each] for each in range(4)]  # a prefix worth keeping
+    run = partial(generator.generate, prompts, **GREEDY)
+    expected, looks = run().token_ids, list[int]()
+    inspect = architecture.inspect_model
+    monkeypatch.setattr(architecture, "inspect_model", lambda model: looks.append(1) or inspect(model))
+    for cell in (ANOTHER, ANOTHER, UNREAD):
+        exec(cell, vars(notebook))
+        assert run().token_ids == expected and not looks
+        assert bool(generator.last_report.cached_tokens) == bool(keep)  # type: ignore[union-attr]
+    exec("def of_helper(): return 3", vars(notebook))
+    assert run().token_ids == expected and looks

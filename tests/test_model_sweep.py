@@ -52,6 +52,7 @@ REASONS = [
     ("Llama4ForCausalLM", "llama4_text", "default", "chunked_attention|mask alone"),
     ("PhimoeForCausalLM", "phimoe", "other", "mask alone"),
     ("RobertaForCausalLM", "roberta", "default", "both directions"),
+    ("Kosmos2_5ForConditionalGeneration", "kosmos-2.5", "default", "positions in a way of its own"),
     ("MusicgenForCausalLM", "musicgen", "default", "cannot be run with an attention function from outside"),
 ]
 

@@ -228,6 +228,12 @@ class Call:
             self.engine.builder.built_prefixes = False
             self._kv.look_again(adapters=self._adapters.swap is None)
 
+    def owner_gets_control(self) -> None:
+        """A stream is about to hand a result out."""
+        self.look_at_the_model()
+        if self._ahead is not None:
+            self._ahead.owner_gets_control()
+
     def owner_had_control(self) -> None:
         """A stream has handed a result out: graphs are replayed only of a model that has not changed since."""
         if self._ahead is not None:

@@ -24,6 +24,7 @@ from ..model.owners_state import not_in_graphs
 from ..model.runner import ModelRunner, current_device
 from ..model.triton_attention import TritonBackend
 from ..patches.attention_interface import autocast_dtype
+from ..patches.uncompiled import every_module
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk, Step
 from ..results.sharing_plan import SharingPlan
@@ -71,7 +72,7 @@ def _rounded(count: int) -> int:
 
 def cannot_rehearse(model: nn.Module) -> bool:
     """Whether a step run for nothing would be noticed: by hooks, or by layers that draw random numbers."""
-    return not_in_graphs(model) is not None or any(module.training for module in model.modules())
+    return not_in_graphs(model) is not None or any(module.training for module in every_module(model))
 
 
 class Rehearsals:

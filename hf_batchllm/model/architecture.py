@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,10 +28,10 @@ from .architecture_refusals import (
     refuse_equal_numbers,
     refuse_own_positions,
     refuse_own_temperature,
-    refuse_positions_from_elsewhere,
     refuse_windows_of_the_cache,
 )
 from .code_in_use import CodeInUse, code_in_use, has_changed
+from .generation_methods import refuse_positions_from_elsewhere
 from .kv_storage import AttentionShape, kv_dtype
 from .owners_code import is_theirs, refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
@@ -45,8 +46,9 @@ _BYPASSES = (
 _QUERIES = (1, 6, 1_000_000)
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
-# The calls of architectures looked at before; they hold no memory, as they come from copies without data.
-_SEEN: dict[tuple[object, ...], list[AttentionCall]] = {}
+_Noted = tuple[list[AttentionCall], bool]  # the calls of a pass, and whether the model selects rows
+# Of architectures looked at before; they hold no memory, as they come from copies without data.
+_SEEN: dict[tuple[object, ...], _Noted] = {}
 _MOST_ARCHITECTURES_KEPT = 16
 
 
@@ -63,6 +65,7 @@ class Architecture:
     rope_limit: int | None  # in longer sequences, a length-dependent RoPE would change what is computed
     device: torch.device
     attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
+    selects_rows: bool  # whether the model can be told which tokens to compute logits of
     look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
 
 
@@ -75,18 +78,19 @@ def inspect_model(model: nn.Module) -> Architecture:
             f"{type(model).__name__} puts learned tokens in front of every prompt (prompt learning); "
             "that is not supported. Adapters that change weights, such as LoRA, are"
         )
-    device = _single_device(inner, name)
+    modules = every_module(inner)
+    device = _single_device(inner, modules, name)
     _refuse_by_config(inner, name)
-    _refuse_repeated_layers(inner, name)
+    _refuse_repeated_layers(modules, name)
     refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
-    calls = _attention_calls(inner, name, look)
+    calls, selects_rows = _attention_calls(inner, name, look)
     _refuse_by_calls(inner, name, calls)
-    refuse_positions_from_elsewhere(inner, name)
+    refuse_positions_from_elsewhere(inner, name, is_theirs)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
-    refuse_mixed_tokens(inner, name, is_theirs, selects_rows(inner))
+    refuse_mixed_tokens(inner, modules, name, is_theirs, selects_rows)
     config = inner.config.get_text_config(decoder=True)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)
@@ -100,6 +104,7 @@ def inspect_model(model: nn.Module) -> Architecture:
         rope_limit=rope_limit(inner, _rope_limit(config)),
         device=device,
         attention=shapes,
+        selects_rows=selects_rows,
         look=look,
     )
 
@@ -114,8 +119,9 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     """With what an owner may change between two calls: the weights' device and type, the size of the vocabulary."""
     inner = base_model(model)
     unpack(inner)
-    device = _single_device(inner, architecture.name)
-    _refuse_repeated_layers(inner, architecture.name)
+    modules = every_module(inner)
+    device = _single_device(inner, modules, architecture.name)
+    _refuse_repeated_layers(modules, architecture.name)
     if has_changed(inner, architecture.look):
         before, architecture = architecture, inspect_model(model)
         if architecture.attention != before.attention:
@@ -123,7 +129,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
                 f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
             )
     else:
-        refuse_mixed_tokens(inner, architecture.name, is_theirs, selects_rows(inner))
+        refuse_mixed_tokens(inner, modules, architecture.name, is_theirs, architecture.selects_rows)
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
@@ -138,8 +144,8 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return rows or stated
 
 
-def _single_device(model: PreTrainedModel, name: str) -> torch.device:
-    parameters = list(model.parameters())
+def _single_device(model: PreTrainedModel, modules: Sequence[nn.Module], name: str) -> torch.device:
+    parameters = [each for module in modules for each in module._parameters.values() if each is not None]
     refuse_sharded(model, parameters, name)
     devices = {tensor.device for tensor in parameters}
     placed = set(getattr(model, "hf_device_map", {}).values())
@@ -181,11 +187,11 @@ def _asked_for_beside_text(model: PreTrainedModel) -> list[str]:
     return [name for name in needed if name not in ("self", "input_ids")]
 
 
-def _refuse_repeated_layers(model: PreTrainedModel, name: str) -> None:
+def _refuse_repeated_layers(modules: Sequence[nn.Module], name: str) -> None:
     """Looks at the model itself: a copy of its architecture does not show changes to its list of layers."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, nn.ModuleList):
-            layers = [each for each in module if isinstance(each, GradientCheckpointingLayer)]
+            layers = [each for each in module._modules.values() if isinstance(each, GradientCheckpointingLayer)]
             if len(set(layers)) < len(layers):
                 raise UnsupportedModelError(
                     f"{name} has a layer that stands in several places, and would overwrite its own K and V; that is "
@@ -221,7 +227,7 @@ class _NoteTaker:
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
 
-def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> list[AttentionCall]:
+def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> _Noted:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
     # Such a copy depends on this alone. Making and running it takes half a second where there are many layers.
     key = look.architecture
@@ -234,12 +240,12 @@ def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> list
             skeleton: nn.Module = type(model)(copy.deepcopy(model.config))
             skeleton = skeleton.to(torch.bfloat16).eval()
         with made_like(skeleton, model, name) as alike:
-            calls = _noted_passes(skeleton, torch.device("meta"), name)
-            alike.check(calls)
+            noted = _noted_passes(skeleton, torch.device("meta"), name)
+            alike.check(noted[0])
         if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
             _SEEN.pop(next(iter(_SEEN)), None)
-        _SEEN[key] = calls
-        return calls
+        _SEEN[key] = noted
+        return noted
     except UnsupportedModelError:
         raise
     except Exception:
@@ -254,21 +260,39 @@ def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> list
             raise UnsupportedModelError((_BYPASSES if bypasses else why).format(name)) from error
 
 
-def selects_rows(model: nn.Module) -> bool:
-    """Whether the model can be told which tokens to compute logits of."""
-    return "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
-
-
-def _noted_passes(model: nn.Module, device: torch.device, name: str) -> list[AttentionCall]:
+def _noted_passes(model: nn.Module, device: torch.device, name: str) -> _Noted:
     """The calls of a pass as the engine makes it, checked against the masks that the model would ask for."""
-    calls = _noted_pass(model, device, ATTENTION_NAME)
+    selects = _selects_rows(model, device)
+    calls, _ = _noted_pass(model, device, ATTENTION_NAME, selects)
     with attention_masks_noted() as masks:
-        for call in _noted_pass(model, device, MASK_PROBE_NAME):
-            _refuse_by_mask(call, masks.get(id(call.mask)), name)
-    return calls
+        for call in _noted_pass(model, device, MASK_PROBE_NAME, selects)[0]:
+            _refuse_by_mask(call, masks.get(id(call.mask)), name, drops_rows=not selects and _knows_rows(type(model)))
+    return calls, selects
 
 
-def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[AttentionCall]:
+def _selects_rows(model: nn.Module, device: torch.device) -> bool:
+    parameters = inspect.signature(base_model(model).forward).parameters
+    if "logits_to_keep" in parameters:
+        return True
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()) or not _knows_rows(type(model)):
+        return False
+    # A `forward(*args, **kwargs)` around that of a class which selects rows: it may pass on everything, or not.
+    try:
+        return _noted_pass(model, device, ATTENTION_NAME, selects_rows=True)[1] == 1
+    except Exception:  # the passes without `logits_to_keep` tell what is wrong, if anything is
+        return False
+
+
+def _knows_rows(cls: type) -> bool:
+    """Whether the ``forward`` of a class, or one that it overrides, can be told which logits to compute."""
+    forwards = (vars(each)["forward"] for each in cls.__mro__ if "forward" in vars(each))
+    return any("logits_to_keep" in inspect.signature(forward).parameters for forward in forwards)
+
+
+def _noted_pass(
+    model: nn.Module, device: torch.device, attention: str, selects_rows: bool
+) -> tuple[list[AttentionCall], int]:
+    """The calls of a pass over two tokens, and the number of rows of logits. ``selects_rows``: the second alone."""
     notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
@@ -280,20 +304,26 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str) -> list[
             # meta device there are none to read.
             # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of
             # tokens, or none, Gemma 4 hands its last layers copies of the masks.
-            rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows(model) else {}
-            model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
+            rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows else {}
+            output = model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
     finally:  # once more: an interrupt may have come while the block above restored things
         compiled.restore()
         swap.restore()
         torch.set_grad_enabled(grad_mode)
         use_context(context)
-    return notes.noted
+    logits = getattr(output, "logits", None)
+    return notes.noted, 0 if logits is None else logits.shape[1]
 
 
-def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str) -> None:
+def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str, drops_rows: bool) -> None:
     """A layer's mask must say no more than causality and the layer's ``sliding_window`` say: it is left out."""
     if call.mask is None:
         return  # the model asks for no mask
+    if mask is None and drops_rows:
+        raise UnsupportedModelError(
+            f"{name} has a `forward` of its own that does not pass `logits_to_keep` on. Without it, the class below "
+            "changes its attention masks on the way; that is not supported: let `forward` take it, and pass it on"
+        )
     if mask is None:
         raise UnsupportedModelError(f"{name} changes its attention masks on the way; that is not supported")
     for at in _QUERIES:

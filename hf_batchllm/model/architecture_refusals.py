@@ -9,9 +9,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..patches.attention_interface import AttentionCall
@@ -24,28 +23,6 @@ def refuse_own_positions(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} takes no `position_ids`: it counts positions by itself, from the start of its row, where several "
             "prompts stand side by side; that is not supported"
-        )
-
-
-def refuse_positions_from_elsewhere(model: Any, name: str) -> None:
-    """``generate`` may take away the positions that the engine passes (Kosmos-2.5), or pass other ones."""
-    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
-        return
-    places = torch.arange(3, device=model.device)[None]  # [1, tokens]
-    given = {"attention_mask": torch.ones_like(places), "position_ids": places, "use_cache": True}
-    first = {"next_sequence_length": 3, "is_first_iteration": True, "past_key_values": DynamicCache()}
-    try:
-        passed = model.prepare_inputs_for_generation(torch.zeros_like(places), **given, **first).get("position_ids")
-    except Exception:  # it wants an image, for one
-        return
-    if isinstance(passed, torch.Tensor):
-        elsewhere = passed.shape == places.shape and not torch.equal(passed, places)
-    else:
-        elsewhere = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    if elsewhere:
-        raise UnsupportedModelError(
-            f"{name} has generate() count positions in a way of its own (in `prepare_inputs_for_generation`); that is "
-            "not supported"
         )
 
 

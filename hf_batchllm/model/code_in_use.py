@@ -18,14 +18,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations import sdpa_attention
 
 from ..patches.attention_swap import steps_lock
+from .code_reach import names_read_by
 
 _PLAIN = frozenset([int, float, bool, str, type(None)])
-# Set by the owner's modes, or by this library; they do not say which tokens a layer sees.
-_SKIPPED = frozenset(["training", "gradient_checkpointing", "_attn_implementation_internal"])
+# Set by the owner's modes, by this library, or for training; they do not say which tokens a layer sees.
+_SKIPPED = frozenset(["training", "gradient_checkpointing", "loss_type", "_attn_implementation_internal"])
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
 _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_tensors")
 # What a rotary embedding notes of its config, and does not change while it runs.
 _OF_ROPE = ("rope_type", "original_max_seq_len")
+NOTEBOOK = "__main__"  # or a script's own module
 _TORCHS_OWN = len(nn.Module().__dict__)
 
 
@@ -49,33 +51,37 @@ def _look(model: PreTrainedModel) -> CodeInUse:
     look = CodeInUse()
     classes: dict[type, bool] = {}  # whether its instances are looked at: those with children, as all that attend are
     plain: list[object] = []
+    forwards: list[Any] = []  # set on modules
     configs: dict[int, PreTrainedConfig] = {id(model.config): model.config}
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is None:
             continue
-        cls, held = type(module), module.__dict__
-        if not module._modules:
-            plain += [str(held.get(note)) for note in _OF_ROPE] if "rope_type" in held else ()
+        held = module.__dict__
+        if not held["_modules"]:
+            if "rope_type" in held:
+                plain += [str(held.get(note)) for note in _OF_ROPE]
             continue
+        cls = type(module)
         looked_at = classes.get(cls)
         if looked_at is None:
             home = cls.__module__.partition(".")[0]
             looked_at = classes[cls] = home not in _WITHOUT_ATTENTION
         if looked_at:
             plain.append(cls)
-            plain += plain_attributes(module).items()
+            plain += _plain_items(held)
             if "forward" in held:
                 plain.append(_token(held["forward"]))
+                forwards.append(held["forward"])
             if isinstance(config := held.get("config"), PreTrainedConfig):
                 configs[id(config)] = config
         elif cls.__module__.partition(".")[0] != "torch":
             continue
-        waiting.extend(module._modules.values())
+        waiting.extend(held["_modules"].values())
     look.configs = list(configs.values())
     look.homes = list(_homes([cls for cls, looked_at in classes.items() if looked_at]))
-    code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes)
+    code = _replaceable([cls for cls, looked_at in classes.items() if looked_at], look.homes, forwards)
     look.architecture = (type(model), *map(_state_of, look.configs), *plain, *map(_token, code))
     functions = [*AttentionInterface._global_mapping.items(), *AttentionMaskInterface._global_mapping.items()]
     functions += masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.items()
@@ -94,10 +100,13 @@ def _look(model: PreTrainedModel) -> CodeInUse:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module notes of its config, for one."""
-    held = module.__dict__
+    return dict(_plain_items(module.__dict__))
+
+
+def _plain_items(held: dict[str, Any]) -> list[tuple[str, Any]]:
     # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
     own = islice(held.items(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None)
-    return {key: value for key, value in own if type(value) in _PLAIN and key not in _SKIPPED}
+    return [item for item in own if type(item[1]) in _PLAIN and item[0] not in _SKIPPED]
 
 
 # Methods of ``generate`` that this library does not call, so that one of an owner's would be passed over.
@@ -136,15 +145,20 @@ def _is_model_code(home: str) -> bool:
     return home.startswith("transformers.models.") or top not in (*_WITHOUT_ATTENTION, "transformers", "builtins")
 
 
-def _replaceable(classes: list[type], homes: list[ModuleType]) -> Iterator[Any]:
+def _replaceable(classes: list[type], homes: list[ModuleType], forwards: list[Any]) -> Iterator[Any]:
     """What the classes hold by name, and the functions of their Python modules.
 
-    Functions alone, as a notebook's own module holds all sorts of things that change with every cell.
+    Functions alone, as a notebook's own module holds all sorts of things that change with every cell. There, only
+    functions with a name that the code of the model reads.
     """
-    for base in {base: None for cls in classes for base in cls.__mro__ if _is_model_code(base.__module__)}:
+    bases = {base: None for cls in classes for base in cls.__mro__ if _is_model_code(base.__module__)}
+    for base in bases:
         yield from vars(base).values()
     for home in (*homes, masking_utils, sdpa_attention):
-        yield from (value for value in vars(home).values() if isinstance(value, FunctionType))
+        functions = {name: value for name, value in vars(home).items() if isinstance(value, FunctionType)}
+        if home.__name__ == NOTEBOOK:
+            functions = {name: functions[name] for name in sorted(functions.keys() & names_read_by(bases, forwards))}
+        yield from functions.values()
 
 
 def _token(value: Any) -> object:

@@ -20,8 +20,10 @@ from transformers import PreTrainedConfig
 from ..inputs.base_model import base_model
 from ..patches.attention_interface import autocast_dtype
 from ..patches.attention_swap import steps_lock
-from ..patches.uncompiled import own_forward
+from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import IDLE_HOOKS, code_home
+from .code_in_use import NOTEBOOK
+from .code_reach import names_read_by
 from .matmul_precision import matmul_settings
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
@@ -64,6 +66,8 @@ def _not_in_graphs(model: nn.Module) -> str | None:
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "the hooks on all modules would not be called"
+    if not any(has_hooks(module) or "forward" in module.__dict__ for module in every_module(model)):
+        return None  # names take long to make
     for name, module in model.named_modules():
         where = f"`{name}`" if name else "the model"
         if has_hooks(module):
@@ -201,7 +205,13 @@ class _Code:
         self._beside: list[tuple[str, Mapping[str, Any], dict[str, object]]] = [
             (home, space, {name: value for name, value in space.items() if isinstance(value, (FunctionType, type))})
             for home, space in spaces
+            if home != NOTEBOOK
         ]
+        for home, space in spaces:
+            if home == NOTEBOOK:  # each cell may define a function anew that the model has no part in
+                names = names_read_by(bases)
+                beside = {name: each for name, each in space.items() if isinstance(each, (FunctionType, type))}
+                self._beside.append((home, space, {name: each for name, each in beside.items() if name in names}))
         functions: list[tuple[str, Mapping[str, Any]]] = [
             (f"{base.__module__}.{base.__qualname__}", vars(base)) for base in bases if base is not object
         ]

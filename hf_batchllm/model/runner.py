@@ -23,7 +23,7 @@ from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
 from ..patches.uncompiled import Uncompiled, every_module
 from ..planning.step import Chunk
-from .architecture import Architecture, selects_rows
+from .architecture import Architecture
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
 from .kept_autocast import KeptAutocast
@@ -54,7 +54,7 @@ class ModelRunner:
         self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was set before it
         self.adapters: AdapterSwap | None = None  # where prompts name their adapters
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
-        self._selects_rows = selects_rows(model)
+        self._selects_rows = architecture.selects_rows
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ def refuse_sharded(model: torch.nn.Module, parameters: Sequence[torch.Tensor], n
     how = "by transformers' tensor parallelism" if (getattr(model, "_tp_size", None) or 1) > 1 else None
     for kind in set(map(type, parameters)):
         how = how or _SHARDED.get(kind.__name__)
-    if how is None and parameters and hasattr(parameters[0], "ds_id"):
+    if how is None and hasattr(next(model.parameters(), None), "ds_id"):
         how = "by DeepSpeed's ZeRO-3"
     if how is not None:
         raise UnsupportedModelError(

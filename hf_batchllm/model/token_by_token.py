@@ -50,10 +50,16 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary(
 
 
 def refuse_mixed_tokens(
-    model: PreTrainedModel, name: str, is_theirs: Callable[[Any], bool], selects_rows: bool
+    model: PreTrainedModel,
+    modules: Sequence[nn.Module],
+    name: str,
+    is_theirs: Callable[[Any], bool],
+    selects_rows: bool,
 ) -> None:
-    """Tries the model where code in it is neither transformers' nor a known library's, once for the same code."""
-    modules = every_module(model)
+    """Tries the model where code in it is neither transformers' nor a known library's, once for the same code.
+
+    modules: all of the model's.
+    """
     own = _own_code(modules, is_theirs)
     if not own or _known.get(model) == own or depends_on_batch(model) is not None:
         return

@@ -14,7 +14,9 @@ import torch
 from ...config import BatchConfig
 from ...kernels.work_lists import NoRoom
 from ...model.batch import ModelBatch
+from ...model.code_reach import PlainReads
 from ...model.kv_storage import KVStorage
+from ...model.owners_code import is_theirs
 from ...model.owners_state import OwnersState, not_in_graphs
 from ...model.runner import ModelRunner
 from ...model.triton_attention import TritonBackend, WorkSeen
@@ -63,6 +65,9 @@ class DecodeGraphs:
         self._adapter: str | None = None
         self._warm = False  # whether a run has compiled the kernels of all sizes that are prepared
         self.model_may_have_changed = True  # the caller had control since the last step
+        self._reads: PlainReads | None = None  # what code of the owner's reads beside the model's state
+        self._read_before: tuple[object, ...] = ()  # when the caller was given control
+        self._reads_others = False  # whether the caller has changed any of it since the graphs were captured
         self.why_not_prepared = ""  # why graphs are only captured when a step needs them
         self._preparing = False
         self.seconds = 0.0  # that captures took
@@ -103,6 +108,19 @@ class DecodeGraphs:
         self.steps += times if graph.captured else 0
         return graph.settle()[:rows]
 
+    def owner_gets_control(self) -> None:
+        """Note what the model's own code reads. What it changes by itself, such as a counter, is no change of then."""
+        if not any(graph.captured for graph in self._graphs.values()):
+            return
+        if self._reads is None:
+            self._reads = PlainReads(self._runner.model, is_theirs)
+        self._read_before = self._reads.now()
+
+    def owner_had_control(self) -> None:
+        self.model_may_have_changed = True
+        if self._reads and self._reads.now() != self._read_before:
+            self._reads_others = True
+
     def _drop_outdated(self) -> None:
         """Drop graphs of a model that has changed: between two results its owner may do anything to it."""
         captured = [graph for graph in self._graphs.values() if graph.captured]
@@ -112,8 +130,10 @@ class DecodeGraphs:
         adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
         model = self._runner.model
         self.model_may_have_changed = False
-        if self._state is not None and adapter == self._adapter and self._state.change(model) is None:
+        same = adapter == self._adapter and not self._reads_others
+        if same and self._state is not None and self._state.change(model) is None:
             return
+        self._reads, self._reads_others = None, False
         for graph in captured:
             self._forget(graph)
         self._state, self._adapter = OwnersState(model, self._seats.last.device), adapter

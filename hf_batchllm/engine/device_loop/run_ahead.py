@@ -93,9 +93,13 @@ class RunAhead:
         self._latest.record()
         return before is not None and not before.query()
 
+    def owner_gets_control(self) -> None:
+        if self.graphs is not None:
+            self.graphs.owner_gets_control()
+
     def owner_had_control(self) -> None:
         if self.graphs is not None:
-            self.graphs.model_may_have_changed = True
+            self.graphs.owner_had_control()
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return True
