@@ -356,6 +356,12 @@ class BatchGenerator:
             if kind is None or not (isinstance(error, GeneratorBusyError) or is_device_error(error)):
                 raise  # otherwise an error is on its way that says more
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copy.copy, copy.deepcopy, pickle
+        raise TypeError(
+            "a BatchGenerator holds the memory of its calls, so it cannot be copied or pickled: "
+            "make one of the copied model, with BatchGenerator(model)"
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.architecture.layers} layers on {self.architecture.device}"
         return f"BatchGenerator({self.architecture.name}, {state})"

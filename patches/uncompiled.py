@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import getattr_static
 from types import MethodType
 from typing import Any
 
@@ -83,7 +84,8 @@ def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str,
     for module in modules:
         cls, held = type(module), module.__dict__
         if cls not in classes:
-            compiled = vars(cls.forward).get(_COMPILED_FROM) if hasattr(cls.forward, "__dict__") else None
+            # Not `cls.forward`: that of a class made by torch.jit only answers to its modules.
+            compiled = getattr(getattr_static(cls, "forward", None), "__dict__", {}).get(_COMPILED_FROM)
             classes[cls] = compiled, compiled is not None or cls.__name__ == _WRAPPER
         of_class, looked_at = classes[cls]
         if _COMPILED_CALL in held and held[_COMPILED_CALL] is not None:

@@ -15,6 +15,7 @@ from support_families import FAMILIES
 from support_kernels import plain
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.weights_digest import Digest
@@ -182,6 +183,22 @@ def test_autocast_between_two_results(kind: torch.dtype) -> None:
             first, second = (generator.generate(GIVEN, max_new_tokens=4) for _ in range(2))
             assert first.token_ids == second.token_ids == fresh(model)
             assert second.report.cached_tokens == 24
+
+
+class LouderSilu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return 1.5 * out if function is nn.functional.silu else out
+
+
+def test_a_mode_that_changes_what_functions_give() -> None:
+    model = model_of_its_own()
+    generator = BatchGenerator(model, keep_prefixes=4, **CONFIG)
+    plain = generator.generate(GIVEN, max_new_tokens=4).token_ids
+    with LouderSilu():
+        louder = fresh(model)
+        assert generator.generate(GIVEN, max_new_tokens=4).token_ids == louder != plain
+    assert generator.generate(GIVEN, max_new_tokens=4).token_ids == plain
 
 
 def test_weights_made_in_inference_mode() -> None:

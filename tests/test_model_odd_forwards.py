@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_families import FAMILIES
+import torch
+from support_families import FAMILIES, build
 from support_owners import tokens, tokens_alone
+from torch import nn
 
 from hf_batchllm import BatchGenerator, UnsupportedModelError
 
@@ -57,3 +61,65 @@ def test_a_forward_that_drops_the_rows_asked_for_gives_all(made: Any) -> None:
 def test_where_the_rows_matter_to_attention_the_reason_says_so() -> None:
     with pytest.raises(UnsupportedModelError, match=r"Mine has a `forward` .* does not pass `logits_to_keep` on"):
         BatchGenerator(of_subclass(SHARED, keeps_every_row))
+
+
+class LastPlaceOnly(nn.Module):
+    """A head that computes no more than ``generate`` needs of one prompt."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, states: torch.Tensor) -> Any:
+        return self.head(states[:, -1:])
+
+
+def with_such_a_head() -> Any:
+    model = FAMILIES["llama"]()
+    model.lm_head = LastPlaceOnly(model.lm_head)
+    return model
+
+
+def with_a_hook_on_its_head() -> Any:
+    model = FAMILIES["llama"]()
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],))
+    return model
+
+
+def with_a_hook_that_drops_the_rows_asked_for() -> Any:
+    model = FAMILIES["llama"]()
+
+    def drop(module: nn.Module, args: Any, more: dict[str, Any]) -> Any:
+        return args, {name: value for name, value in more.items() if name != "logits_to_keep"}
+
+    model.register_forward_pre_hook(drop, with_kwargs=True)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:there are hooks")
+@pytest.mark.parametrize("made", [with_such_a_head, with_a_hook_on_its_head, with_a_hook_that_drops_the_rows_asked_for])
+def test_rows_of_logits_that_were_not_asked_for_are_refused(made: Callable[[], Any]) -> None:
+    says = r"rows of logits where \d were asked for|does not give the logits of those places"
+    with pytest.raises(UnsupportedModelError, match=says):
+        tokens(BatchGenerator(made()))
+    with pytest.raises(UnsupportedModelError, match=says):
+        BatchGenerator(made()).score([[5, 6, 7]], [[[8, 9, 10]]])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_torch_jit_are_refused_by_name() -> None:
+    model = FAMILIES["llama"]()
+    generator = BatchGenerator(model)
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = torch.jit.trace(mlp, torch.randn(1, 3, model.config.hidden_size))
+    for made in (lambda: BatchGenerator(model), lambda: tokens(generator)):
+        with pytest.raises(UnsupportedModelError, match=r"torch.jit traced or scripted"):
+            made()
+    model.model.layers[0].mlp = mlp
+    assert tokens(generator) == tokens_alone(model)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_generator_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"make one of the copied model"):
+        copied(BatchGenerator(build("llama")))

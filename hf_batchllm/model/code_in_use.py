@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
+from ..errors import UnsupportedModelError
 from ..patches.attention_swap import steps_lock
 from .code_reach import names_read_by
 
@@ -59,6 +60,11 @@ def _look(model: PreTrainedModel) -> CodeInUse:
         if module is None:
             continue
         held = module.__dict__
+        if "_modules" not in held:
+            raise UnsupportedModelError(
+                f"the model holds a module that torch.jit traced or scripted ({type(module).__name__}). Its code and "
+                "its state cannot be looked at: put back the module that it was made from, or use model.generate"
+            )
         if not held["_modules"]:
             if "rope_type" in held:
                 plain += [str(held.get(note)) for note in _OF_ROPE]

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import PreTrainedConfig
 
 from ..inputs.base_model import base_model
@@ -246,7 +249,14 @@ def _settings(device: torch.device) -> tuple[Any, ...]:
         _named(everywhere._global_forward_hooks),
         _named(everywhere._global_forward_pre_hooks),
         nn.Module._call_impl,
+        *_modes(),
     )
+
+
+def _modes() -> list[tuple[int, type]]:
+    """The function and dispatch modes that a caller runs under: they may change what any operation gives."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [(id(mode), type(mode)) for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def _hooks_in(held: dict[str, Any]) -> tuple[Any, ...]:

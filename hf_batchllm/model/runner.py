@@ -130,7 +130,14 @@ class ModelRunner:
                 "attention of its own? That is not supported"
             )
         logits: torch.Tensor = output.logits[0]
-        return logits if self._selects_rows or logits_rows is None else logits[logits_rows]
+        wanted = logits_rows if keep and logits_rows is not None else input_ids
+        if logits.shape[0] != len(wanted):  # a head or a hook of the owner's picks rows by itself
+            raise UnsupportedModelError(
+                f"{self.architecture.name} gave {logits.shape[0]} rows of logits where {len(wanted)} were "
+                "asked for: a hook, or a module that was put in, chooses places by itself. Here many prompts stand "
+                "side by side in one row, and each needs its own: take that code out, or use model.generate"
+            )
+        return logits if keep or logits_rows is None else logits[logits_rows]
 
     def adapted(self) -> AbstractContextManager[None]:
         """While the block runs, the model has its adapter: logits processors may run it between steps."""
