@@ -131,6 +131,26 @@ def test_a_little_mixing_is_seen_in_half_precision_too(dtype: torch.dtype) -> No
         BatchGenerator(model)
 
 
+class Normed(Around):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # which torch refuses for a single token
+        return self.inner(nn.functional.batch_norm(hidden[0], None, None, training=True)[None])
+
+
+class NeverAlone(Around):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[1] == 1:
+            raise ValueError("one is not enough")
+        return self.inner(hidden)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Normed, "stand beside"), (NeverAlone, "a single token .one is not enough")])
+def test_an_error_on_a_single_token_hides_nothing(kind: type[Around], why: str) -> None:
+    model = FAMILIES["llama"]()
+    _mlp(kind)(model)
+    with pytest.raises(UnsupportedModelError, match=why):
+        BatchGenerator(model)
+
+
 class CountsPasses(Around):
     passes = 0
 

@@ -48,6 +48,7 @@ _ROUNDING, _ROUNDING_OF_TF32, _ROUNDING_OF_HALF = 1e-4, 1e-2, 0.2
 _ROUNDING_IN_PLACE, _ROUNDING_OF_CHANCE = 2e-3, 0.02
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configs
 _SAME = slice(0, None, 2)  # places in such passes of what stays
+_MIXED = "a token's logits depend on which other tokens stand beside it, or on its place in the row"
 
 _Seen = tuple[tuple[object, ...], ...]
 _known: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()  # what was tried and found good
@@ -191,13 +192,18 @@ def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
                         "state, or draws random numbers that torch.manual_seed does not reach"
                     )
                 return None  # it draws random numbers, as dropout does: no two passes are alike, whatever the tokens
-        beside = [_run(model, _mixed(same, model, generator), range(_TOKENS))[_SAME] for _ in range(2)]
-        alone = [_run(model, [token], [place]) for place, token in enumerate(same)]
+        one, other = (_run(model, _mixed(same, model, generator), range(_TOKENS))[_SAME] for _ in range(2))
     except Exception:  # a call will show the error
         return None
-    in_place = far(*beside, min(allowed, _ROUNDING_IN_PLACE) if exact else loosely)
-    if in_place or any(far(found[0], each) for each in [*found[1:], torch.cat(alone)]):
-        return "a token's logits depend on which other tokens stand beside it, or on its place in the row"
+    in_place = far(one, other, min(allowed, _ROUNDING_IN_PLACE) if exact else loosely)
+    if in_place or any(far(found[0], each) for each in found[1:]):
+        return _MIXED
+    try:
+        alone = [_run(model, [token], [place]) for place, token in enumerate(same)]
+    except Exception as error:  # steps of one token are usual
+        return f"its forward pass fails with a single token ({error})"
+    if far(found[0], torch.cat(alone)):
+        return _MIXED
     if selects_rows:
         for kept in (_KEPT[:1], _KEPT):
             try:
