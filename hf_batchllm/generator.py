@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
@@ -10,23 +10,21 @@ from typing import Any, overload
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from .config import BatchConfig
-from .engine.beams.outputs import beam_output, filling
 from .engine.call import Call
 from .engine.extra_outputs import ExtraOutputs
 from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
+from .engine.tensor_results import as_tensors
 from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of
-from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
-from .inputs.adapters import AS_IT_IS, adapter_of_each
+from .errors import GenerationInterrupted, GeneratorBusyError
+from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
-from .inputs.options import Options
-from .inputs.padded_batch import PaddedBatch, take_padded
-from .inputs.prompts import Prompt
+from .inputs.option_checks import check_progress
+from .inputs.padded_batch import take_padded
 from .inputs.seeds import Seeds
 from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
@@ -35,13 +33,12 @@ from .model.device_memory import is_device_error
 from .model.owners_warnings import warn_of_compiled
 from .notices import Notices
 from .patches.fusion import Fusion
-from .planning.requests_and_prefixes import FinishReason, Request
+from .planning.requests_and_prefixes import Request
 from .planning.sharing import make_plan
 from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
-from .wording import a_kind
 
 
 class BatchGenerator:
@@ -159,11 +156,7 @@ class BatchGenerator:
         """
         finished = FinishedGenerations()
         body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        result, interrupt = self._turns.run(body, partial(self._keep, finished))
-        if interrupt is None:
-            return result
-        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+        return self._collected(body, finished)
 
     def _generate(
         self,
@@ -176,7 +169,7 @@ class BatchGenerator:
         generate_kwargs: dict[str, Any],
         turn: Turn,
     ) -> Any:
-        _check_progress(progress)
+        check_progress(progress)
         with self._taking(turn) as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
@@ -192,9 +185,9 @@ class BatchGenerator:
                         bar.finish(request)
             finally:
                 self.last_report = finished.report = self._report(call)
-        rows = finished.results | {(failure.index, failure.sample): failure for failure in self._failures(job)}
+        rows = finished.results | {(failure.index, failure.sample): failure for failure in job.failures()}
         result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
-        return result if padded is None else _as_tensors(padded, result, job.options[0], call)
+        return result if padded is None else as_tensors(padded, result, job.options[0], call)
 
     def stream(
         self,
@@ -239,7 +232,7 @@ class BatchGenerator:
             self.interrupted = None
             outputs = ExtraOutputs(job.options)
             call.begin(job, outputs, strict)
-            yield from self._failures(job)
+            yield from job.failures()
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
@@ -281,12 +274,8 @@ class BatchGenerator:
         """
         finished = FinishedScores()
         body = partial(self._score, finished, contexts, continuations, choices, adapter, on_error, progress)
-        result, interrupt = self._turns.run(body, partial(self._keep, finished))
-        if interrupt is None:
-            assert result is not None
-            return result
-        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+        scores: ScoreResult = self._collected(body, finished)
+        return scores
 
     def _score(
         self,
@@ -299,7 +288,7 @@ class BatchGenerator:
         progress: bool | None,
         turn: Turn,
     ) -> ScoreResult:
-        _check_progress(progress)
+        check_progress(progress)
         with self._taking(turn) as call:
             inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
             job = ScoreJob.of(inputs)
@@ -320,11 +309,7 @@ class BatchGenerator:
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
         """What these prompts share, and what that would save. Runs no model. ``adapter``: as in ``generate``."""
         self._refuse_if_closed()
-        checked, problems = self._checks.prompts(prompts, self.architecture)
-        if problems:
-            raise PromptError(problems)
-        adapters = adapter_of_each(self.model, adapter, len(checked)) or [None] * len(checked)
-        prepared = [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
+        prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter)
         plan = make_plan(prepared, self.config, 1)
         plan.add_labels(prepared, self._tokenizer.decode_if_loaded)
         return plan
@@ -379,6 +364,14 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
+    def _collected(self, body: Callable[[Turn], Any], finished: Finished[Any]) -> Any:
+        """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
+        result, interrupt = self._turns.run(body, partial(self._keep, finished))
+        if interrupt is None:
+            return result
+        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
+        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+
     def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
@@ -405,30 +398,6 @@ class BatchGenerator:
             report.plan.add_labels(call.plan.prompts, self._tokenizer.decode_if_loaded)
         return report
 
-    def _failures(self, job: Job) -> Iterator[Generation]:
-        for index, why in sorted(job.problems.items()):
-            for sample in range(job.options[index].num_return_sequences):
-                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
-
 
 def _is_for_one(what: str) -> AttributeError:
     return AttributeError(f"a BatchGenerator keeps the {what} it was made with: make a new one for another {what}")
-
-
-def _as_tensors(
-    padded: PaddedBatch, result: BatchResult, options: Options, call: Call
-) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
-    sequences = padded.continued(result.token_ids, filling(options))
-    if not options.config.return_dict_in_generate:
-        return sequences
-    longest, tensors = sequences.shape[1] - padded.width, call.outputs.tensors
-    if options.num_beams > 1:
-        return beam_output(sequences, longest, call.answers, options, tensors)
-    beside: dict[str, Any] = {} if tensors is None else dict(tensors.outputs(longest, sequences.device))
-    return GenerateDecoderOnlyOutput(**{"sequences": sequences, **beside})
-
-
-def _check_progress(progress: Any) -> None:
-    if progress is not None and not isinstance(progress, bool):
-        why = f"must be True, False, or None for long lists only, not {a_kind(progress)}"
-        raise OptionValueError("progress", why)

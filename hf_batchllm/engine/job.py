@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.architecture import Architecture
 from ..notices import Notices
+from ..planning.requests_and_prefixes import FinishReason
+from ..results.generations import Generation
 from ..sampling.stop_rules import StopRules, rules_of_each
 from ..sampling.stop_strings import PreparedStopStrings
 from .scoring.score_inputs import Reading, ScoreInputs, check_scores
@@ -71,6 +73,12 @@ class Job:
     def sequences(self) -> int:
         return sum(self.samples)
 
+    def failures(self) -> Iterator[Generation]:
+        """A result for each sequence that cannot run."""
+        for index, why in sorted(self.problems.items()):
+            for sample in range(self.options[index].num_return_sequences):
+                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+
 
 class JobChecks:
     def __init__(self, model: nn.Module, tokenizer: TokenizerLoader, notices: Notices) -> None:
@@ -97,7 +105,7 @@ class JobChecks:
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
         if padded is None:
-            checked, problems = self.prompts(prompts, architecture)
+            checked, problems = self._prompts(prompts, architecture)
         else:
             inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, architecture.vocab_size)
@@ -156,6 +164,14 @@ class JobChecks:
             raise inputs.error()
         return inputs
 
+    def prompts_to_plan(self, architecture: Architecture, prompts: Any, adapter: Any) -> list[Prompt]:
+        """The checked prompts of ``plan``."""
+        checked, problems = self._prompts(prompts, architecture)
+        if problems:
+            raise PromptError(problems)
+        adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)
+        return [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
+
     def _warn_of_dropout(self) -> None:
         if not self._model.training:
             return
@@ -170,7 +186,7 @@ class JobChecks:
                 "(and dropout inside attention is left out). Call model.eval() first",
             )
 
-    def prompts(self, prompts: Any, architecture: Architecture) -> tuple[list[Prompt | None], dict[int, str]]:
+    def _prompts(self, prompts: Any, architecture: Architecture) -> tuple[list[Prompt | None], dict[int, str]]:
         return check_prompts(
             prompts,
             tokenizer=self._tokenizer.required,
