@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
+
+T = TypeVar("T")
 
 
 class BatchGenerator:
@@ -147,6 +149,9 @@ class BatchGenerator:
             ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
         adapter: the name of a PEFT adapter of the model, or None for the model without any; or a list, one for each
             prompt. Left out, the active adapters are used as they are.
+        tools, chat_template_kwargs, continue_final_message: what chats are encoded with. A chat that ends with an
+            assistant's message is continued.
+        max_prompt_tokens, truncation_side: cut longer prompts, on the "left" or the "right".
         logprobs, prompt_logprobs: for a list of prompts, how many of the likeliest tokens to give at each position; see
             Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator. Or a list, one for each prompt: the
@@ -205,27 +210,18 @@ class BatchGenerator:
         plain KeyboardInterrupt, as finished results have been handed out already. A bar is shown with ``progress=True``
         only.
         """
-        job, interrupt = self._turns.run(
-            partial(self._checked, prompts, generation_config, seed, on_error, generate_kwargs)
-        )
+
+        def checked(turn: Turn) -> Job:
+            with self._taking(turn):
+                if take_padded(prompts, generate_kwargs) is not None:
+                    raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
+                return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
+
+        job, interrupt = self._turns.run(checked)
         if interrupt is not None:
             raise interrupt
         assert job is not None
         return self._turns.stream(partial(self._streamed, job, on_error == "raise", progress or False))
-
-    def _checked(
-        self,
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: Seeds | None,
-        on_error: str,
-        generate_kwargs: dict[str, Any],
-        turn: Turn,
-    ) -> Job:
-        with self._taking(turn):
-            if take_padded(prompts, generate_kwargs) is not None:
-                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-            return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
 
     def _streamed(self, job: Job, strict: bool, progress: bool, turn: Turn) -> Iterator[Generation]:
         with self._taking(turn) as call:
@@ -255,6 +251,7 @@ class BatchGenerator:
         adapter: Any = AS_IT_IS,
         on_error: str = "raise",
         progress: bool | None = None,
+        **chat_options: Any,
     ) -> ScoreResult:
         """How likely continuations are: the log-probability of each token, given its context and the tokens before it.
 
@@ -264,6 +261,7 @@ class BatchGenerator:
         choices: instead of continuations, a list of answers that is the same for every context.
         adapter: as for ``generate``; a list has one for each context (or text).
         on_error, progress: as for ``generate``.
+        chat_options: ``tools``, ``chat_template_kwargs`` and ``continue_final_message``, as for ``generate``.
 
         Each context is computed once, however many continuations it has, and so is a prefix that contexts share. The LM
         head runs only where a token is looked up.
@@ -273,29 +271,21 @@ class BatchGenerator:
         tokens.
         """
         finished = FinishedScores()
-        body = partial(self._score, finished, contexts, continuations, choices, adapter, on_error, progress)
-        scores: ScoreResult = self._collected(body, finished)
-        return scores
+        given = contexts, continuations, choices, on_error, adapter, chat_options
+        body = partial(self._score, finished, given, on_error == "raise", progress)
+        return self._collected(body, finished)
 
     def _score(
-        self,
-        finished: FinishedScores,
-        contexts: Any,
-        continuations: Any,
-        choices: Any,
-        adapter: Any,
-        on_error: str,
-        progress: bool | None,
-        turn: Turn,
+        self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None, turn: Turn
     ) -> ScoreResult:
         check_progress(progress)
         with self._taking(turn) as call:
-            inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
+            inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
             finished.expected, self.interrupted = len(inputs.items), None
             outputs = ScoreOutputs(job)
             with job.problems_named():
-                call.begin(job.job, outputs, on_error == "raise")
+                call.begin(job.job, outputs, strict)
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
@@ -306,10 +296,13 @@ class BatchGenerator:
                 self.last_report = finished.report = self._report(call)
         return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
 
-    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
-        """What these prompts share, and what that would save. Runs no model. ``adapter``: as in ``generate``."""
+    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
+        """What these prompts share, and what that would save. Runs no model.
+
+        ``adapter``, and options of prompts such as ``tools`` and ``max_prompt_tokens``: as for ``generate``.
+        """
         self._refuse_if_closed()
-        prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter)
+        prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter, prompt_options)
         plan = make_plan(prepared, self.config, 1)
         plan.add_labels(prepared, self._tokenizer.decode_if_loaded)
         return plan
@@ -364,10 +357,11 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _collected(self, body: Callable[[Turn], Any], finished: Finished[Any]) -> Any:
+    def _collected(self, body: Callable[[Turn], T], finished: Finished[Any]) -> T:
         """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
         result, interrupt = self._turns.run(body, partial(self._keep, finished))
         if interrupt is None:
+            assert result is not None
             return result
         self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
         raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
