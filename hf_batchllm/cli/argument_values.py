@@ -18,7 +18,7 @@ from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
 from .messages import UsageError
-from .prompt_flags import prompt_flags
+from .prompt_flags import PROMPT_FLAGS, prompt_flags
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -111,16 +111,15 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
     try:
         return read_settings(flags).over(_config_file(asked.generation_config))
     except BatchLLMError as error:
-        raise UsageError(_with_flags(str(error), given)) from error
+        raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS])) from error
 
 
 def prompt_settings_from(asked: argparse.Namespace) -> GenerationSettings:
     """The settings of a command that generates nothing."""
-    given = prompt_flags(asked)
     try:
-        return read_settings(given)
+        return read_settings(prompt_flags(asked))
     except BatchLLMError as error:
-        raise UsageError(_with_flags(str(error), given)) from error
+        raise UsageError(_with_flags(str(error), PROMPT_FLAGS)) from error
 
 
 def _with_flags(message: str, names: Iterable[str]) -> str:

@@ -10,6 +10,8 @@ from ..inputs.prompt_options import SIDES
 from ..wording import shown
 from .messages import UsageError
 
+PROMPT_FLAGS = ("chat_template_kwargs", "tools", "max_prompt_tokens", "truncation_side")  # the settings behind them
+
 
 def add_prompt_flags(group: Any) -> None:
     group.add_argument(

@@ -139,7 +139,7 @@ def check_prompts(
         if empty is not None:
             notices("empty", f"prompt {empty} is an empty string: the model sees only the tokenizer's special tokens")
     if options:
-        warn_of_idle_options(each, chats, loaded, notices)
+        warn_of_idle_options(each, [index for index, prompt in enumerate(given) if is_chat(prompt)], loaded, notices)
     warn_of_cuts(lengths, len(given), notices)
     return checked, problems
 
@@ -267,7 +267,9 @@ def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
             return f"is a string with half a character (a lone surrogate) at position {half.start}"
     # Some tokenizers need no template, so a missing one is reported only after they have failed.
     elif not hasattr(tokenizer, "apply_chat_template") or (
-        getattr(tokenizer, "chat_template", None) is None and "chat_template" in str(error)
+        getattr(tokenizer, "chat_template", None) is None
+        and "chat_template" in str(error)
+        and not isinstance(error, TypeError)  # a method of its own, without an option that was passed
     ):
         return f"is a chat, and {NO_TEMPLATE}"
     return f"is {_described(prompt)} that the tokenizer refused: {first_line(error)}"
