@@ -212,11 +212,13 @@ def test_options_that_change_nothing_are_warned_of_once(generator: BatchGenerato
     ]
     assert warnings([ASKED], chat_template_kwargs=misspelt) == []
     assert warnings(["w5", [6], ASKED], tools=[None, [WEATHER], [WEATHER]]) == []  # one of them is a chat
+    # What a chat has, too, may have been meant for all prompts.
+    assert warnings(["w5", ASKED], tools=[[WEATHER], [dict(WEATHER)]], chat_template_kwargs=[NO_THOUGHT, None]) == [
+        "`chat_template_kwargs` is for chats, and prompt 0 is no chat: no effect there"
+    ]
+    generator = BatchGenerator(generator.model, tokenizer)
     assert warnings(["w5", [6]], tools=[WEATHER]) == [
         "`tools` is for chats, and prompts 0-1 are no chats: no effect there"
-    ]
-    assert warnings([[6], ASKED], chat_template_kwargs=[NO_THOUGHT, None]) == [
-        "`chat_template_kwargs` is for chats, and prompt 0 is no chat: no effect there"
     ]
     plain = chat_tokenizer()
     plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"

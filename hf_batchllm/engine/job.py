@@ -147,8 +147,8 @@ class JobChecks:
             good.append(prompt)
             places.append(index)
             limits.append(limit)
-            if context is not None and (reach := Reach(index, len(prompt.ids), limit)).is_beyond(context):
-                beyond.append(reach)
+            if context is not None and len(prompt.ids) + limit - 1 > context:  # the last token is never run
+                beyond.append(Reach(index, len(prompt.ids), limit))
         if problems and on_error == "raise":
             raise PromptError(problems)
         if context is not None:
@@ -181,10 +181,8 @@ class JobChecks:
             raise inputs.error()
         context = context_of(base_model(self._model).config)
         if context is not None:
-            reaches = (Reach(item.index, len(item.ids), 0) for item in inputs.items)
-            longest = {each.place: each for each in sorted(reaches, key=lambda each: each.tokens)}
-            beyond = [each for _, each in sorted(longest.items()) if each.is_beyond(context)]
-            warn_beyond_context(beyond, len(longest), context, architecture.name, self._notices, inputs.what)
+            beyond = [Reach(*each, 0) for each in sorted(inputs.longest.items()) if each[1] - 1 > context]
+            warn_beyond_context(beyond, len(inputs.longest), context, architecture.name, self._notices, inputs.what)
         return inputs
 
     def prompts_to_plan(

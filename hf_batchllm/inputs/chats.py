@@ -138,9 +138,13 @@ def warn_of_idle_options(
     groups = {id(options[index]): options[index] for index in chats}
     for each in groups.values():
         _warn_of_template(each, tokenizer, notices)
+    used = {(name, repr(getattr(each, name))) for each in groups.values() for name in each.for_chats}
+    idle: dict[int, list[str]] = {}  # the options that no chat has; one that is for all prompts may be for some chats
     alone: dict[str, list[int]] = {}
     for index, each in enumerate(options):
-        for name in each.for_chats if id(each) not in groups else ():
+        if id(each) not in idle:
+            idle[id(each)] = [name for name in each.for_chats if (name, repr(getattr(each, name))) not in used]
+        for name in idle[id(each)]:
             alone.setdefault(name, []).append(index)
     if any(each.truncation_side is not None and each.max_prompt_tokens is None for each in options):
         notices("truncation_side", "`truncation_side` has no effect without `max_prompt_tokens`: set it, too")

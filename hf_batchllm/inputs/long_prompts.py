@@ -54,9 +54,6 @@ class Reach(NamedTuple):
     tokens: int
     new_tokens: int  # the most that it may grow by
 
-    def is_beyond(self, context: int) -> bool:
-        return self.tokens + self.new_tokens - 1 > context  # the last token is never run
-
 
 def context_of(config: Any) -> int | None:
     """The tokens that a model was made for, as ``generate`` knows them; None where its config does not say."""

@@ -58,6 +58,9 @@ gen.generate([begun], max_new_tokens=20)[0].text       # what follows "A prime i
 gen.generate(chats, tools=[get_weather], chat_template_kwargs={"enable_thinking": False}, max_new_tokens=200)
 ```
 
+transformers' own pipeline, with `accelerated(pipe)` or without, takes `tools` and `continue_final_message`, too. It has
+another name for the rest: `tokenizer_encode_kwargs={"enable_thinking": False}`.
+
 A prompt that is longer than the model's context (`max_position_embeddings`), or may become so with its answer, runs.
 One warning says how many there are, which they are and what the limit is. A model with learned positions has none
 beyond them: there it is an error.""",

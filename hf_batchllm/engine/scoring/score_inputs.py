@@ -50,6 +50,14 @@ class ScoreInputs:
     def count(self) -> int:
         return len(self.items) + len(self.problems)
 
+    @property
+    def longest(self) -> dict[int, int]:
+        """The tokens of each context (or text) with its longest continuation."""
+        found: dict[int, int] = {}
+        for item in self.items:
+            found[item.index] = max(found.get(item.index, 0), len(item.ids))
+        return found
+
     def error(self) -> PromptError:
         """One error for all problems."""
         by_context: dict[int, str] = {}
