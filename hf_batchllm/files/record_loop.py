@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -201,7 +201,7 @@ class _FileRun:
         waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
         try:
             with self.generator._notices.naming(lambda place: self.source.where(records[place].number)):
-                generations = self.generator.stream(
+                generations: Any = self.generator.stream(  # a generator, which has close()
                     [record.prompt for record in records],
                     [self._configs.config(each) for each in settings],
                     seed=[self._seed_of(record) for record in records],
@@ -209,13 +209,14 @@ class _FileRun:
                     progress=progress,
                     **options,
                 )
-            for generation in generations:
-                place = generation.index
-                samples = waiting.setdefault(place, [])
-                samples.append(generation)
-                if len(samples) == self._configs.samples(settings[place]):
-                    del waiting[place]
-                    self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
+            with closing(generations):
+                for generation in generations:
+                    place = generation.index
+                    samples = waiting.setdefault(place, [])
+                    samples.append(generation)
+                    if len(samples) == self._configs.samples(settings[place]):
+                        del waiting[place]
+                        self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
         except PromptError as error:
             problems = [
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
