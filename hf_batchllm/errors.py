@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .wording import in_ranges
+
 _MOST_SHOWN = 8  # reasons in a message, and ranges of prompts for each reason; the rest are counted
 
 
@@ -48,15 +50,7 @@ def _numbered(indices: list[int], what: str) -> str:
     """``prompt 3``, or ``prompts 0-2, 7: each``."""
     if len(indices) == 1:
         return f"{what} {indices[0]}"
-    ranges: list[list[int]] = []
-    for index in indices:
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    named = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:_MOST_SHOWN])
-    more = sum(last - first + 1 for first, last in ranges[_MOST_SHOWN:])
-    return f"{what}s {named}{f' and {more:,} more' if more else ''}: each"
+    return f"{what}s {in_ranges(indices, _MOST_SHOWN)}: each"
 
 
 class PromptsTypeError(BatchLLMError, TypeError):

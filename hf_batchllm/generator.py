@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from .config import BatchConfig
-from .engine.beams.outputs import beam_output, filling
 from .engine.call import Call
 from .engine.extra_outputs import ExtraOutputs
 from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
 from .engine.scoring.score_call import ScoreJob, ScoreOutputs
+from .engine.tensor_results import as_tensors
 from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, attach, note_of
-from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
-from .inputs.adapters import AS_IT_IS, adapter_of_each
+from .errors import GenerationInterrupted, GeneratorBusyError
+from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
-from .inputs.options import Options
-from .inputs.padded_batch import PaddedBatch, take_padded
-from .inputs.prompts import Prompt
+from .inputs.option_checks import check_progress
+from .inputs.padded_batch import take_padded
 from .inputs.seeds import Seeds
 from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
@@ -35,13 +33,14 @@ from .model.device_memory import is_device_error
 from .model.owners_warnings import warn_of_compiled
 from .notices import Notices
 from .patches.fusion import Fusion
-from .planning.requests_and_prefixes import FinishReason, Request
+from .planning.requests_and_prefixes import Request
 from .planning.sharing import make_plan
 from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
-from .wording import a_kind
+
+T = TypeVar("T")
 
 
 class BatchGenerator:
@@ -150,6 +149,9 @@ class BatchGenerator:
             ModelOutput are 0 in rows that had ended, and its ``past_key_values`` are None.
         adapter: the name of a PEFT adapter of the model, or None for the model without any; or a list, one for each
             prompt. Left out, the active adapters are used as they are.
+        tools, chat_template_kwargs, continue_final_message: what chats are encoded with. A chat that ends with an
+            assistant's message is continued.
+        max_prompt_tokens, truncation_side: cut longer prompts, on the "left" or the "right".
         logprobs, prompt_logprobs: for a list of prompts, how many of the likeliest tokens to give at each position; see
             Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator. Or a list, one for each prompt: the
@@ -159,11 +161,7 @@ class BatchGenerator:
         """
         finished = FinishedGenerations()
         body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        result, interrupt = self._turns.run(body, partial(self._keep, finished))
-        if interrupt is None:
-            return result
-        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+        return self._collected(body, finished)
 
     def _generate(
         self,
@@ -176,7 +174,7 @@ class BatchGenerator:
         generate_kwargs: dict[str, Any],
         turn: Turn,
     ) -> Any:
-        _check_progress(progress)
+        check_progress(progress)
         with self._taking(turn) as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
@@ -192,9 +190,9 @@ class BatchGenerator:
                         bar.finish(request)
             finally:
                 self.last_report = finished.report = self._report(call)
-        rows = finished.results | {(failure.index, failure.sample): failure for failure in self._failures(job)}
+        rows = finished.results | {(failure.index, failure.sample): failure for failure in job.failures()}
         result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
-        return result if padded is None else _as_tensors(padded, result, job.options[0], call)
+        return result if padded is None else as_tensors(padded, result, job.options[0], call)
 
     def stream(
         self,
@@ -212,34 +210,25 @@ class BatchGenerator:
         plain KeyboardInterrupt, as finished results have been handed out already. A bar is shown with ``progress=True``
         only.
         """
-        job, interrupt = self._turns.run(
-            partial(self._checked, prompts, generation_config, seed, on_error, generate_kwargs)
-        )
+
+        def checked(turn: Turn) -> Job:
+            with self._taking(turn):
+                if take_padded(prompts, generate_kwargs) is not None:
+                    raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
+                return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
+
+        job, interrupt = self._turns.run(checked)
         if interrupt is not None:
             raise interrupt
         assert job is not None
         return self._turns.stream(partial(self._streamed, job, on_error == "raise", progress or False))
-
-    def _checked(
-        self,
-        prompts: Any,
-        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        seed: Seeds | None,
-        on_error: str,
-        generate_kwargs: dict[str, Any],
-        turn: Turn,
-    ) -> Job:
-        with self._taking(turn):
-            if take_padded(prompts, generate_kwargs) is not None:
-                raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-            return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
 
     def _streamed(self, job: Job, strict: bool, progress: bool, turn: Turn) -> Iterator[Generation]:
         with self._taking(turn) as call:
             self.interrupted = None
             outputs = ExtraOutputs(job.options)
             call.begin(job, outputs, strict)
-            yield from self._failures(job)
+            yield from job.failures()
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
@@ -262,6 +251,7 @@ class BatchGenerator:
         adapter: Any = AS_IT_IS,
         on_error: str = "raise",
         progress: bool | None = None,
+        **chat_options: Any,
     ) -> ScoreResult:
         """How likely continuations are: the log-probability of each token, given its context and the tokens before it.
 
@@ -271,6 +261,7 @@ class BatchGenerator:
         choices: instead of continuations, a list of answers that is the same for every context.
         adapter: as for ``generate``; a list has one for each context (or text).
         on_error, progress: as for ``generate``.
+        chat_options: ``tools``, ``chat_template_kwargs`` and ``continue_final_message``, as for ``generate``.
 
         Each context is computed once, however many continuations it has, and so is a prefix that contexts share. The LM
         head runs only where a token is looked up.
@@ -280,33 +271,21 @@ class BatchGenerator:
         tokens.
         """
         finished = FinishedScores()
-        body = partial(self._score, finished, contexts, continuations, choices, adapter, on_error, progress)
-        result, interrupt = self._turns.run(body, partial(self._keep, finished))
-        if interrupt is None:
-            assert result is not None
-            return result
-        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+        given = contexts, continuations, choices, on_error, adapter, chat_options
+        body = partial(self._score, finished, given, on_error == "raise", progress)
+        return self._collected(body, finished)
 
     def _score(
-        self,
-        finished: FinishedScores,
-        contexts: Any,
-        continuations: Any,
-        choices: Any,
-        adapter: Any,
-        on_error: str,
-        progress: bool | None,
-        turn: Turn,
+        self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None, turn: Turn
     ) -> ScoreResult:
-        _check_progress(progress)
+        check_progress(progress)
         with self._taking(turn) as call:
-            inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
+            inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
             finished.expected, self.interrupted = len(inputs.items), None
             outputs = ScoreOutputs(job)
             with job.problems_named():
-                call.begin(job.job, outputs, on_error == "raise")
+                call.begin(job.job, outputs, strict)
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
@@ -317,14 +296,13 @@ class BatchGenerator:
                 self.last_report = finished.report = self._report(call)
         return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
 
-    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
-        """What these prompts share, and what that would save. Runs no model. ``adapter``: as in ``generate``."""
+    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
+        """What these prompts share, and what that would save. Runs no model.
+
+        ``adapter``, and options of prompts such as ``tools`` and ``max_prompt_tokens``: as for ``generate``.
+        """
         self._refuse_if_closed()
-        checked, problems = self._checks.prompts(prompts, self.architecture)
-        if problems:
-            raise PromptError(problems)
-        adapters = adapter_of_each(self.model, adapter, len(checked)) or [None] * len(checked)
-        prepared = [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
+        prepared = self._checks.prompts_to_plan(self.architecture, prompts, adapter, prompt_options)
         plan = make_plan(prepared, self.config, 1)
         plan.add_labels(prepared, self._tokenizer.decode_if_loaded)
         return plan
@@ -385,6 +363,15 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
+    def _collected(self, body: Callable[[Turn], T], finished: Finished[Any]) -> T:
+        """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
+        result, interrupt = self._turns.run(body, partial(self._keep, finished))
+        if interrupt is None:
+            assert result is not None
+            return result
+        self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
+        raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
+
     def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
@@ -411,30 +398,6 @@ class BatchGenerator:
             report.plan.add_labels(call.plan.prompts, self._tokenizer.decode_if_loaded)
         return report
 
-    def _failures(self, job: Job) -> Iterator[Generation]:
-        for index, why in sorted(job.problems.items()):
-            for sample in range(job.options[index].num_return_sequences):
-                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
-
 
 def _is_for_one(what: str) -> AttributeError:
     return AttributeError(f"a BatchGenerator keeps the {what} it was made with: make a new one for another {what}")
-
-
-def _as_tensors(
-    padded: PaddedBatch, result: BatchResult, options: Options, call: Call
-) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
-    sequences = padded.continued(result.token_ids, filling(options))
-    if not options.config.return_dict_in_generate:
-        return sequences
-    longest, tensors = sequences.shape[1] - padded.width, call.outputs.tensors
-    if options.num_beams > 1:
-        return beam_output(sequences, longest, call.answers, options, tensors)
-    beside: dict[str, Any] = {} if tensors is None else dict(tensors.outputs(longest, sequences.device))
-    return GenerateDecoderOnlyOutput(**{"sequences": sequences, **beside})
-
-
-def _check_progress(progress: Any) -> None:
-    if progress is not None and not isinstance(progress, bool):
-        why = f"must be True, False, or None for long lists only, not {a_kind(progress)}"
-        raise OptionValueError("progress", why)

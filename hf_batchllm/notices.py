@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
+from .wording import in_ranges
+
+_MOST_PLACES = 8  # named in a warning; the rest are counted
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -18,6 +23,24 @@ class Notices:
 
     def __init__(self) -> None:
         self._given: set[str] = set()
+        self._name: Callable[[int], str] | None = None
+
+    @contextmanager
+    def naming(self, name: Callable[[int], str]) -> Iterator[None]:
+        """Within the block a prompt has a name of its own, such as "line 17"."""
+        before, self._name = self._name, name
+        try:
+            yield
+        finally:
+            self._name = before
+
+    def places(self, indices: Sequence[int], what: str = "prompt") -> str:
+        """``prompt 3``, ``prompts 0-2, 7``, or by the names of the prompts. ``what``: the noun for one."""
+        if self._name is None:
+            return f"{what}{'s' if len(indices) > 1 else ''} {in_ranges(indices, _MOST_PLACES)}"
+        hidden = len(indices) - _MOST_PLACES
+        named = ", ".join(map(self._name, indices[:_MOST_PLACES]))
+        return f"{named} and {hidden:,} more" if hidden > 0 else named
 
     def was_given(self, kind: str) -> bool:
         return kind in self._given

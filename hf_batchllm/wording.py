@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from numbers import Integral
@@ -67,16 +68,35 @@ def either(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def in_ranges(numbers: Iterable[int], most: int) -> str:
+    """``0-2, 7 and 5 more``: numbers in their order, in at most so many ranges."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    named = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:most])
+    more = sum(last - first + 1 for first, last in ranges[most:])
+    return f"{named}{f' and {more:,} more' if more else ''}"
+
+
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 
-def shown_size(count: int) -> str:
-    """A number of bytes with its unit: "1.5 GiB"."""
+def shown_size(count: int, at_least: bool = False) -> str:
+    """A number of bytes with its unit: "1.5 GiB". ``at_least``: rounded up, so that so much is enough."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
+            value = math.ceil(value * 10) / 10 if at_least else value
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
         value /= 1024
     raise AssertionError
+
+
+def counted(count: int, what: str) -> str:
+    """``1 token``, ``2,000 tokens``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

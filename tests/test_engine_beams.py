@@ -24,6 +24,7 @@ from transformers import (
 from hf_batchllm import BatchGenerator, GenerationInterrupted, PromptError, accelerated
 from hf_batchllm.engine.beams.candidates import draw_candidates
 from hf_batchllm.engine.beams.loop import BeamEngine
+from hf_batchllm.wording import shown_size
 
 FAMILY = "llama"
 RNG = random.Random(5)
@@ -208,9 +209,10 @@ def test_what_does_not_fit_is_named_with_its_beams() -> None:
     pages = least(PROMPTS, 4)
     memory = pages_of_memory(model, pages - 1, 4)
     generator = BatchGenerator(model, page_size=4, kv_memory=memory)
-    with pytest.raises(PromptError, match="may grow by 8 in each of 4 beams; the KV cache has room for") as caught:
+    with pytest.raises(PromptError, match=r"may grow by 8 in each of 4 beams, which takes .* of KV cache") as caught:
         generator.generate(PROMPTS, **OPTIONS)
-    assert f"raise `kv_memory` to {pages_of_memory(model, pages, 4):,} bytes" in str(caught.value)
+    size = shown_size(pages_of_memory(model, pages, 4), at_least=True)
+    assert f'raise `kv_memory` (to "{size}")' in str(caught.value)
     recorded = generator.generate(PROMPTS, on_error="record", **OPTIONS)
     assert {each.finish_reason for each in recorded} == {"length", "error"}
     assert len(recorded) == 2 * len(PROMPTS)

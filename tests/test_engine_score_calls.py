@@ -142,7 +142,7 @@ def test_one_call_at_a_time() -> None:
 def test_what_does_not_fit_into_the_cache_is_said_of_contexts() -> None:
     generator = make(kv_memory=pages_of_memory(build(FAMILY), 3, 8))
     contexts = [[5] * 10, [6] * 30, [7] * 10]
-    with pytest.raises(PromptError, match=r"^context 1 has 30 tokens; the KV cache has room for 24") as caught:
+    with pytest.raises(PromptError, match=r"^context 1 has 30 tokens, which takes .* for 24 tokens: shorten") as caught:
         generator.score(contexts, choices=[[5], [6]])
     assert caught.value.problems.keys() == {1} and generator.last_report is None
     result = generator.score(contexts, choices=[[5], [6]], on_error="record")

@@ -106,7 +106,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (request(messages=None), "`messages` are missing", "messages"),
         (request(COMPLETIONS, prompt=["a", "b"]), "`prompt` holds 2 prompts: give each a line", "prompt"),
         (request(COMPLETIONS, messages=HELLO), "`messages` does not go with /v1/completions", "messages"),
-        (request(tools=[{"type": "function"}]), "`tools` is not supported: calls of tools", "tools"),
+        (request(tools=[5]), "`tools` holds an int; a tool is a dict", "tools"),
         (
             request(response_format={"type": "json_object"}),
             "`response_format` of type 'json_object'",

@@ -48,4 +48,5 @@ def test_the_real_model_is_asked_for_each_of_them() -> None:
 
 def test_what_is_ours_is_not_an_option_of_generate() -> None:
     ours = {"adapter", "logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
-    assert names(kind=OptionKind.ADDED) == ours
+    of_prompts = {"chat_template_kwargs", "continue_final_message", "max_prompt_tokens", "tools", "truncation_side"}
+    assert names(kind=OptionKind.ADDED) == ours | of_prompts

@@ -35,6 +35,7 @@ from hf_batchllm.inputs.call_arguments import CALL_ARGUMENTS
 from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, PromptForm, Subject
 from hf_batchllm.inputs.option_table import TABLE, names
 from hf_batchllm.inputs.options import Options
+from hf_batchllm.inputs.prompt_options import PROMPT_OPTIONS
 from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.notices import Notices
 
@@ -64,7 +65,15 @@ REFUSED: dict[str, Any] = {
     "trust_remote_code": True,
 }
 FOR_TENSORS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-FOR_LISTS = {"logprobs": 0, "prompt_logprobs": 3}
+FOR_LISTS: dict[str, Any] = {
+    "chat_template_kwargs": {"enable_thinking": False},
+    "continue_final_message": True,
+    "logprobs": 0,
+    "max_prompt_tokens": 5,
+    "prompt_logprobs": 3,
+    "tools": [],
+    "truncation_side": "left",
+}
 IDLE: dict[str, Any] = {
     "assistant_confidence_threshold": 0.5,
     "assistant_early_exit": 1,
@@ -123,7 +132,7 @@ def test_every_option_of_transformers_is_in_the_table() -> None:
 
 def test_our_own_arguments_are_in_the_table_too() -> None:
     ours = set(inspect.signature(BatchGenerator.generate).parameters) - {"self", "generate_kwargs"} | {"adapter"}
-    taken = set(CALL_ARGUMENTS)
+    taken = set(CALL_ARGUMENTS) | set(PROMPT_OPTIONS)
     assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
     tensors = {"inputs", "input_ids", "attention_mask"}
     assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)

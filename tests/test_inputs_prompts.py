@@ -25,8 +25,8 @@ class WordTokenizer:
             raise ValueError("cannot read this\nbecause of that")
         return {"input_ids": [[1, len(text), 2] if text else [] for text in texts]}
 
-    def apply_chat_template(self, chats, add_generation_prompt, tokenize, return_dict):
-        assert add_generation_prompt and tokenize and not return_dict
+    def apply_chat_template(self, chats, add_generation_prompt, tokenize, return_dict, continue_final_message=False):
+        assert add_generation_prompt is not continue_final_message and tokenize and not return_dict
         self.calls += 1
         if any(chat[0]["role"] == "alien" for chat in chats):
             raise ValueError("Unknown role")
@@ -206,6 +206,16 @@ def test_ids_outside_the_vocabulary(kind):
 def test_prompt_that_is_too_long():
     assert reason([1, 2, 3, 4], max_length=3) == "has 4 tokens, more than the 3 that fit"
     assert ids_of([[1, 2, 3]], max_length=3) == [[1, 2, 3]]
+
+
+def test_a_tokenizer_whose_template_takes_no_options_says_so():
+    class OldTokenizer(WordTokenizer):
+        def apply_chat_template(self, chats, add_generation_prompt, tokenize, return_dict):
+            return [[7] * len(chat) for chat in chats]
+
+    assert ids_of([CHAT[:1]], tokenizer=OldTokenizer) == [[7]]
+    why = reason(CHAT, tokenizer=OldTokenizer)
+    assert "is a chat that the tokenizer refused" in why and "unexpected keyword argument 'continue_final" in why
 
 
 def test_text_that_gives_no_ids_or_cannot_be_encoded_spares_the_others():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
 from .messages import UsageError
+from .prompt_flags import PROMPT_FLAGS, prompt_flags
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -100,6 +102,7 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
         "logprobs": asked.logprobs,
         "seed": asked.seed,
     }
+    given |= prompt_flags(asked)
     flags = {name: value for name, value in given.items() if value is not None}
     for name, value in read_assignments(asked.set).items():
         if name in flags:
@@ -108,10 +111,22 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
     try:
         return read_settings(flags).over(_config_file(asked.generation_config))
     except BatchLLMError as error:
-        message = str(error)
-        for name in given:
-            message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}").replace("--stop-strings", "--stop")
-        raise UsageError(message) from error
+        raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS])) from error
+
+
+def prompt_settings_from(asked: argparse.Namespace) -> GenerationSettings:
+    """The settings of a command that generates nothing."""
+    try:
+        return read_settings(prompt_flags(asked))
+    except BatchLLMError as error:
+        raise UsageError(_with_flags(str(error), PROMPT_FLAGS)) from error
+
+
+def _with_flags(message: str, names: Iterable[str]) -> str:
+    """With the command's options in the place of the settings' names."""
+    for name in names:
+        message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}").replace("--stop-strings", "--stop")
+    return message
 
 
 def _config_file(path: str | None) -> GenerationSettings:

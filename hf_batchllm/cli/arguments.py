@@ -8,6 +8,7 @@ from typing import Any
 from .config_flags import add_config_flags
 from .exits import EXIT_CODES_HELP
 from .parser import Parser
+from .prompt_flags import add_prompt_flags
 
 _RUN = """\
 Answer every prompt of a file. Prompts that begin alike are computed together,
@@ -114,6 +115,7 @@ def add_prompts(group: Any) -> None:
         metavar="TEXT",
         help="a system message for chats without one; turns prompts into chats, as --chat does. \\n is understood",
     )
+    add_prompt_flags(group)
     group.add_argument(
         "--no-line-settings",
         action="store_true",

@@ -54,7 +54,7 @@ class Loader:
         stop_strings = self._base.options.get("stop_strings")
         needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
         tokenizer = load_tokenizer(asked, needed)
-        if self._first.have_chats:
+        if self._first.have_chats and not self._base.brings_template:
             check_template(tokenizer, asked.tokenizer or asked.model)
         model = load_model(asked, device)
         generator = self._generator(model, tokenizer)

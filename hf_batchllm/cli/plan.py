@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ import numpy as np
 from ..config import BatchConfig
 from ..files.records.prompt_records import PromptRecord
 from ..files.records.record_reader import RecordReader
-from ..files.records.settings import GenerationSettings
 from ..files.store.sources import Source, open_source
+from ..inputs.prompt_options import as_lists
 from ..inputs.prompts import Prompt, check_prompts
+from ..notices import Notices
 from ..planning.sharing import plan_sharing
 from ..results.sharing_plan import SharingPlan
-from .argument_values import first_records, layout_from, reader_from, size_from
+from .argument_values import first_records, layout_from, prompt_settings_from, reader_from, size_from
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
 from .loading import check_template, load_tokenizer, quiet_transformers
@@ -88,7 +89,8 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
         _check_html(asked.html)
     source = open_source(asked.source, asked.format, note=console.note)
     try:
-        reader = reader_from(asked, source, layout, GenerationSettings())
+        base = prompt_settings_from(asked)
+        reader = reader_from(asked, source, layout, base)
         first = first_records(reader, source, asked.limit)
 
         @cache
@@ -100,7 +102,7 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
 
         if first.have_texts:
             loaded = tokenizer()
-            if first.have_chats:
+            if first.have_chats and not base.brings_template:
                 check_template(loaded, asked.tokenizer)
         numbers = np.arange(min(source.count, asked.limit or source.count))
         file_plan = FilePlan()
@@ -117,6 +119,7 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
 def _windows(
     source: Source, reader: RecordReader, numbers: np.ndarray, window: int, tokenizer: Any, file_plan: FilePlan
 ) -> Iterator[list[Prompt]]:
+    notices = Notices()  # each of them once, for all windows
     for stretch in source.windows(numbers, window, reader.prompt_text):
         records: list[PromptRecord] = []
         for number, raw in zip(stretch.tolist(), source.records(stretch), strict=True):
@@ -125,10 +128,18 @@ def _windows(
                 records.append(read)
             else:
                 file_plan.add_error(str(read))
-        checked, problems = check_prompts([record.prompt for record in records], tokenizer=tokenizer)
+        options = as_lists([record.settings.prompt_options for record in records])
+        with notices.naming(partial(_place, source, records)):
+            checked, problems = check_prompts(
+                [record.prompt for record in records], tokenizer=tokenizer, notices=notices, options=options
+            )
         for place, why in problems.items():
-            file_plan.add_error(f"{source.where(records[place].number)}: the prompt {why}")
+            file_plan.add_error(f"{_place(source, records, place)}: the prompt {why}")
         yield [prompt for prompt in checked if prompt is not None]
+
+
+def _place(source: Source, records: Sequence[PromptRecord], place: int) -> str:
+    return source.where(records[place].number)
 
 
 def _check_html(path: str) -> None:

@@ -22,6 +22,7 @@ from ..planning.lineup import Lineup
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.step import Step
 from ..results.run_report import RunReport
+from ..wording import counted, shown_size
 from .adapter_turns import AdapterTurns
 from .beams.loop import BeamEngine
 from .call_memory import CallMemory
@@ -127,15 +128,26 @@ class Call:
             self.plan.leave_out(refused)
 
     def _too_long(self, request: Request, pages: int) -> str:
-        have, size = self.cache.num_pages * self.cache.page_size, pages * self._kv.page_bytes
-        grows, lower = f" and may grow by {request.max_new_tokens:,}", ", or lower `max_new_tokens`"
-        if isinstance(request, Branch):
-            grows += f" in each of {request.width:,} beams"
-        elif request.max_new_tokens == 1:  # which is not run
-            grows = lower = ""
+        cache, prompt, new = self.cache, len(request.prompt_ids), request.max_new_tokens
+        needed, have = pages * self._kv.page_bytes, cache.num_pages * self._kv.page_bytes
+        beams = request.width if isinstance(request, Branch) else 1
+        room = cache.num_pages * cache.page_size
+        # The last token is never run.
+        most = (cache.num_pages - -(-prompt // cache.page_size)) // beams * cache.page_size + 1
+        if beams == 1:
+            most = room - prompt + 1
+        grows = "" if new == 1 else f" and may grow by {new:,}"
+        grows += f" in each of {beams:,} beams" if beams > 1 else ""
+        remedies = []
+        if new > 1:
+            remedies.append("lower `max_new_tokens`" + (f" (to {most:,} at most)" if most > 0 else " and shorten it"))
+        else:
+            remedies.append("shorten it")
+        if needed <= self._kv.within_reach():
+            remedies.append(f'raise `kv_memory` (to "{shown_size(needed, at_least=True)}")')
         return (
-            f"has {len(request.prompt_ids):,} tokens{grows}; the KV cache has room for {have:,}: raise `kv_memory` "
-            f"to {size:,} bytes at least{lower}"
+            f"has {counted(prompt, 'token')}{grows}, which takes {shown_size(needed, at_least=True)} of KV cache, and "
+            f"there are {shown_size(have)}, enough for {counted(room, 'token')}: {', or '.join(remedies)}"
         )
 
     def _wire(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,17 +15,21 @@ from transformers import GenerationConfig
 from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.base_model import base_model
+from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
 from ..inputs.options import Options, inferred_mask
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompt_lengths import length_problem
+from ..inputs.prompt_options import prompt_options_alone, take_prompt_options
 from ..inputs.prompts import Prompt, check_prompts
 from ..inputs.resolve_options import resolve_each
 from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.architecture import Architecture
 from ..notices import Notices
+from ..planning.requests_and_prefixes import FinishReason
+from ..results.generations import Generation
 from ..sampling.stop_rules import StopRules, rules_of_each
 from ..sampling.stop_strings import PreparedStopStrings
 from .scoring.score_inputs import Reading, ScoreInputs, check_scores
@@ -71,6 +75,12 @@ class Job:
     def sequences(self) -> int:
         return sum(self.samples)
 
+    def failures(self) -> Iterator[Generation]:
+        """A result for each sequence that cannot run."""
+        for index, why in sorted(self.problems.items()):
+            for sample in range(self.options[index].num_return_sequences):
+                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+
 
 class JobChecks:
     def __init__(self, model: nn.Module, tokenizer: TokenizerLoader, notices: Notices) -> None:
@@ -94,10 +104,11 @@ class JobChecks:
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
+        prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
         if padded is None:
-            checked, problems = self.prompts(prompts, architecture)
+            checked, problems = self._prompts(prompts, architecture, prompt_options)
         else:
             inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, architecture.vocab_size)
@@ -121,6 +132,8 @@ class JobChecks:
         good: list[Prompt] = []
         places: list[int] = []
         limits: list[int] = []
+        beyond: list[Reach] = []
+        context = context_of(base_model(self._model).config)
         for index, (prompt, options) in enumerate(zip(checked, resolved, strict=True)):
             if prompt is None:
                 continue
@@ -134,8 +147,12 @@ class JobChecks:
             good.append(prompt)
             places.append(index)
             limits.append(limit)
+            if context is not None and len(prompt.ids) + limit - 1 > context:  # the last token is never run
+                beyond.append(Reach(index, len(prompt.ids), limit))
         if problems and on_error == "raise":
             raise PromptError(problems)
+        if context is not None:
+            warn_beyond_context(beyond, len(checked), context, architecture.name, self._notices)
         if not any(options.do_sample for options in resolved):
             seeds = None
         elif seeds is None:
@@ -144,17 +161,39 @@ class JobChecks:
         return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters)
 
     def scores(
-        self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
+        self,
+        architecture: Architecture,
+        contexts: Any,
+        continuations: Any,
+        choices: Any,
+        on_error: str,
+        adapter: Any,
+        chat_options: dict[str, Any],
     ) -> ScoreInputs:
         """The checked call of ``score``."""
         check_on_error(on_error)
+        chat_options = prompt_options_alone(chat_options, "score", chats_alone=True)
         self._warn_of_dropout()
-        read = Reading(self._tokenizer.required, architecture.vocab_size)
+        read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
         adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)
         inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
         if inputs.problems and on_error == "raise":
             raise inputs.error()
+        context = context_of(base_model(self._model).config)
+        if context is not None:
+            beyond = [Reach(*each, 0) for each in sorted(inputs.longest.items()) if each[1] - 1 > context]
+            warn_beyond_context(beyond, len(inputs.longest), context, architecture.name, self._notices, inputs.what)
         return inputs
+
+    def prompts_to_plan(
+        self, architecture: Architecture, prompts: Any, adapter: Any, options: dict[str, Any]
+    ) -> list[Prompt]:
+        """The checked prompts of ``plan``."""
+        checked, problems = self._prompts(prompts, architecture, prompt_options_alone(options, "plan"))
+        if problems:
+            raise PromptError(problems)
+        adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)
+        return [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
 
     def _warn_of_dropout(self) -> None:
         if not self._model.training:
@@ -170,12 +209,15 @@ class JobChecks:
                 "(and dropout inside attention is left out). Call model.eval() first",
             )
 
-    def prompts(self, prompts: Any, architecture: Architecture) -> tuple[list[Prompt | None], dict[int, str]]:
+    def _prompts(
+        self, prompts: Any, architecture: Architecture, options: dict[str, Any]
+    ) -> tuple[list[Prompt | None], dict[int, str]]:
         return check_prompts(
             prompts,
             tokenizer=self._tokenizer.required,
             vocab_size=architecture.vocab_size,
             notices=self._notices,
+            options=options,
         )
 
     def _default_limit(self) -> int | None:

@@ -170,8 +170,8 @@ class KVMemory:
         pages = size // self.page_bytes
         if pages == 0:
             raise CacheMemoryError(
-                f"a single page of {self._config.page_size:,} tokens takes {self.page_bytes:,} bytes, and the KV cache "
-                f"may have {size:,}: set a smaller `page_size`, or a larger `kv_memory`"
+                f"a single page of {self._config.page_size:,} tokens takes {shown_size(self.page_bytes)}, and the KV "
+                f"cache may have {shown_size(size)}: set a smaller `page_size`, or a larger `kv_memory`"
             )
         return pages
 

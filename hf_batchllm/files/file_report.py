@@ -17,6 +17,7 @@ class FileReport:
     before: how many results were there when the run began.
     written: how many results this run has written.
     errors: how many of all results are errors, those of earlier runs included.
+    beyond_context: how many of this run's results have more tokens, with their prompts, than the model was made for.
     prompt_tokens, computed_tokens, new_tokens, seconds: of this run, summed over its calls.
     """
 
@@ -25,6 +26,7 @@ class FileReport:
     before: int = 0
     written: int = 0
     errors: int = 0
+    beyond_context: int = 0
     prompt_tokens: int = 0
     computed_tokens: int = 0
     new_tokens: int = 0
@@ -59,6 +61,12 @@ class FileReport:
         lines = [f"{where}: {_counted(self.written, 'result')} written{beside}{self._errors()}"]
         if self.left:
             lines.append(f"{self.left:,} are missing: the same command continues")
+        if self.beyond_context:
+            are = "is" if self.beyond_context == 1 else "are"
+            lines.append(
+                f"{self.beyond_context:,} of them {are} longer, with the prompt, than the model was made for: set "
+                "`max_prompt_tokens`, or lower `max_new_tokens`"
+            )
         if self.prompt_tokens:
             rate = self.new_tokens / self.seconds if self.seconds else 0.0
             lines.append(

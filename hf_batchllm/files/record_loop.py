@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +21,9 @@ from transformers.utils import logging
 
 from ..errors import FilesError, InputFileError, PromptError
 from ..generator import BatchGenerator
+from ..inputs.base_model import base_model
+from ..inputs.long_prompts import context_of
+from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
 from ..results.notebook import in_notebook
 from .file_report import FileReport
@@ -143,6 +146,7 @@ class _FileRun:
 
     def __post_init__(self) -> None:
         self._configs = LineConfigs.of(self.generator)
+        self._context = context_of(base_model(self.generator.model).config)
         self._keys: dict[int, str] = {}  # of the records of this window that have no result yet
         self._bar: tqdm | None = None
 
@@ -193,22 +197,26 @@ class _FileRun:
         wanted = [each.logprobs for each in settings if each.logprobs is not None]
         if wanted:
             options["logprobs"] = max(wanted)
+        options |= as_lists([each.prompt_options for each in settings])
         waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
         try:
-            for generation in self.generator.stream(
-                [record.prompt for record in records],
-                [self._configs.config(each) for each in settings],
-                seed=[self._seed_of(record) for record in records],
-                on_error=self.options.on_error,
-                progress=progress,
-                **options,
-            ):
-                place = generation.index
-                samples = waiting.setdefault(place, [])
-                samples.append(generation)
-                if len(samples) == self._configs.samples(settings[place]):
-                    del waiting[place]
-                    self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
+            with self.generator._notices.naming(lambda place: self.source.where(records[place].number)):
+                generations: Any = self.generator.stream(  # a generator, which has close()
+                    [record.prompt for record in records],
+                    [self._configs.config(each) for each in settings],
+                    seed=[self._seed_of(record) for record in records],
+                    on_error=self.options.on_error,
+                    progress=progress,
+                    **options,
+                )
+            with closing(generations):
+                for generation in generations:
+                    place = generation.index
+                    samples = waiting.setdefault(place, [])
+                    samples.append(generation)
+                    if len(samples) == self._configs.samples(settings[place]):
+                        del waiting[place]
+                        self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
         except PromptError as error:
             problems = [
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
@@ -225,7 +233,15 @@ class _FileRun:
 
     def _write_result(self, record: PromptRecord, samples: Sequence[Generation]) -> None:
         self.report.errors += any(sample.error is not None for sample in samples)
-        self._append(record.number, self.writer.result(record, self._keys.pop(record.number), samples))
+        warning = self._beyond_context(samples)
+        self.report.beyond_context += warning is not None
+        self._append(record.number, self.writer.result(record, self._keys.pop(record.number), samples, warning))
+
+    def _beyond_context(self, samples: Sequence[Generation]) -> str | None:
+        tokens = max(len(sample.prompt_token_ids) + len(sample.token_ids) for sample in samples)
+        if self._context is None or tokens - 1 <= self._context:  # the last token is never run
+            return None
+        return f"prompt and answer have {tokens:,} tokens, more than the {self._context:,} that the model was made for"
 
     def _write_error(self, record: PromptRecord | BadPromptRecord, why: str | None = None) -> None:
         if self.options.on_error == "raise":

@@ -75,7 +75,8 @@ def run_file(
     limit: run only the first records, this many.
     seed: seed of sampling; by default a random one, kept in the run record.
     generation_config, settings: as for ``model.generate``, for records without settings of their own. A temperature
-        above 0 means sampling.
+        above 0 means sampling. Options of prompts (``tools``, ``chat_template_kwargs``, ``max_prompt_tokens``, ...) are
+        settings, too.
     """
     if not isinstance(gen, BatchGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")

@@ -1,11 +1,17 @@
-"""Chats: what counts as one, and checks of its messages, as chat templates silently leave out what they miss."""
+"""Chats: what counts as one, checks of its messages, as templates silently leave out what they miss, and its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ..notices import Notices
 from ..wording import a_kind, shown
+from .prompt_options import PromptOptions
 
 NO_TEMPLATE = "the tokenizer has no chat template: pass strings, or set `tokenizer.chat_template`"
 _A_MESSAGE_IS = "a message is a dict such as {'role': 'user', 'content': '...'}"
@@ -25,13 +31,16 @@ def is_message(given: Mapping[Any, Any]) -> bool:
     return any(key in given for key in ("role", "content", "from"))
 
 
-def chat_problem(chat: Sequence[Any]) -> str | None:
-    """Why the chat cannot be run. A template would render missing parts as nothing, and unknown ones as their repr."""
+def chat_problem(chat: Sequence[Any], options: PromptOptions | None = None) -> str | None:
+    """Why the chat cannot be run, with ``options`` if there are any.
+
+    A template would render missing parts as nothing, and unknown ones as their repr.
+    """
     for place, message in enumerate(chat):
         why = _message_problem(message)
         if why is not None:
             return f"is a chat whose message {place} {why}"
-    return None
+    return None if options is None or not is_continued(chat, options) else _why_not_continued(chat)
 
 
 def _message_problem(message: Any) -> str | None:
@@ -57,3 +66,114 @@ def _message_problem(message: Any) -> str | None:
         if isinstance(medium, str) and any(name in medium for name in _MEDIA):
             return f"holds a part of type {medium!r}; only text is supported"
     return None
+
+
+# -- from a chat to tokens ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Makes tokens of chats that have the same options, and that are all continued or all answered."""
+
+    options: PromptOptions
+    continued: bool
+
+    def __call__(self, tokenizer: Any, chats: list[Any]) -> Sequence[Any]:
+        given: dict[str, Any] = dict(self.options.chat_template_kwargs or {})
+        if self.options.tools:
+            given["tools"] = list(self.options.tools)
+        if self.continued:
+            given["continue_final_message"] = True
+        encoded: Any = tokenizer.apply_chat_template(
+            [list(chat) for chat in chats],
+            add_generation_prompt=not self.continued,
+            tokenize=True,
+            return_dict=False,
+            **given,
+        )
+        # Multimodal processors, and tokenizers with a method of their own, return a dict all the same.
+        rows: Sequence[Any] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+        return rows
+
+
+def is_continued(chat: Sequence[Any], options: PromptOptions) -> bool:
+    """Whether the chat's last message is continued; else the model begins a new one.
+
+    By default an assistant's message with a content is, as by transformers' pipelines.
+    """
+    if options.continue_final_message is not None:
+        return options.continue_final_message
+    return bool(chat[-1].get("role") == "assistant" and chat[-1].get("content") is not None)
+
+
+def _why_not_continued(chat: Sequence[Any]) -> str | None:
+    """Why the last message cannot be continued, in words that follow "prompt 3"."""
+    beside = "or pass `continue_final_message=False` for a new message"
+    if chat[-1].get("tool_calls"):  # they come after the content, and would be left out
+        return f"is a chat that ends with a call of a tool, which cannot be continued: add the tool's answer, {beside}"
+    if chat[-1].get("content") is None:
+        return f"is a chat whose last message has no 'content' to continue: give it one, {beside}"
+    return None
+
+
+def in_groups(given: Sequence[Any], chats: Sequence[int], options: Sequence[PromptOptions]) -> Iterator[_Group]:
+    """The chats that are encoded together: their places in ``given``, and what encodes them.
+
+    ``options``: of each prompt.
+    """
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for index in chats:
+        groups.setdefault((id(options[index]), is_continued(given[index], options[index])), []).append(index)
+    for (_, continued), indices in groups.items():
+        yield indices, ChatEncoder(options[indices[0]], continued)
+
+
+_Group = tuple[list[int], ChatEncoder]
+
+
+def warn_of_idle_options(
+    options: Sequence[PromptOptions], chats: Sequence[int], tokenizer: Any, notices: Notices
+) -> None:
+    """Warn of options of prompts that change nothing. ``options``: of each prompt; ``chats``: those of them."""
+    groups = {id(options[index]): options[index] for index in chats}
+    for each in groups.values():
+        _warn_of_template(each, tokenizer, notices)
+    used = {(name, repr(getattr(each, name))) for each in groups.values() for name in each.for_chats}
+    idle: dict[int, list[str]] = {}  # the options that no chat has; one that is for all prompts may be for some chats
+    alone: dict[str, list[int]] = {}
+    for index, each in enumerate(options):
+        if id(each) not in idle:
+            idle[id(each)] = [name for name in each.for_chats if (name, repr(getattr(each, name))) not in used]
+        for name in idle[id(each)]:
+            alone.setdefault(name, []).append(index)
+    if any(each.truncation_side is not None and each.max_prompt_tokens is None for each in options):
+        notices("truncation_side", "`truncation_side` has no effect without `max_prompt_tokens`: set it, too")
+    for name, indices in alone.items():
+        what = "are no chats" if len(indices) > 1 else "is no chat"
+        notices(
+            f"{name} without a chat", f"`{name}` is for chats, and {notices.places(indices)} {what}: no effect there"
+        )
+
+
+def _warn_of_template(options: PromptOptions, tokenizer: Any, notices: Notices) -> None:
+    """A template passes over what it does not know, a misspelt name for one."""
+    if not options.tools and not options.chat_template_kwargs:
+        return
+    given = dict(options.chat_template_kwargs or {})
+    own = given.get("chat_template")
+    try:
+        template = tokenizer.get_chat_template(own, options.tools)
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    except Exception:  # a missing template is reported where chats are encoded
+        return
+    if not isinstance(template, str):
+        return
+    words = set(re.findall(r"\w+", template))
+    if options.tools and "tools" not in words:
+        notices("tools", "`tools` has no effect: the tokenizer's chat template does not name them")
+    for name in given:
+        if name not in words and (name not in parameters or name == "documents"):
+            near = difflib.get_close_matches(name, sorted(words), n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            what = f"`{name}` in `chat_template_kwargs` has no effect"
+            notices(f"template {name}", f"{what}: the tokenizer's chat template does not name it{hint}")

@@ -180,3 +180,9 @@ def _check_negative_prompt(ids: Any, mask: Any) -> None:
 def check_on_error(on_error: Any) -> None:
     if on_error not in ("raise", "record"):
         raise OptionValueError("on_error", f'must be "raise" or "record", not {shown(on_error)}')
+
+
+def check_progress(progress: Any) -> None:
+    if progress is not None and not isinstance(progress, bool):
+        why = f"must be True, False, or None for long lists only, not {a_kind(progress)}"
+        raise OptionValueError("progress", why)

@@ -47,6 +47,23 @@ An option called *added* is not in `model.generate`. An option without a text me
 """
 
 WORDS = {
+    Subject.CHATS: """\
+A chat is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template makes tokens of it, and
+adds the beginning of an answer. **A chat that ends with an assistant's message is continued**, as by transformers'
+pipelines: in `generate`, `stream`, `score` and `plan`, in files, in OpenAI's batches and in both pipelines.
+
+```python
+begun = [{"role": "user", "content": "Name a prime."}, {"role": "assistant", "content": "A prime is"}]
+gen.generate([begun], max_new_tokens=20)[0].text       # what follows "A prime is"
+gen.generate(chats, tools=[get_weather], chat_template_kwargs={"enable_thinking": False}, max_new_tokens=200)
+```
+
+transformers' own pipeline, with `accelerated(pipe)` or without, takes `tools` and `continue_final_message`, too. It has
+another name for the rest: `tokenizer_encode_kwargs={"enable_thinking": False}`.
+
+A prompt that is longer than the model's context (`max_position_embeddings`), or may become so with its answer, runs.
+One warning says how many there are, which they are and what the limit is. A model with learned positions has none
+beyond them: there it is an error.""",
     Subject.ENDS: """\
 If no length is given anywhere, there are 20 new tokens, as with `generate`, and a warning. `finish_reason` says what
 ended a sequence: "stop" (EOS, a stop string, a criterion), "length", "time" or "error".""",

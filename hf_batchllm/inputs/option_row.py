@@ -52,6 +52,7 @@ class Subject(Enum):
     """The chapters of docs/generate.md, in their order."""
 
     PROMPTS = "Prompts and settings"
+    CHATS = "Chats and long prompts"
     ENDS = "Lengths and ends"
     CHOICE = "Greedy or sampled"
     BEAMS = "Beam search"
@@ -81,3 +82,27 @@ class OptionRow:
         if value is None or value is False or (isinstance(value, list | tuple | dict) and not value):
             return False
         return self.neutral is None or not isinstance(value, Real) or value != self.neutral
+
+
+def honoured(name: str, where: Where | None, doc: str = "", **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, **more)
+
+
+def argument(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ARGUMENT, **more)
+
+
+def added(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ADDED, **more)
+
+
+def no_effect(name: str, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.NO_EFFECT, doc, **more)
+
+
+def refused(name: str, doc: str, **more: Any) -> OptionRow:
+    return OptionRow(name, Fate.REFUSED, doc, **more)
+
+
+def chapter(subject: Subject, *rows: OptionRow) -> dict[str, OptionRow]:
+    return {row.name: OptionRow(**{**vars(row), "subject": subject}) for row in rows}

@@ -5,34 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .option_row import Fate, OptionKind, OptionRow, PromptForm, Subject, Takes, Where
-
-
-def _honoured(name: str, where: Where | None, doc: str = "", **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, **more)
-
-
-def _argument(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ARGUMENT, **more)
-
-
-def _added(name: str, where: Where | None, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.HONOURED, doc, where, OptionKind.ADDED, **more)
-
-
-def _no_effect(name: str, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.NO_EFFECT, doc, **more)
-
-
-def _refused(name: str, doc: str, **more: Any) -> OptionRow:
-    return OptionRow(name, Fate.REFUSED, doc, **more)
-
-
-def _chapter(subject: Subject, *rows: OptionRow) -> dict[str, OptionRow]:
-    return {row.name: OptionRow(**{**vars(row), "subject": subject}) for row in rows}
-
+from .option_row import added as _added
+from .option_row import argument as _argument
+from .option_row import chapter as _chapter
+from .option_row import honoured as _honoured
+from .option_row import no_effect as _no_effect
+from .option_row import refused as _refused
+from .prompt_options import ROWS
 
 _TENSORS_ONLY = {"kind": OptionKind.ARGUMENT, "goes_with": PromptForm.TENSORS}
 _OWN_GENERATE = "leave it out, or call the model's own `generate`"
@@ -110,6 +90,7 @@ TABLE: dict[str, OptionRow] = {
         ),
         _no_effect("decoder_start_token_id", "It is for encoder-decoder models."),
     ),
+    **_chapter(Subject.CHATS, *ROWS),
     **_chapter(
         Subject.ENDS,
         _honoured("max_new_tokens", Where.DEVICE, takes=Takes.WHOLE),

@@ -19,12 +19,15 @@ import numpy as np
 from ..errors import PromptError, PromptsTypeError, TokenizerError
 from ..notices import Notices
 from ..wording import a_kind, first_line, is_array, is_bool, is_number, kind, shown
-from .chats import NO_TEMPLATE, chat_problem, is_bare_chat, is_chat, is_message
+from .chats import NO_TEMPLATE, chat_problem, in_groups, is_bare_chat, is_chat, is_message, warn_of_idle_options
+from .long_prompts import shortened, warn_of_cuts
+from .prompt_options import options_of_each
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
 _PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
 _ID_LIMIT = 2**31  # ids are kept as int32
 _COLUMNS = ("messages", "prompt_token_ids", "prompt", "text", "question", "instruction")  # usual names in data sets
+_Encode = Callable[[Any, list[Any]], Sequence[Any]]  # (tokenizer, prompts) -> the token ids of each
 _TOKENIZER_BATCH = 1024  # texts in one call: a fast tokenizer holds ~100 bytes a token until its call returns
 
 
@@ -67,23 +70,35 @@ def check_prompts(
     max_length: int | None = None,
     key: Hashable = None,
     notices: Notices | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[list[Prompt | None], dict[int, str]]:
     """Each prompt, or None where it cannot be run; and the reason for each of these, by index.
 
     ``tokenizer`` is a function without arguments that *returns* the tokenizer (or raises); it is called once, and only
-    if there is a string or a chat. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt.
+    if there is a string or a chat. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt. ``options``
+    are those of ``take_prompt_options``.
     A ``prompts`` that is not a list of prompts at all is a ``PromptsTypeError``.
     """
     given = as_list(prompts)
+    each = options_of_each(options or {}, len(given))
+    notices = notices or Notices()
     id_limit = _ID_LIMIT if vocab_size is None else min(vocab_size, _ID_LIMIT)
     checked: list[Prompt | None] = [None] * len(given)
     problems: dict[int, str] = {}
     texts: list[int] = []
     chats: list[int] = []
+    lengths: dict[int, int] = {}  # of prompts that are cut, before they are
+    around: Sequence[int] = ()  # the special tokens that a text gets
 
     def pack(index: int, ids: Any) -> None:
+        most = each[index].max_prompt_tokens
         try:
             packed = _packed_ids(ids, id_limit)
+            if most is not None and len(packed) > 4 * most:
+                lengths[index] = len(packed) // 4
+                whole = np.frombuffer(packed, np.int32)
+                ends = isinstance(given[index], str)
+                packed = shortened(whole, most, each[index].truncation_side, around, ends).tobytes()
             if max_length is not None and len(packed) > 4 * max_length:
                 raise _BadPrompt(f"has {len(packed) // 4} tokens, more than the {max_length} that fit")
         except _BadPrompt as bad:
@@ -97,7 +112,7 @@ def check_prompts(
             if isinstance(prompt, str):
                 texts.append(index)
             elif is_chat(prompt):
-                why = chat_problem(prompt)
+                why = chat_problem(prompt, each[index])
                 if why is None:
                     chats.append(index)
                 else:
@@ -105,9 +120,13 @@ def check_prompts(
             else:
                 pack(index, prompt)
 
+    loaded = None
     if texts or chats:
         loaded, missing = _loaded(tokenizer)
-        for indices, encode in ((texts, _encode_texts), (chats, _encode_chats)):
+        if loaded is not None and "max_prompt_tokens" in (options or {}):
+            around = _around_a_text(loaded)
+        encoders: list[tuple[list[int], _Encode]] = [(texts, _encode_texts), *in_groups(given, chats, each)]
+        for indices, encode in encoders:
             if loaded is None:
                 problems.update((index, f"is {_described(given[index])}, and {missing}") for index in indices)
                 continue
@@ -118,9 +137,10 @@ def check_prompts(
                     pack(index, ids)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
-            (notices or Notices())(
-                "empty", f"prompt {empty} is an empty string: the model sees only the tokenizer's special tokens"
-            )
+            notices("empty", f"prompt {empty} is an empty string: the model sees only the tokenizer's special tokens")
+    if options:
+        warn_of_idle_options(each, [index for index, prompt in enumerate(given) if is_chat(prompt)], loaded, notices)
+    warn_of_cuts(lengths, len(given), notices)
     return checked, problems
 
 
@@ -247,15 +267,15 @@ def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
             return f"is a string with half a character (a lone surrogate) at position {half.start}"
     # Some tokenizers need no template, so a missing one is reported only after they have failed.
     elif not hasattr(tokenizer, "apply_chat_template") or (
-        getattr(tokenizer, "chat_template", None) is None and "chat_template" in str(error)
+        getattr(tokenizer, "chat_template", None) is None
+        and "chat_template" in str(error)
+        and not isinstance(error, TypeError)  # a method of its own, without an option that was passed
     ):
         return f"is a chat, and {NO_TEMPLATE}"
     return f"is {_described(prompt)} that the tokenizer refused: {first_line(error)}"
 
 
-def _encoded(
-    items: list[Any], tokenizer: Any, encode: Callable[[Any, list[Any]], Sequence[Any]]
-) -> Iterator[Any | Exception]:
+def _encoded(items: list[Any], tokenizer: Any, encode: _Encode) -> Iterator[Any | Exception]:
     """The token ids of each item, or what the tokenizer raised for that item."""
     for begin in range(0, len(items), _TOKENIZER_BATCH):
         batch = items[begin : begin + _TOKENIZER_BATCH]
@@ -270,7 +290,7 @@ def _encoded(
         yield from rows
 
 
-def _encoded_alone(item: Any, tokenizer: Any, encode: Callable[[Any, list[Any]], Sequence[Any]]) -> Any | Exception:
+def _encoded_alone(item: Any, tokenizer: Any, encode: _Encode) -> Any | Exception:
     try:
         (ids,) = encode(tokenizer, [item])
     except Exception as error:
@@ -284,13 +304,12 @@ def _encode_texts(tokenizer: Any, texts: list[str]) -> Sequence[Any]:
     return encoded
 
 
-def _encode_chats(tokenizer: Any, chats: list[Any]) -> Sequence[Any]:
-    encoded: Any = tokenizer.apply_chat_template(
-        [list(chat) for chat in chats], add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    # Multimodal processors, and tokenizers with a method of their own, return a dict all the same.
-    rows: Sequence[Any] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
-    return rows
+def _around_a_text(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts around every text."""
+    try:
+        return list(_encode_texts(tokenizer, [""])[0])
+    except Exception:  # it takes no empty text
+        return []
 
 
 def _packed_ids(prompt: Any, id_limit: int) -> bytes:

@@ -17,10 +17,10 @@ from .base_model import GenerativeModel
 from .option_table import TABLE
 
 _PROGRESS = "is called `progress` here (True, False, or None for long lists only)"
-_CHAT = "is not an option here: apply the template yourself, with tokenizer.apply_chat_template, and pass its token ids"
 _ENCODING = (
     "is not an option here: prompts are encoded with the tokenizer's defaults. Encode them yourself, and pass token ids"
 )
+_CUT = "is not an option here: `max_prompt_tokens` cuts long prompts, and `truncation_side` says where"
 # Names from vLLM, the pipelines, peft's and TRL's helpers, and the OpenAI client: what to do instead.
 _FROM_ELSEWHERE = {
     **dict.fromkeys(
@@ -60,15 +60,20 @@ _FROM_ELSEWHERE = {
         ("skip_special_tokens", "clean_up_tokenization_spaces"),
         "is not an option here: to decode in another way, use tokenizer.decode on `token_ids`",
     ),
-    **dict.fromkeys(
-        ("padding", "truncation", "add_special_tokens", "padding_side", "tokenizer_kwargs", "truncate_prompt_tokens"),
-        _ENCODING,
+    **dict.fromkeys(("padding", "add_special_tokens", "padding_side", "tokenizer_kwargs"), _ENCODING),
+    **dict.fromkeys(("truncation", "max_prompt_length", "max_input_length", "max_model_len"), _CUT),
+    "truncate_prompt_tokens": "is called `max_prompt_tokens` here",
+    **dict.fromkeys(("tool", "functions", "tool_schemas"), "is called `tools` here, a list"),
+    **{
+        name: f"goes into `chat_template_kwargs`: chat_template_kwargs={{'{name}': ...}}"
+        for name in ("enable_thinking", "thinking", "reasoning_effort", "documents", "chat_template", "xml_tools")
+    },
+    "template_kwargs": "is called `chat_template_kwargs` here",
+    "add_generation_prompt": (
+        "is not an option here: a chat gets the beginning of an answer, unless it is continued; "
+        "see `continue_final_message`"
     ),
-    **dict.fromkeys(
-        ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "enable_thinking"),
-        _CHAT,
-    ),
-    **dict.fromkeys(("chat_template_kwargs", "apply_chat_template"), _CHAT),
+    "apply_chat_template": "is not an option here: chats get the tokenizer's template, and strings none",
     **dict.fromkeys(
         ("lora_request", "adapter_name", "adapter_names", "lora", "lora_name", "lora_path"),
         "is called `adapter` here: the name of a PEFT adapter that the model has, or a list with one for each prompt",

@@ -15,10 +15,11 @@ from ..errors import ConfigError, GeneratorBusyError, UnsupportedModelError, Uns
 from ..inputs.base_model import base_model
 from ..inputs.option_checks import check_generation_config
 from ..inputs.option_table import TABLE
+from ..inputs.prompt_options import checked_prompt_option
 from ..inputs.unknown_options import unknown_option
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
-from .pipeline_call import AROUND_THE_MODEL, PipelineCall, TokenGenerator
+from .pipeline_call import AROUND_THE_MODEL, CHAT_OPTIONS, PipelineCall, TokenGenerator
 from .pipeline_inputs import BadInput, as_inputs, read_inputs
 from .pipeline_options import Parameters, options_for_generate
 from .pipeline_results import ResultIterator
@@ -46,8 +47,9 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
     is as large as memory allows. Further arguments:
 
     when it is made, the fields of a BatchConfig (``kv_memory="20GiB"``), or a BatchConfig as ``batch_config``;
-    in a call, ``seed``, ``progress`` and ``on_error`` as for ``BatchGenerator.generate``. With ``on_error="record"`` a
-    prompt that cannot be run gives ``[{"generated_text": None, "error": why}]``.
+    in a call, ``seed``, ``progress``, ``on_error`` and ``chat_template_kwargs`` (one dict for all chats) as for
+    ``BatchGenerator.generate``. With ``on_error="record"`` a prompt that cannot be run gives
+    ``[{"generated_text": None, "error": why}]``.
 
     Any iterable is taken for a list. For Datasets, generators and other iterators an iterator comes back. They are read
     to their end before the first prompt runs; results come in the order of the prompts, each as soon as it is ready.
@@ -118,7 +120,10 @@ class BatchTextGenerationPipeline(TextGenerationPipeline):
             if name in kwargs:
                 raise ConfigError(f"`{name}` is set when the pipeline is made: pipeline({TASK!r}, ..., {name}=...)")
         _check_generation_config(kwargs.get("generation_config"))
+        template = kwargs.pop(CHAT_OPTIONS, None)
         parameters: tuple[Parameters, Parameters, Parameters] = super()._sanitize_parameters(*args, **kwargs)
+        if template is not None:
+            parameters[0][CHAT_OPTIONS] = checked_prompt_option(CHAT_OPTIONS, template)
         return parameters
 
     def get_iterator(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
+from transformers.utils.chat_template_utils import Chat
 
 from ..config import BatchConfig
 from ..engine.extra_outputs import ExtraOutputs
@@ -30,6 +31,8 @@ from .pipeline_inputs import BadInput, as_input, why_not_encoded
 from .pipeline_options import Parameters, options_for_generate
 
 AROUND_THE_MODEL = ("forward", "_forward", "get_inference_context")  # methods of a pipeline that run for each batch
+CHAT_OPTIONS = "chat_template_kwargs"
+_ENCODING = "tokenizer_encode_kwargs"
 _EXTRA_OUTPUTS = ("output_scores", "output_logits")  # come with ``return_dict_in_generate``; a list cannot hold them
 
 
@@ -101,7 +104,8 @@ class PipelineCall:
         lenient: bool = True,
     ) -> None:
         self._pipe = pipe
-        self._preprocess = preprocess
+        self._preprocess = {name: value for name, value in preprocess.items() if name != CHAT_OPTIONS}
+        self._chat_options: Parameters = preprocess.get(CHAT_OPTIONS) or {}
         self._postprocess = postprocess
         self._lenient = lenient
         self.options = options_for_generate(pipe, forward)
@@ -168,7 +172,7 @@ class PipelineCall:
                 prepared.refuse(given.why)
                 continue
             try:
-                encoded = self._pipe.preprocess(given, **self._preprocess)
+                encoded = self._pipe.preprocess(given, **self._options_of(given))
             except Exception as error:
                 if not self._lenient:
                     raise
@@ -176,6 +180,13 @@ class PipelineCall:
             else:
                 self._add(prepared, given, encoded)
         return prepared
+
+    def _options_of(self, given: Any) -> Parameters:
+        """``preprocess`` passes these to the tokenizer or to the chat template, whichever encodes the input."""
+        if not self._chat_options or not isinstance(given, Chat):
+            return self._preprocess
+        encoding = {**(self._preprocess.get(_ENCODING) or {}), **self._chat_options}
+        return {**self._preprocess, _ENCODING: encoding}
 
     def _add(self, prepared: PreparedInputs, given: Any, encoded: Any) -> None:
         ids = encoded["input_ids"][:1]  # a pipeline uses the first row alone
@@ -230,6 +241,10 @@ class PipelineCall:
             if self.options.get(name) is not None:
                 why = "has no place in a pipeline's results: call BatchGenerator(model, tokenizer).generate(prompts)"
                 raise UnsupportedOptionError(name, why)
+        for name in ("max_prompt_tokens", "truncation_side"):
+            if self.options.get(name) is not None:
+                instead = "tokenizer_encode_kwargs={'truncation': True, 'max_length': ...}"
+                raise UnsupportedOptionError(name, f"is not an option of a pipeline: pass {instead}")
         for name in _EXTRA_OUTPUTS if self._option("return_dict_in_generate") else ():
             if self._option(name):
                 why = "is not supported for a list: call the model's own `generate`, or gen.generate(input_ids=...)"

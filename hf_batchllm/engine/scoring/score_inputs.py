@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -50,6 +50,14 @@ class ScoreInputs:
     def count(self) -> int:
         return len(self.items) + len(self.problems)
 
+    @property
+    def longest(self) -> dict[int, int]:
+        """The tokens of each context (or text) with its longest continuation."""
+        found: dict[int, int] = {}
+        for item in self.items:
+            found[item.index] = max(found.get(item.index, 0), len(item.ids))
+        return found
+
     def error(self) -> PromptError:
         """One error for all problems."""
         by_context: dict[int, str] = {}
@@ -64,10 +72,21 @@ class Reading:
 
     tokenizer: Callable[[], Any]
     vocab_size: int
+    chat_options: Mapping[str, Any]  # of contexts
+    notices: Notices
 
     def __call__(self, given: list[Any], special_tokens: bool = True) -> tuple[list[Prompt | None], dict[int, str]]:
         tokenizer = self.tokenizer if special_tokens else lambda: _without_special_tokens(self.tokenizer())
-        return check_prompts(given, tokenizer=tokenizer, vocab_size=self.vocab_size, notices=_Silent())
+        return check_prompts(given, tokenizer=tokenizer, vocab_size=self.vocab_size, notices=_NotOfEmpty(self.notices))
+
+    def contexts(self, given: list[Any]) -> tuple[list[Prompt | None], dict[int, str]]:
+        return check_prompts(
+            given,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            notices=_NotOfEmpty(self.notices),
+            options=self.chat_options,
+        )
 
 
 def check_scores(
@@ -206,7 +225,7 @@ def _continued(
 
     A token that spans context and continuation is scored as the continuation's first token.
     """
-    before, problems = read(list(contexts))
+    before, problems = read.contexts(list(contexts))
     counts: dict[int, int] = {}
     for index, _ in [*asked, *inputs.problems]:
         counts[index] = counts.get(index, 0) + 1
@@ -281,8 +300,13 @@ def _without_special_tokens(tokenizer: Any) -> Callable[[list[str]], Any]:
     return partial(getattr(tokenizer, "tokenizer", tokenizer), add_special_tokens=False)
 
 
-class _Silent(Notices):
+class _NotOfEmpty(Notices):
     """No warning about an empty prompt: an empty context asks how likely a text is at the beginning."""
 
+    def __init__(self, others: Notices) -> None:
+        super().__init__()
+        self._others = others
+
     def __call__(self, kind: str, message: str) -> None:
-        pass
+        if kind != "empty":
+            self._others(kind, message)

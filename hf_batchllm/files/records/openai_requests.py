@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...inputs.chats import chat_problem
@@ -40,7 +41,9 @@ _SETTINGS = {
     "n": "n",
     "stop": "stop",
     "seed": "seed",
+    "truncate_prompt_tokens": "max_prompt_tokens",
 }
+_OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")  # settings, too, of requests with messages
 
 
 def _only(*values: Any, hint: str = "leave it out") -> Callable[[Any], str | None]:
@@ -70,10 +73,9 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     "presence_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
     "frequency_penalty": _only(0, hint="only 0 is; see `repetition_penalty`"),
     "stream": _only(False, hint="results go to a file"),
-    "tools": _only([], hint="calls of tools are not read out of answers"),
-    "functions": _only([], hint="calls of functions are not read out of answers"),
-    "tool_choice": _only("none", "auto", hint="calls of tools are not read out of answers"),
-    "function_call": _only("none", "auto", hint="calls of functions are not read out of answers"),
+    "functions": _only([], hint="pass `tools`"),
+    "tool_choice": _only("none", "auto", hint="a model cannot be made to call a tool"),
+    "function_call": _only("none", "auto", hint="a model cannot be made to call a function"),
     "response_format": _text_format,
     "modalities": _only(["text"], hint="answers are text"),
     "audio": _only(hint="answers are text"),
@@ -90,15 +92,13 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     "include_stop_str_in_output": _only(False),
     "skip_special_tokens": _only(True),
     "spaces_between_special_tokens": _only(True),
-    "add_generation_prompt": _only(True),
-    "continue_final_message": _only(False),
+    "add_generation_prompt": _only(True, False),  # see ``_of_chats``
     "add_special_tokens": _only(True, False),
     "chat_template": _only(hint="it is the tokenizer's; see --tokenizer"),
-    "chat_template_kwargs": _only({}),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _only()),
     "structured_outputs": _only(),
 }
-_KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_WITHOUT_EFFECT}
+_KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_OF_CHATS, *_WITHOUT_EFFECT}
 
 
 def in_openai_names(why: str) -> str:
@@ -123,6 +123,8 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, GenerationSettings, Op
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
             raise RecordError(_unknown(name, source, endpoint), name)
+        if name in _OF_CHATS and endpoint != CHAT and value:
+            raise RecordError(f"`{name}` goes with {CHAT}, whose requests have `messages`", name)
         why = _WITHOUT_EFFECT[name](value) if name in _WITHOUT_EFFECT else None
         if why is not None:
             raise RecordError(f"`{name}` {why}", name)
@@ -189,15 +191,35 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             why = f"`messages` has {a_kind(message)} at place {place}, where a message should be"
             raise RecordError(why, "messages")
         made = {name: value for name, value in message.items() if value is not None or name == "content"}
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("function_call", "audio"):
             if made.get(name):
                 raise RecordError(f"message {place} holds `{name}`, which is not supported", "messages")
+        if made.get("tool_calls"):
+            made["tool_calls"] = _tool_calls(made["tool_calls"], place)
         if isinstance(made.get("content"), list):
             made["content"] = _joined(made["content"], place)
         found.append(made)
     problem = chat_problem(found)
     if problem is not None:
         raise RecordError(f"`messages` {problem}", "messages")
+    return found
+
+
+def _tool_calls(calls: Any, place: int) -> list[Any]:
+    """With their arguments as objects: OpenAI has them as JSON in a string, and chat templates write the JSON."""
+    found = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise RecordError(f"message {place} holds `tool_calls` without a `function`", "messages")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                why = f"message {place} holds a call of a tool whose `arguments` are not JSON: {shown(arguments)}"
+                raise RecordError(why, "messages") from None
+        found.append({**call, "function": {**function, "arguments": arguments}})
     return found
 
 
@@ -214,6 +236,8 @@ def _joined(parts: list[Any], place: int) -> str:
 
 def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
     given = {ours: body[name] for name, ours in _SETTINGS.items() if body.get(name) is not None}
+    if endpoint == CHAT:
+        given |= _of_chats(body)
     if isinstance(given.get("seed"), int) and -(2**63) <= given["seed"] < 0:
         given["seed"] += 2**64  # OpenAI's seeds may be negative
     if given.get("top_k") == -1:
@@ -230,7 +254,23 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
         raise RecordError(str(error), error.name) from None
     # OpenAI's temperature is 1 by default, so these ask for sampling.
     draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
-    return GenerationSettings(settings.options, settings.logprobs, settings.seed, implies_sampling=draws)
+    return replace(settings, implies_sampling=draws)
+
+
+def _of_chats(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: body[name] for name in _OF_CHATS if body.get(name) not in (None, [], {})}
+    if body.get("tool_choice") == "none":  # a model that sees no tool calls none
+        given.pop("tools", None)
+    begins, continued = body.get("add_generation_prompt"), body.get("continue_final_message")
+    if begins and continued:
+        why = "contradicts `continue_final_message`: keep one of them"
+        raise RecordError(f"`add_generation_prompt` {why}", "add_generation_prompt")
+    if begins is False and not continued:
+        why = "is false, and nothing is continued: leave it out, or set `continue_final_message`"
+        raise RecordError(f"`add_generation_prompt` {why}", "add_generation_prompt")
+    if begins and continued is None:
+        given["continue_final_message"] = False
+    return given
 
 
 def _add_logprobs(given: dict[str, Any], body: Mapping[str, Any], endpoint: str) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _OURS = ("index", "id", "text", "finish_reason", "prompt_tokens", "new_tokens", "samples", "token_ids", "logprobs")
-_TAKEN = frozenset((*_OURS, "score", "error", "key"))  # a kept field of such a name gets "input_" before it
+_TAKEN = frozenset((*_OURS, "score", "warning", "error", "key"))  # a kept field of such a name gets "input_" before it
 
 
 class ResultWriter:
@@ -46,8 +46,10 @@ class ResultWriter:
         self._where = where
         self._note = note
 
-    def result(self, record: PromptRecord, key: str, generations: Sequence[Generation]) -> bytes:
-        """``generations``: all samples of the record, in their order."""
+    def result(
+        self, record: PromptRecord, key: str, generations: Sequence[Generation], warning: str | None = None
+    ) -> bytes:
+        """``generations``: all samples of the record, in their order. OpenAI's form has no place for a ``warning``."""
         why = next((each.error for each in generations if each.error is not None), None)
         if why is not None:
             return self.error(record, key, f"the prompt {why}")
@@ -62,6 +64,8 @@ class ResultWriter:
             line |= {"text": samples[0]["text"], "finish_reason": samples[0]["finish_reason"], **tokens, **beside}
         else:
             line |= {**tokens, "samples": samples}
+        if warning is not None:
+            line["warning"] = warning
         return as_line({**line, **_kept(record), "key": key})
 
     def error(self, record: PromptRecord | BadPromptRecord, key: str, why: str | None = None) -> bytes:

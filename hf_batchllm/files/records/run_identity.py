@@ -31,6 +31,7 @@ def run_identity(
         "logprobs": base.logprobs,
         "adapter": base.adapter,
         **base.options,
+        **base.prompt_options,
         **more,
     }
     return {name: value for name, value in found.items() if value is not None}

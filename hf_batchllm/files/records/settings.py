@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from ...errors import BatchLLMError
+from ...errors import BatchLLMError, OptionValueError
 from ...inputs.option_row import Fate, OptionKind, Takes
 from ...inputs.option_table import TABLE, names
+from ...inputs.prompt_options import PROMPT_OPTIONS, checked_prompt_option
 from ...wording import shown
 
 ALIASES = {
@@ -25,7 +26,7 @@ ALIASES = {
     "n": "num_return_sequences",
     "stop": "stop_strings",
 }
-_NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs")  # not fields of a GenerationConfig
+_NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS)  # not fields of a GenerationConfig
 NAMES = frozenset(
     names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_NOT_IN_CONFIG)
 )
@@ -41,6 +42,8 @@ _OTHER_NAMES = {
     "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
     "ignore_eos": "is not taken: set `min_new_tokens`",
     "stop_token_ids": "is called `eos_token_id` here",
+    "truncate_prompt_tokens": "is called `max_prompt_tokens` here",
+    "enable_thinking": 'goes into `chat_template_kwargs`: {"chat_template_kwargs": {"enable_thinking": false}}',
 }
 _NOT_FOR_FILES = {
     "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
@@ -67,6 +70,7 @@ class GenerationSettings:
     logprobs: int | None = None
     seed: int | None = None
     adapter: str | None = None
+    prompt_options: Mapping[str, Any] = field(default_factory=dict)  # how the prompt becomes tokens
     implies_sampling: str | None = None  # an option that has no effect without sampling, and so asks for it
 
     @property
@@ -77,6 +81,11 @@ class GenerationSettings:
         names an adapter for each of its prompts, or for none.
         """
         return (self.options.get("num_beams") or 1) > 1, self.logprobs is not None, self.adapter is not None
+
+    @property
+    def brings_template(self) -> bool:
+        """Whether chats have a template beside the tokenizer's."""
+        return "chat_template" in (self.prompt_options.get("chat_template_kwargs") or {})
 
     def over(self, base: GenerationSettings) -> GenerationSettings:
         """These settings, and those of ``base`` where these say nothing."""
@@ -94,6 +103,7 @@ class GenerationSettings:
             self.logprobs if self.logprobs is not None else base.logprobs,
             self.seed if self.seed is not None else base.seed,
             self.adapter if self.adapter is not None else base.adapter,
+            _merged(self.prompt_options, base.prompt_options),
         )
 
 
@@ -156,7 +166,13 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             options[known] = _checked(name, known, value)
     if settle:
         _settle_temperature(options)
-    return GenerationSettings(options, _logprobs(beside), _seed(beside.get("seed")), _adapter(beside.get("adapter")))
+    return GenerationSettings(
+        options,
+        _logprobs(beside),
+        _seed(beside.get("seed")),
+        _adapter(beside.get("adapter")),
+        {name: _prompt_option(name, beside[name]) for name in PROMPT_OPTIONS if name in beside},
+    )
 
 
 def settings_in_record(
@@ -311,6 +327,23 @@ def _adapter(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise SettingError("adapter", f"must be the name of an adapter, not {shown(value)}")
     return value
+
+
+def _prompt_option(name: str, value: Any) -> Any:
+    if name in ("tools", "chat_template_kwargs") and isinstance(value, str):  # as data sets hold them
+        value = _parsed(name, value)
+    try:
+        return checked_prompt_option(name, value)
+    except OptionValueError as error:
+        raise SettingError(name, str(error).removeprefix(f"`{name}` ")) from None
+
+
+def _merged(own: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of ``chat_template_kwargs`` each name counts by itself."""
+    kwargs = "chat_template_kwargs"
+    if kwargs in own and kwargs in base:
+        own = {**own, kwargs: {**base[kwargs], **own[kwargs]}}
+    return {**base, **own} if own else base
 
 
 def _some_names() -> str:

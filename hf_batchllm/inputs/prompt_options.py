@@ -1,0 +1,219 @@
+"""The options of prompts: what a chat's template is given, and what becomes of a prompt that is too long. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import OptionValueError, UnsupportedOptionError
+from ..wording import a_kind, first_line, is_bool, is_whole, shown
+from .option_row import OptionRow, PromptForm, added
+
+_FOR_LISTS = "goes with a list of prompts: a tensor holds tokens already"
+
+
+def _row(name: str, doc: str) -> OptionRow:
+    return added(name, None, doc, goes_with=PromptForm.LISTS, instead=_FOR_LISTS)
+
+
+ROWS = (
+    _row(
+        "tools",
+        "For chats: a list of what the model may call, each a dict (its JSON schema) or a function with type hints and "
+        "a docstring. The chat template shows them to the model. Calls are not carried out, nor read out of `text`. "
+        "Or a list of such lists, one for each prompt.",
+    ),
+    _row(
+        "chat_template_kwargs",
+        "For chats: a dict of what else the chat template is given, such as `{'enable_thinking': False}`. Or a list of "
+        "dicts, one for each prompt. A name that the template does not know is warned of.",
+    ),
+    _row(
+        "continue_final_message",
+        "For chats: True continues the last message, False begins a new one. By default the last message is continued "
+        "if it is an assistant's and has a content; `text` is what follows it. Or a list, one for each prompt.",
+    ),
+    _row(
+        "max_prompt_tokens",
+        "The most tokens of a prompt; longer ones are cut, with a warning that says which. Special tokens that the "
+        "tokenizer puts around every text (BOS) stay. Or a list, one for each prompt.",
+    ),
+    _row(
+        "truncation_side",
+        'Where `max_prompt_tokens` cuts: "left" (the default, for which the end of a prompt stays) or "right". Or a '
+        "list, one for each prompt.",
+    ),
+)
+PROMPT_OPTIONS = tuple(row.name for row in ROWS)
+FOR_CHATS = PROMPT_OPTIONS[:3]
+SIDES = ("left", "right")  # where a prompt that is too long loses tokens
+_A_TOOL_IS = "a tool is a dict (its JSON schema), or a function with type hints and a docstring"
+_NOT_FOR_TEMPLATES = {
+    **dict.fromkeys(("tools", "continue_final_message"), "is an option of its own: pass it beside this"),
+    "add_generation_prompt": "follows from `continue_final_message`: pass that instead",
+    **dict.fromkeys(("truncation", "max_length"), "is not for templates: pass `max_prompt_tokens`"),
+    **dict.fromkeys(
+        ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "return_assistant_tokens_mask"),
+        "is not for templates: leave it out",
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PromptOptions:
+    """The options of one prompt, or of all prompts that share them."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    continue_final_message: bool | None = None  # None: a chat that ends with an assistant's message is continued
+    max_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # None: left
+
+    @property
+    def for_chats(self) -> list[str]:
+        """The names of those that are set and mean something to chats alone."""
+        return [name for name in FOR_CHATS if getattr(self, name) not in (None, [], {})]
+
+
+def take_prompt_options(options: dict[str, Any], tensors: bool = False) -> dict[str, Any]:
+    """Those among a call's options, removed from them and checked. ``tensors``: the prompts are a padded tensor."""
+    given = {name: options.pop(name) for name in PROMPT_OPTIONS if options.get(name) is not None}
+    for name in PROMPT_OPTIONS:
+        options.pop(name, None)
+    for name, value in given.items():
+        if tensors:
+            raise UnsupportedOptionError(name, _FOR_LISTS)
+        if _is_for_each(name, value):
+            given[name] = [None if each is None else checked_prompt_option(name, each) for each in value]
+        else:
+            given[name] = checked_prompt_option(name, value)
+    return given
+
+
+def prompt_options_alone(options: dict[str, Any], call: str, chats_alone: bool = False) -> dict[str, Any]:
+    """The checked options of a call that takes no others. ``call``: its name. ``chats_alone``: only those for chats."""
+    allowed = FOR_CHATS if chats_alone else PROMPT_OPTIONS
+    for name in options:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else f"; options for prompts are {', '.join(allowed)}"
+            raise UnsupportedOptionError(name, f"is not an option of {call}(){hint}")
+    return take_prompt_options(options)
+
+
+def options_of_each(given: Mapping[str, Any], count: int) -> list[PromptOptions]:
+    """The options of each of ``count`` prompts. Prompts with equal options have the same object.
+
+    ``given``: checked options. One that is a list for each prompt holds None where it is left out.
+    """
+    lists = {name: value for name, value in given.items() if _is_for_each(name, value)}
+    for name, value in lists.items():
+        if len(value) != count:
+            why = f"is a list of {len(value):,} and there are {count:,} prompts: it must have one for each"
+            raise OptionValueError(name, why)
+    shared = {name: value for name, value in given.items() if name not in lists}
+    if not lists:
+        return [PromptOptions(**shared)] * count
+    known: dict[str, PromptOptions] = {}
+    found: list[PromptOptions] = []
+    for values in zip(*lists.values(), strict=True):
+        key = repr(values)  # of data as in JSON: functions have become schemas
+        if key not in known:
+            known[key] = PromptOptions(**shared, **dict(zip(lists, values, strict=True)))
+        found.append(known[key])
+    return found
+
+
+def _is_for_each(name: str, value: Any) -> bool:
+    """Whether the value is a list with one for each prompt."""
+    if not isinstance(value, list | tuple):
+        return False
+    return name != "tools" or (bool(value) and all(each is None or isinstance(each, list | tuple) for each in value))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def checked_prompt_option(name: str, value: Any) -> Any:
+    """The value for one prompt; tools that are functions become their schemas."""
+    return _CHECKS[name](name, value)
+
+
+def _tools(name: str, value: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list | tuple):
+        hint = ": pass [tool]" if callable(value) or isinstance(value, Mapping) else ""
+        raise OptionValueError(name, f"must be a list of tools, not {a_kind(value)}{hint}; {_A_TOOL_IS}")
+    return [_schema(name, tool) for tool in value]
+
+
+def _schema(name: str, tool: Any) -> Mapping[str, Any]:
+    if isinstance(tool, Mapping):
+        return tool
+    if not callable(tool) or isinstance(tool, type):
+        raise OptionValueError(name, f"holds {a_kind(tool)}; {_A_TOOL_IS}")
+    from transformers.utils.chat_template_utils import get_json_schema  # takes long, and schemas need none of it
+
+    try:
+        schema: Mapping[str, Any] = get_json_schema(tool)
+    except Exception as error:  # of several kinds, all about its docstring and its type hints
+        called = getattr(tool, "__name__", type(tool).__name__)
+        why = f"holds the function {called}, of which transformers makes no schema: {first_line(error)}"
+        raise OptionValueError(name, why) from error
+    return schema
+
+
+def _template_kwargs(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        why = "must be a dict of what the chat template is given, such as {'enable_thinking': False}"
+        raise OptionValueError(name, f"{why}, not {shown(value)}")
+    for key in value:
+        if key in _NOT_FOR_TEMPLATES:
+            raise OptionValueError(name, f"has `{key}`, which {_NOT_FOR_TEMPLATES[key]}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not is_bool(value):
+        why = "must be True (continue a chat's last message) or False (begin a new one)"
+        raise OptionValueError(name, f"{why}, not {shown(value)}")
+    return bool(value)
+
+
+def _length(name: str, value: Any) -> int:
+    if not is_whole(value) or value < 1:
+        raise OptionValueError(name, f"must be a whole number above 0, not {shown(value)}")
+    return int(value)
+
+
+def _side(name: str, value: Any) -> str:
+    if value not in SIDES:
+        why = 'must be "left" (the beginning of a long prompt is cut off) or "right" (its end)'
+        raise OptionValueError(name, f"{why}, not {shown(value)}")
+    side: str = value
+    return side
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "tools": _tools,
+    "chat_template_kwargs": _template_kwargs,
+    "continue_final_message": _flag,
+    "max_prompt_tokens": _length,
+    "truncation_side": _side,
+}
+
+
+# -- one call, prompts with options of their own -----------------------------------------------------------------------
+
+
+def as_lists(options: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The options of each prompt as those of one call: a list for each option that any of them has."""
+    return dict(_lists(options))
+
+
+def _lists(options: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    for name in PROMPT_OPTIONS:
+        values = [each.get(name) for each in options]
+        if any(value is not None for value in values):
+            yield name, values
