@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, at
 from .errors import GenerationInterrupted, GeneratorBusyError, OptionValueError, PromptError
 from .inputs.adapters import AS_IT_IS, adapter_of_each
 from .inputs.base_model import base_model, without_compile
+from .inputs.named_options import GenerateOptions, shows_options
 from .inputs.options import Options
 from .inputs.padded_batch import PaddedBatch, take_padded
 from .inputs.prompts import Prompt
@@ -41,6 +42,7 @@ from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
+from .short_tracebacks import with_short_tracebacks
 from .wording import a_kind
 
 
@@ -63,6 +65,7 @@ class BatchGenerator:
     checks = JobChecks  # decides whether a call can be served
     at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
+    @with_short_tracebacks
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
@@ -117,7 +120,7 @@ class BatchGenerator:
         seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
-        **generate_kwargs: Any,
+        **generate_kwargs: Unpack[GenerateOptions],
     ) -> BatchResult: ...
     @overload
     def generate(
@@ -129,8 +132,10 @@ class BatchGenerator:
         attention_mask: torch.Tensor | None = None,
         seed: Seeds | None = None,
         progress: bool | None = None,
-        **generate_kwargs: Any,
+        **generate_kwargs: Unpack[GenerateOptions],
     ) -> Any: ...
+    @shows_options
+    @with_short_tracebacks
     def generate(
         self,
         prompts: Any = None,
@@ -196,6 +201,8 @@ class BatchGenerator:
         result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
         return result if padded is None else _as_tensors(padded, result, job.options[0], call)
 
+    @shows_options
+    @with_short_tracebacks
     def stream(
         self,
         prompts: Any = None,
@@ -204,7 +211,7 @@ class BatchGenerator:
         seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
-        **generate_kwargs: Any,
+        **generate_kwargs: Unpack[GenerateOptions],
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
 
@@ -213,7 +220,7 @@ class BatchGenerator:
         only.
         """
         job, interrupt = self._turns.run(
-            partial(self._checked, prompts, generation_config, seed, on_error, generate_kwargs)
+            partial(self._checked, prompts, generation_config, seed, on_error, dict(generate_kwargs))
         )
         if interrupt is not None:
             raise interrupt
@@ -253,6 +260,7 @@ class BatchGenerator:
             finally:
                 self.last_report = self._report(call)
 
+    @with_short_tracebacks
     def score(
         self,
         contexts: Any,
@@ -317,6 +325,7 @@ class BatchGenerator:
                 self.last_report = finished.report = self._report(call)
         return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
 
+    @with_short_tracebacks
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS) -> SharingPlan:
         """What these prompts share, and what that would save. Runs no model. ``adapter``: as in ``generate``."""
         self._refuse_if_closed()

@@ -33,7 +33,8 @@ ROOMS = (  # from the top down
     "results",
     "ground",
 )
-GROUND = ("config", "errors", "notices", "wording", "_version")  # loose modules that every room may import
+# Loose modules that every room may import.
+GROUND = ("config", "errors", "notices", "short_tracebacks", "wording", "_version")
 ALONE = ("kernels",)  # import nothing of the library
 WITHOUT_TORCH = ("planning", "results", "ground")
 
@@ -93,6 +94,8 @@ def _at_once(tree: ast.AST) -> Iterator[ast.AST]:
 def room(module: str) -> str:
     """The room that a module is in; "" for ``hf_batchllm`` itself, which is above all of them."""
     first = module.split(".")[1] if "." in module else ""
+    if first == "__main__":  # `python -m hf_batchllm`
+        return ""
     return "ground" if first in GROUND else first
 
 

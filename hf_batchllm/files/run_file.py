@@ -12,7 +12,9 @@ from ..errors import FilesError
 from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
+from ..inputs.named_options import shows_options
 from ..notices import warn_user
+from ..short_tracebacks import with_short_tracebacks
 from ..wording import a_kind
 from .file_report import FileReport
 from .first_records import check_first_records, make_reader
@@ -26,6 +28,8 @@ from .run_options import RunOptions
 from .store.sources import open_source
 
 
+@shows_options
+@with_short_tracebacks
 def run_file(
     gen: BatchGenerator,
     source: str | os.PathLike[str],

@@ -162,7 +162,9 @@ def _refuse(pretrained: Any, given: dict[str, Any]) -> None:
     if isinstance(pretrained, str):
         for name in given:  # others may be for from_pretrained(), which takes the fields of any config
             near = (
-                [] if name in _HARNESS_ARGUMENTS else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=_SIMILARITY)
+                []
+                if name in (*_HARNESS_ARGUMENTS, "max_memory")
+                else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=_SIMILARITY)
             )
             if near:
                 raise ConfigError(f"`{name}` is not an argument of this model; did you mean `{near[0]}`?")

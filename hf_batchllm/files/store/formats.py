@@ -18,9 +18,9 @@ def format_of(path: str, format: str | None, error: type[Exception]) -> str:
     """``format`` if it is given; else the suffix decides. ``error``: what to raise; InputFileError means an input."""
     reads = error is InputFileError
     if format is not None:
-        known = [*dict.fromkeys(FORMATS.values()), *([TEXT] if reads else [])]
-        if format not in known:
-            raise error(f"format {format!r}: it must be one of {', '.join(known)}")
+        formats = [*dict.fromkeys(FORMATS.values()), *([TEXT] if reads else [])]
+        if format not in formats:
+            raise error(f"format {format!r}: it must be one of {', '.join(formats)}")
         return format
     if path == "-":
         return "jsonl"
