@@ -29,6 +29,7 @@ from .inputs.options import Options
 from .inputs.padded_batch import PaddedBatch, take_padded
 from .inputs.prompts import Prompt
 from .inputs.seeds import Seeds
+from .inputs.short_tracebacks import with_short_tracebacks
 from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
@@ -42,7 +43,6 @@ from .results.generations import BatchResult, Generation
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
-from .short_tracebacks import with_short_tracebacks
 from .wording import a_kind
 
 

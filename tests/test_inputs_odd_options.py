@@ -76,7 +76,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [5]}, "pass a `prefix_allowed_tokens_fn` that returns them"),
     ({"timeout": 5}, "`timeout` is called `max_time` here"),
     ({"top_logprobs": 5}, "`top_logprobs` needs `logprobs`"),
-    ({"logprobs": -1}, "must be true, false, or how many of the likeliest tokens come besides the token itself"),
+    (
+        {"logprobs": -1},
+        "`logprobs` must be a whole number of at least 0: how many of the likeliest tokens come besides",
+    ),
     ({"output_router_logits": True}, "is an input of LlamaForCausalLM that is not supported"),
     ({"streamers": object()}, "did you mean `streamer`?"),
     ({"on_errors": "record"}, "did you mean `on_error`?"),

@@ -33,8 +33,7 @@ ROOMS = (  # from the top down
     "results",
     "ground",
 )
-# Loose modules that every room may import.
-GROUND = ("config", "errors", "notices", "short_tracebacks", "wording", "_version")
+GROUND = ("config", "errors", "notices", "wording", "_version")  # loose modules that every room may import
 ALONE = ("kernels",)  # import nothing of the library
 WITHOUT_TORCH = ("planning", "results", "ground")
 

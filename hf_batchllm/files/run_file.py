@@ -13,8 +13,8 @@ from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
 from ..inputs.named_options import shows_options
+from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
-from ..short_tracebacks import with_short_tracebacks
 from ..wording import a_kind
 from .file_report import FileReport
 from .first_records import check_first_records, make_reader

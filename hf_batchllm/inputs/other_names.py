@@ -128,7 +128,7 @@ def wanted_logprobs(asked: Any, top: Any, refusal: Refusal) -> int | None:
     if asked is True:
         return 0
     if not is_whole(asked) or asked < 0:
-        why = "must be true, false, or how many of the likeliest tokens come besides the token itself"
+        why = "must be a whole number of at least 0: how many of the likeliest tokens come besides the token itself"
         raise refusal("logprobs", f"{why}, not {shown(asked)}")
     return int(asked)
 

@@ -14,8 +14,8 @@ import numpy as np
 from ..config import BatchConfig
 from ..errors import ConfigError
 from ..inputs.prompts import Prompt, garbage_collection_paused, prepare_prompts
+from ..inputs.short_tracebacks import with_short_tracebacks
 from ..results.sharing_plan import Segment, SharingPlan
-from ..short_tracebacks import with_short_tracebacks
 from .worthwhile_prefixes import build_tree, nearest_kept, shared_lengths
 
 MIN_SHARED_TOKENS: int = BatchConfig.min_shared_tokens

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from .errors import BatchLLMError, GenerationInterrupted
+from ..errors import BatchLLMError, GenerationInterrupted
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
