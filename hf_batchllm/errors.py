@@ -37,7 +37,7 @@ class BatchLLMError(Exception):
         try:
             if before is not None:
                 before.tb_next = None
-            shell: Any = get_ipython()  # type: ignore[no-untyped-call]
+            shell: Any = get_ipython()
             lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
             return lines
         finally:

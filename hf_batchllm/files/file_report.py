@@ -29,7 +29,7 @@ class FileReport:
     computed_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
-    errors_in: str = field(default="error", repr=False)  # the field of a result that holds its error
+    errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
 
     @property
     def saving(self) -> float:

@@ -7,6 +7,7 @@ the user's own code (a hook, a processor) are never left out. ``python -X dev`` 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -35,6 +36,7 @@ def with_short_tracebacks(function: Function) -> Function:
             shorten(error)
             raise
 
+    checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return cast(Function, checked)
 
 
