@@ -11,6 +11,7 @@ from typing import Any
 
 from .wording import in_ranges
 
+_FEWEST_FRAMES = 3  # IPython's, which it leaves out by itself, the cell's, and the end
 _MOST_SHOWN = 8  # reasons in a message, and ranges of prompts for each reason; the rest are counted
 
 
@@ -20,6 +21,30 @@ class BatchLLMError(Exception):
     def __reduce__(self) -> Any:
         # By state, not by the arguments of ``__init__``: these differ between classes, and errors cross processes.
         return _revived, (type(self), self.args), self.__dict__
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython, which shows the last frame even if it asks to be hidden: here it is this library's."""
+        from IPython.core.getipython import get_ipython
+
+        frames = [self.__traceback__]
+        while (last := frames[-1]) is not None:
+            frames.append(last.tb_next)
+        before = hidden = None
+        if (
+            len(frames) > _FEWEST_FRAMES
+            and (hidden := frames[-2])
+            and hidden.tb_frame.f_locals.get("__tracebackhide__")
+        ):
+            before = frames[-3]
+        try:
+            if before is not None:
+                before.tb_next = None
+            shell: Any = get_ipython()
+            lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
+            return lines
+        finally:
+            if before is not None:
+                before.tb_next = hidden
 
 
 def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:

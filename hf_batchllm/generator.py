@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, at
 from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
+from .inputs.named_options import GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
 from .inputs.seeds import Seeds
+from .inputs.short_tracebacks import with_short_tracebacks
 from .inputs.tokenizer import TokenizerLoader
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
@@ -62,6 +64,7 @@ class BatchGenerator:
     checks = JobChecks  # decides whether a call can be served
     at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
+    @with_short_tracebacks
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
@@ -116,7 +119,7 @@ class BatchGenerator:
         seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
-        **generate_kwargs: Any,
+        **generate_kwargs: Unpack[GenerateOptions],
     ) -> BatchResult: ...
     @overload
     def generate(
@@ -128,8 +131,10 @@ class BatchGenerator:
         attention_mask: torch.Tensor | None = None,
         seed: Seeds | None = None,
         progress: bool | None = None,
-        **generate_kwargs: Any,
+        **generate_kwargs: Unpack[GenerateOptions],
     ) -> Any: ...
+    @shows_options
+    @with_short_tracebacks
     def generate(
         self,
         prompts: Any = None,
@@ -194,6 +199,8 @@ class BatchGenerator:
         result = BatchResult([rows[key] for key in sorted(rows)], finished.report, self._tokenizer.decode_if_loaded)
         return result if padded is None else as_tensors(padded, result, job.options[0], call)
 
+    @shows_options
+    @with_short_tracebacks
     def stream(
         self,
         prompts: Any = None,
@@ -202,7 +209,7 @@ class BatchGenerator:
         seed: Seeds | None = None,
         on_error: str = "raise",
         progress: bool | None = None,
-        **generate_kwargs: Any,
+        **generate_kwargs: Unpack[GenerateOptions],
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
 
@@ -211,11 +218,13 @@ class BatchGenerator:
         only.
         """
 
+        options = dict(generate_kwargs)
+
         def checked(turn: Turn) -> Job:
             with self._taking(turn):
-                if take_padded(prompts, generate_kwargs) is not None:
+                if take_padded(prompts, options) is not None:
                     raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
-                return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
+                return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, options)
 
         job, interrupt = self._turns.run(checked)
         if interrupt is not None:
@@ -242,6 +251,7 @@ class BatchGenerator:
             finally:
                 self.last_report = self._report(call)
 
+    @with_short_tracebacks
     def score(
         self,
         contexts: Any,
@@ -296,6 +306,7 @@ class BatchGenerator:
                 self.last_report = finished.report = self._report(call)
         return ScoreResult([*finished.results.values(), *job.failures()], finished.report)
 
+    @with_short_tracebacks
     def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
         """What these prompts share, and what that would save. Runs no model.
 

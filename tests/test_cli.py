@@ -15,6 +15,7 @@ import pytest
 from support_accelerated import word_tokenizer
 from support_families import build
 from support_file_stand_ins import Runs
+from transformers import T5Config
 
 import hf_batchllm
 from hf_batchllm import BatchConfig, BatchGenerator
@@ -122,8 +123,16 @@ def test_help_and_refusals_come_without_torch() -> None:
         ("run in out.jsonl --model m --backend trition", '--backend must be "auto", "torch" or "triton"'),
         ("run in out.jsonl --model m --temperature -1", "--temperature must be 0"),
         ("run in out.jsonl --model m --max-new-tokens 0", "--max-new-tokens must be at least 1"),
+        ("run in out.jsonl --model m --top-p 3", "--top-p is 3: it is a probability, from 0 to 1"),
+        ("run in out.jsonl --model m --top-k -1", "--top-k is -1: pass a whole number above 0, or 0 for none"),
+        ("run in out.jsonl --model m --set min_p=2", "--set min_p is 2: it is a probability, from 0 to 1"),
+        ("run in out.jsonl --model m --set n=0", "--set n must be at least 1"),
+        ("run in out.jsonl --model m -n 0", "-n must be at least 1"),
+        ("run in out.jsonl --model m --logprobs -1", "--logprobs must be a whole number of at least 0"),
+        ("run in out.txt --model m", "an answer may have several lines, which a .txt cannot hold"),
         ("run in out.jsonl --model m --set temprature=1", "is not the name of a setting; did you mean --temperature?"),
         ("run in out.jsonl --model m --set foo=1", "`foo` is not a setting"),
+        ("run in out.jsonl --model m --set stop_sequences=x", "`stop_sequences` is called --stop here"),
         ("run in out.jsonl --model m --set foo", "takes NAME=VALUE"),
         (
             "run in out.jsonl --model m --top-k 5 --set top_k=6",
@@ -432,3 +441,43 @@ def test_other_commands_are_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert main(["bench", "--x"]) == 7
         patched.setattr("importlib.util.find_spec", lambda name: None)
         assert "pip install 'hf-batchllm[lm-eval]'" in refused(capsys, "lm-eval", "--tasks", "x")
+
+
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_batchllm", "--version"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout == f"hf-batchllm {hf_batchllm.__version__}\n", done.stderr
+
+
+def test_it_speaks_of_its_own_options(
+    written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = written({"prompt": "w5 w6"})
+    assert main(["run", name, "out.jsonl", "--model", saved, "--top-p", "0.5"]) == 0
+    err = capsys.readouterr().err
+    assert "--top-p has no effect on greedy decoding: set a --temperature above 0 to sample" in err
+    assert "Set --max-new-tokens" in err and "`" not in err
+    assert "out.jsonl: 1 result in " in err and " · 2 prompt tokens (0 % shared) · 20 new (" in err
+    assert "-n is 2, and greedy decoding gives one" in refused(capsys, "run", name, "o.jsonl", "-m", saved, "-n", "2")
+    # What a line says keeps the line's own name.
+    name = written({"prompt": "w5 w6", "top_p": 0.5}, name="line.jsonl")
+    assert main(["run", name, "other.jsonl", "--model", saved, "--max-new-tokens", "2"]) == 0
+    assert "`top_p` has no effect on greedy decoding" in capsys.readouterr().err
+
+
+def test_an_encoder_decoder_is_refused_in_a_line(
+    written: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    T5Config(vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2).save_pretrained(tmp_path / "t5")
+    word_tokenizer().save_pretrained(tmp_path / "t5")
+    said = refused(capsys, "run", written({"prompt": "w5"}), "out.jsonl", "--model", str(tmp_path / "t5"))
+    assert "it is a T5 model" in said and "encoder-decoders" in said and "\n" not in said
+
+
+def test_a_text_file(written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = written("w5 w6", "", "w7", name="in.txt")
+    assert main(["run", name, "out.jsonl", "--model", saved, "--max-new-tokens", "2"]) == 0
+    assert [each["prompt_tokens"] for each in results()] == [2, 1]
+    assert main(["plan", name, "--tokenizer", saved]) == 0
+    assert "prompts                            2" in capsys.readouterr().out

@@ -194,7 +194,13 @@ def test_continuations_as_text() -> None:
     ("given", "options", "message"),
     [
         (([[5]],), {}, r"`continuations` .* or `choices` .* must be given: neither"),
+        (([[5]],), {}, r"neither was given. To score whole texts pass score\(None, texts\)"),
         (([[5]], [[6]]), {"choices": [[7]]}, "both were given"),
+        (
+            ([[5]],),
+            {"choices": "AB"},
+            r"is the string 'AB': pass a list of choices, \['AB'\] for a single one, \['A', 'B'",
+        ),
         (([[5], [6]], [[7], [8], [9]]), {}, r"has 3 for 2 contexts: .*`choices=\[\.\.\.\]` takes the same"),
         (([[5], [6]], [7, 8]), {}, "has 1 for 2 contexts"),
         (([[5]], [[7], [8]]), {}, r"has 2 for 1 context: .* several of one context are a list of their own"),

@@ -45,9 +45,9 @@ def options(record: Any, base: GenerationSettings | None = None) -> dict[str, An
 
 
 def test_the_first_record_says_what_a_file_is() -> None:
-    assert dialect_of(json.dumps(request()).encode()) == OPENAI
-    assert dialect_of(b'{"prompt": "x", "custom_id": "a"}') == PLAIN
-    assert dialect_of(b"no json") == PLAIN
+    assert dialect_of([json.dumps(request()).encode()]) == OPENAI
+    assert dialect_of([b'{"prompt": "x", "custom_id": "a"}']) == PLAIN
+    assert dialect_of([b"no json"]) == PLAIN
 
 
 def test_what_a_request_says() -> None:

@@ -167,7 +167,7 @@ with open_source("-") as source:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("in.txt", b"{}", "pass the format"),
+        ("in.text", b"{}", "pass the format"),
         ("in", b"{}", "pass the format"),
         ("in.jsonl.gz", b"\x1f\x8b", "is compressed: unpack it first"),
         ("in.jsonl", b"\x1f\x8b\x08\x00", r"compressed \(gzip\).*zcat"),

@@ -152,4 +152,4 @@ def test_nothing_is_said_without_a_reason(caplog: pytest.LogCaptureFixture, monk
     assert caught(calls, times=2) == []
     assert not [record for record in caplog.records if "pad_token_id" in record.getMessage()]
     with pytest.raises(UnsupportedOptionError):
-        made.generate(IDS, max_tokens=2)
+        made.generate(IDS, max_gen_toks=2)

@@ -32,7 +32,7 @@ from support_lm_eval import calls as calls  # a fixture
 from support_lm_eval import saved as saved  # a fixture
 from transformers import GenerationConfig
 
-from hf_batchllm import PromptError, UnsupportedOptionError
+from hf_batchllm import ConfigError, PromptError, UnsupportedOptionError
 from hf_batchllm.lm_eval import main
 from hf_batchllm.lm_eval.command import with_our_model
 from hf_batchllm.lm_eval.registration import NAME
@@ -311,3 +311,11 @@ def test_settings_that_make_no_sense_are_named(each: dict[str, Any], error: type
     _, ours = pair()
     with pytest.raises(error, match=why):
         asked(ours, "generate_until", [("the dog", each)])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("kv_memry=1GiB", "kv_memory"), ("max_lenght=64", "max_length"), ("page_sise=8", "page_size")]
+)
+def test_an_argument_that_is_misspelt(typed: str, meant: str, saved: Path) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean `{meant}`"):
+        simple_evaluate(model=NAME, model_args=f"pretrained={saved},{typed}", tasks=NAMES[:1])

@@ -93,6 +93,8 @@ def _at_once(tree: ast.AST) -> Iterator[ast.AST]:
 def room(module: str) -> str:
     """The room that a module is in; "" for ``hf_batchllm`` itself, which is above all of them."""
     first = module.split(".")[1] if "." in module else ""
+    if first == "__main__":  # `python -m hf_batchllm`
+        return ""
     return "ground" if first in GROUND else first
 
 

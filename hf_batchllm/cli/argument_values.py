@@ -17,6 +17,8 @@ from ..files.records.settings import GenerationSettings, read_assignments, read_
 from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
+from ..inputs.option_ranges import out_of_range
+from .flag_names import flag_of
 from .messages import UsageError
 from .prompt_flags import PROMPT_FLAGS, prompt_flags
 
@@ -29,6 +31,7 @@ class FirstRecords:
 
     have_texts: bool  # or chats: a tokenizer is needed
     have_chats: bool  # the tokenizer needs a chat template
+    name_adapters: bool = False
 
 
 def layout_from(asked: argparse.Namespace) -> RecordLayout:
@@ -87,7 +90,7 @@ def first_records(reader: RecordReader, source: Source, limit: int | None = None
     records = check_first_records(reader, source, limit)
     texts = any(isinstance(each.prompt, str) for each in records)
     chats = any(is_chat(each.prompt) for each in records)
-    return FirstRecords(texts or chats, chats)
+    return FirstRecords(texts or chats, chats, any(each.settings.adapter is not None for each in records))
 
 
 def settings_from(asked: argparse.Namespace) -> GenerationSettings:
@@ -109,9 +112,14 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
             raise UsageError(f"{name} is given twice, with --set and with its own option: keep one of them")
         flags[name] = value
     try:
-        return read_settings(flags).over(_config_file(asked.generation_config))
+        settings = read_settings(flags)
     except BatchLLMError as error:
         raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS])) from error
+    for name, value in settings.options.items():
+        why = out_of_range(name, value) if isinstance(value, int | float) else None
+        if why is not None:
+            raise UsageError(f"{flag_of(name)} {why}")
+    return settings.over(_config_file(asked.generation_config))
 
 
 def prompt_settings_from(asked: argparse.Namespace) -> GenerationSettings:
@@ -125,7 +133,7 @@ def prompt_settings_from(asked: argparse.Namespace) -> GenerationSettings:
 def _with_flags(message: str, names: Iterable[str]) -> str:
     """With the command's options in the place of the settings' names."""
     for name in names:
-        message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}").replace("--stop-strings", "--stop")
+        message = message.replace(f"`{name}`", flag_of(name))
     return message
 
 

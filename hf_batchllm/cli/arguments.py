@@ -51,8 +51,10 @@ def run_parser() -> Parser:
     parser = Parser("run", description=_RUN, epilog=_RUN_EXAMPLES)
     parser.usage = "hf-batchllm run IN OUT --model MODEL [options]"
     files = parser.add_argument_group("files")
-    files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, or - for stdin")
-    files.add_argument("target", metavar="OUT", help="the same kinds, or - for stdout. An unfinished OUT is continued")
+    files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, .txt, or - for stdin")
+    files.add_argument(
+        "target", metavar="OUT", help="the same kinds but .txt, or - for stdout. An unfinished OUT is continued"
+    )
     add_reading(files)
     files.add_argument(
         "--output-format", metavar="KIND", help="format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"
@@ -71,7 +73,7 @@ def plan_parser() -> Parser:
     parser = Parser("plan", description=_PLAN, epilog=_PLAN_EXAMPLES)
     parser.usage = "hf-batchllm plan IN --tokenizer T [options]"
     files = parser.add_argument_group("files")
-    files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, or - for stdin")
+    files.add_argument("source", metavar="IN", help=".jsonl, .csv, .tsv, .parquet, .txt, or - for stdin")
     add_reading(files)
     files.add_argument("--json", action="store_true", help="print figures as JSON")
     files.add_argument("--html", metavar="FILE", help="write a picture of the plan")
@@ -89,7 +91,7 @@ def plan_parser() -> Parser:
 
 def add_reading(group: Any) -> None:
     group.add_argument(
-        "--format", metavar="KIND", help="format of IN: jsonl, csv, tsv or parquet (default: by its suffix)"
+        "--format", metavar="KIND", help="format of IN: jsonl, csv, tsv, parquet or txt (default: by its suffix)"
     )
     group.add_argument(
         "--dialect",
@@ -124,8 +126,21 @@ def add_prompts(group: Any) -> None:
 
 
 def _add_model(group: Any) -> None:
-    group.add_argument("--model", "-m", metavar="M", required=True, help="a folder, or a name on the hub")
+    group.add_argument(
+        "--model",
+        "-m",
+        metavar="M",
+        required=True,
+        help="a folder, or a name on the hub. A PEFT folder brings its base",
+    )
     group.add_argument("--tokenizer", metavar="T", help="a tokenizer other than the model's own")
+    group.add_argument(
+        "--adapter",
+        action="append",
+        metavar="NAME=PATH",
+        help='load a PEFT adapter; may be given several times. A line chooses it by {"adapter": "NAME"}; '
+        "--set adapter=NAME is for lines that choose none",
+    )
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
     group.add_argument(
         "--dtype",

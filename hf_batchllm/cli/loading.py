@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,11 +16,13 @@ from ..files.records.settings import GenerationSettings
 from ..notices import Notices
 from .argument_values import FirstRecords
 from .messages import UsageError, reason
+from .peft_adapters import base_of, has_tokenizer, is_peft_folder, with_adapters
 
 if TYPE_CHECKING:
     from ..generator import BatchGenerator
 
 
+_OTHER_KIND = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+?)(?:Config)?'>")
 _WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"  # else transformers would ask the hub to convert somebody else's model
 _SAFE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
@@ -29,8 +32,14 @@ class Loader:
     """Called once, if there is anything to run. ``loaded``: the run has begun, so a later error stops it half-way."""
 
     def __init__(
-        self, asked: argparse.Namespace, config: BatchConfig, base: GenerationSettings, first: FirstRecords
+        self,
+        asked: argparse.Namespace,
+        config: BatchConfig,
+        base: GenerationSettings,
+        first: FirstRecords,
+        adapters: dict[str, str],
     ) -> None:
+        self._adapters = adapters
         self._asked = asked
         self._config = config
         self._base = base
@@ -56,7 +65,7 @@ class Loader:
         tokenizer = load_tokenizer(asked, needed)
         if self._first.have_chats and not self._base.brings_template:
             check_template(tokenizer, asked.tokenizer or asked.model)
-        model = load_model(asked, device)
+        model = with_adapters(load_model(asked, device), asked, self._adapters, device)
         generator = self._generator(model, tokenizer)
         self.loaded = True
         return generator
@@ -73,9 +82,7 @@ class Loader:
         why = LineConfigs(model, generator._tokenizer.required, _Silence()).problem(self._base)
         if why is not None:
             generator.close()
-            raise UsageError(
-                why.replace("`num_return_sequences`", "-n").replace("`do_sample=True`", "a --temperature above 0")
-            )
+            raise UsageError(why)
         return generator
 
 
@@ -90,6 +97,8 @@ def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
 
     name = asked.tokenizer or asked.model
     option = "--tokenizer" if asked.tokenizer else "--model"
+    if is_peft_folder(name) and not has_tokenizer(name):
+        name = base_of(name)
     revision = {} if asked.tokenizer or getattr(asked, "revision", None) is None else {"revision": asked.revision}
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=asked.trust_remote_code, **revision)
@@ -117,7 +126,7 @@ def load_model(asked: argparse.Namespace, device: Any) -> Any:
     os.environ[_CONVERSION] = "1"
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            asked.model,
+            base_of(asked.model) if is_peft_folder(asked.model) else asked.model,
             dtype=asked.dtype,
             use_safetensors=True,
             trust_remote_code=asked.trust_remote_code,
@@ -128,6 +137,11 @@ def load_model(asked: argparse.Namespace, device: Any) -> Any:
         why = _why(error)
         if "cannot be loaded with `safetensors`" in why:
             why = f"it has no safetensors. {_convert(asked.model)}"
+        if found := _OTHER_KIND.search(str(error)):
+            why = (
+                f"it is a {found[1]} model, and transformers has no causal language model of this kind "
+                "(AutoModelForCausalLM): encoder-decoders and models without text generation are not supported"
+            )
         raise UsageError(f"--model {asked.model}: {why}") from error
     finally:
         if before is None:

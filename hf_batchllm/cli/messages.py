@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,20 +19,27 @@ class UsageError(BatchLLMError, ValueError):
 
 
 class Console:
-    """``quiet``: prints errors alone. ``tracebacks``: prints the traceback of each error, too."""
+    """``quiet``: prints errors alone. ``tracebacks``: prints the traceback of each error, too. ``in_our_words`` puts
+    warnings and errors of the library into the words of the command."""
 
-    def __init__(self, quiet: bool = False, tracebacks: bool = False) -> None:
+    def __init__(
+        self,
+        quiet: bool = False,
+        tracebacks: bool = False,
+        in_our_words: Callable[[str], str] = lambda message: message,
+    ) -> None:
         self.quiet = quiet
         self._tracebacks = tracebacks
+        self._in_our_words = in_our_words
 
     def error(self, message: str, error: BaseException | None = None) -> None:
         if error is not None and self._tracebacks:
             traceback.print_exception(error, file=sys.stderr)
-        self._write(f"{PROGRAM}: error: {message}")
+        self._write(f"{PROGRAM}: error: {self._in_our_words(message)}")
 
     def warning(self, message: str) -> None:
         if not self.quiet:
-            self._write(f"{PROGRAM}: warning: {message}")
+            self._write(f"{PROGRAM}: warning: {self._in_our_words(message)}")
 
     def note(self, message: str) -> None:
         if not self.quiet:

@@ -23,6 +23,7 @@ from ..results.sharing_plan import SharingPlan
 from .argument_values import first_records, layout_from, prompt_settings_from, reader_from, size_from
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
+from .flag_names import in_flags
 from .loading import check_template, load_tokenizer, quiet_transformers
 from .messages import Console, UsageError, reason
 
@@ -66,7 +67,7 @@ class FilePlan:
 
 def main(arguments: Sequence[str]) -> int:
     asked = plan_parser().parse_args(arguments)
-    console = Console(asked.quiet, asked.traceback)
+    console = Console(asked.quiet, asked.traceback, in_flags(asked))
     with interruptible() as interrupts, console.warnings_shown():
         try:
             file_plan = _plan_file(asked, console)

@@ -18,24 +18,34 @@ from .argument_values import first_records, layout_from, reader_from, settings_f
 from .arguments import run_parser
 from .config_flags import config_from
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
+from .flag_names import in_flags
 from .loading import Loader
 from .messages import Console, UsageError, reason
+from .peft_adapters import adapters_from, base_of, is_peft_folder
+
+_WITHOUT_ADAPTER = (
+    "the first lines choose no `adapter`, and so run without those of --adapter: --set adapter={first} chooses one for "
+    "all lines that choose none"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = run_parser().parse_args(arguments)
-    console = Console(asked.quiet, asked.traceback)
+    console = Console(asked.quiet, asked.traceback, in_flags(asked))
     with interruptible() as interrupts, console.warnings_shown():
         loader: Loader | None = None
         try:
-            config = config_from(asked)
+            config, adapters = config_from(asked), adapters_from(asked)
             base, layout = settings_from(asked), layout_from(asked)
             options = _run_options(asked, base.seed)
             _check_target(asked)
             source = open_source(asked.source, asked.format, note=console.note)
             try:
                 reader = reader_from(asked, source, layout, base)
-                loader = Loader(asked, config, base, first_records(reader, source, asked.limit))
+                first = first_records(reader, source, asked.limit)
+                if adapters and base.adapter is None and not first.name_adapters:
+                    console.warning(_WITHOUT_ADAPTER.format(first=next(iter(adapters))))
+                loader = Loader(asked, config, base, first, adapters)
                 from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
                 report = run_records(
@@ -44,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
                     asked.target,
                     reader=reader,
                     options=options,
-                    identity=run_identity(_model_identity(asked), layout, base, reader.dialect, asked.token_ids),
+                    identity=run_identity(
+                        _model_identity(asked, adapters), layout, base, reader.dialect, asked.token_ids
+                    ),
                     model_name=asked.model,
                     note=console.note,
                 )
@@ -83,12 +95,18 @@ def _run_options(asked: argparse.Namespace, seed: int | None) -> RunOptions:
     )
 
 
-def _model_identity(asked: argparse.Namespace) -> dict[str, Any]:
+def _model_identity(asked: argparse.Namespace, adapters: dict[str, str]) -> dict[str, Any]:
+    beside: dict[str, Any] = {}
+    if is_peft_folder(asked.model):
+        beside["base"] = _full_name(base_of(asked.model))
+    if adapters:
+        beside["adapters"] = {name: _full_name(path) for name, path in sorted(adapters.items())}
     return {
         "model": _full_name(asked.model),
         "revision": asked.revision,
         "tokenizer": None if asked.tokenizer is None else _full_name(asked.tokenizer),
         "dtype": asked.dtype,
+        **beside,
     }
 
 

@@ -19,6 +19,7 @@ from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
 from ..inputs.options import Options, inferred_mask
+from ..inputs.other_names import by_our_names
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompt_lengths import length_problem
 from ..inputs.prompt_options import prompt_options_alone, take_prompt_options
@@ -100,6 +101,7 @@ class JobChecks:
     ) -> Job:
         """The checked call of ``generate``."""
         check_on_error(on_error)
+        generate_kwargs = by_our_names(generate_kwargs, OptionValueError)
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')

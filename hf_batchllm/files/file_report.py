@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..results.run_report import RunReport
@@ -10,7 +10,7 @@ from ..results.run_report import RunReport
 
 @dataclass
 class FileReport:
-    """``str(report)`` is two or three lines for a person.
+    """``str(report)`` is one to four lines for a person.
 
     path: where the results are; "-" for stdout.
     records: how many records the run had: all of the input, or ``limit`` of them.
@@ -31,6 +31,7 @@ class FileReport:
     computed_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
+    errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
 
     @property
     def saving(self) -> float:
@@ -49,36 +50,41 @@ class FileReport:
             self.seconds += report.seconds
 
     def figures(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "path"}
+        return {name: value for name, value in asdict(self).items() if name not in ("path", "errors_in")}
 
     def __str__(self) -> str:
         where = "stdout" if self.path == "-" else self.path
         if not self.records:
             return f"{where}: nothing to do, as the input has no records"
         if not self.written and not self.left:
-            return f"{where}: complete already, {_counted(self.records, 'result')}{self._errors()}. Nothing to do"
-        beside = f", {self.before:,} were there before" if self.before else ""
-        lines = [f"{where}: {_counted(self.written, 'result')} written{beside}{self._errors()}"]
+            lines = [f"{where}: complete already, {_counted(self.records, 'result')}. Nothing to do"]
+        else:
+            lines = [f"{where}: {self._of_this_run()}"]
+        if self.before and self.written:
+            lines.append(f"{_counted(self.before, 'result')} {'was' if self.before == 1 else 'were'} there before")
         if self.left:
-            lines.append(f"{self.left:,} are missing: the same command continues")
+            lines.append(f"{self.left:,} {'is' if self.left == 1 else 'are'} missing: the same command continues")
+        if self.errors:
+            of = f"of {self.before + self.written:,} results {'is an error' if self.errors == 1 else 'are errors'}"
+            lines.append(f"{self.errors:,} {of}: see `{self.errors_in}`")
         if self.beyond_context:
             are = "is" if self.beyond_context == 1 else "are"
             lines.append(
                 f"{self.beyond_context:,} of them {are} longer, with the prompt, than the model was made for: set "
                 "`max_prompt_tokens`, or lower `max_new_tokens`"
             )
-        if self.prompt_tokens:
-            rate = self.new_tokens / self.seconds if self.seconds else 0.0
-            lines.append(
-                f"{self.prompt_tokens:,} prompt tokens, {self.saving:.0%} of which sharing saved; "
-                f"{self.new_tokens:,} new ones, {rate:,.0f} a second"
-            )
         return "\n".join(lines)
 
-    def _errors(self) -> str:
-        if not self.errors:
-            return ""
-        return f"; {self.errors:,} of them {'is an error' if self.errors == 1 else 'are errors'} (see `error` in each)"
+    def _of_this_run(self) -> str:
+        """``6 results in 1.4 s · 657 prompt tokens (64 % shared) · 18 new (13/s)``"""
+        text = _counted(self.written, "result")
+        if not self.prompt_tokens:
+            return text
+        rate = f" ({self.new_tokens / self.seconds:,.0f}/s)" if self.seconds else ""
+        return (
+            f"{text} in {self.seconds:,.1f} s · {_counted(self.prompt_tokens, 'prompt token')} "
+            f"({100 * self.saving:.0f} % shared) · {self.new_tokens:,} new{rate}"
+        )
 
 
 def _counted(count: int, what: str) -> str:

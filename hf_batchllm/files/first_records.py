@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from ..errors import InputFileError
 from .records.json_records import RecordError, parse
-from .records.prompt_records import ALL_FIELDS, OPENAI, PLAIN, BadPromptRecord, PromptRecord, RecordLayout
+from .records.prompt_records import ALL_FIELDS, OPENAI, BadPromptRecord, PromptRecord, RecordLayout
 from .records.record_reader import RecordReader, dialect_of, repeated_ids
 from .records.settings import GenerationSettings
+from .store.formats import TABLES
 from .store.sources import Source
 
 _LOOKED_AT = 20  # records read before a model is loaded
@@ -16,14 +17,14 @@ _FIELDS_SHOWN = 8
 
 
 def make_reader(source: Source, layout: RecordLayout, base: GenerationSettings, dialect: str = "auto") -> RecordReader:
-    """``dialect``: PLAIN, OPENAI, or "auto": as the first record looks."""
+    """``dialect``: PLAIN, OPENAI, or "auto": as the first records look."""
     if dialect == "auto":
-        dialect = dialect_of(source.records([0])[0]) if source.count else PLAIN
+        dialect = dialect_of(source.records(range(min(source.count, _LOOKED_AT))))
     return RecordReader(
         layout,
         base,
         dialect=dialect,
-        cells=source.format != "jsonl",
+        cells=source.format in TABLES,
         where=source.where,
         repeated=repeated_ids(_numbered(source)) if dialect == OPENAI else {},
         problems=source.problems,

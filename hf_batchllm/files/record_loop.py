@@ -26,10 +26,11 @@ from ..inputs.long_prompts import context_of
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
 from ..results.notebook import in_notebook
+from ..sampling.host_sampler import NothingToDrawError
 from .file_report import FileReport
 from .records.line_configs import LineConfigs
 from .records.openai_requests import in_openai_names
-from .records.prompt_records import BadPromptRecord, PromptRecord
+from .records.prompt_records import OPENAI, BadPromptRecord, PromptRecord
 from .records.record_reader import RecordReader
 from .records.result_layout import RESULT_LAYOUT
 from .records.result_lines import ResultWriter
@@ -44,6 +45,7 @@ from .weights_fingerprint import fingerprint
 
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
 _MIN_LOGPROBS = 20  # of each token: the most that OpenAI's interface returns
+_MOST_FAILING_ALONE = 8  # records whose scores are no numbers, before a run without any good result is given up
 _MOST_PROBLEMS_SHOWN = 8  # bad records spelled out in an error
 
 
@@ -76,6 +78,7 @@ def run_records(
         record = output.begin(asked, source, limit=limit, retry_errors=options.retry_errors)
         todo = output.missing(limit)
         report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
+        report.errors_in = "response.body.error" if reader.dialect == OPENAI else "error"
         report.before, report.errors = report.records - len(todo), int((output.errors < report.records).sum())
         if output.complete:  # a table: its journal is gone
             report.errors = int(record.figures.get("errors") or 0)
@@ -149,6 +152,7 @@ class _FileRun:
         self._context = context_of(base_model(self.generator.model).config)
         self._keys: dict[int, str] = {}  # of the records of this window that have no result yet
         self._bar: tqdm | None = None
+        self._failed_alone = 0  # records, before the first good result
 
     def run_windows(self, todo: np.ndarray) -> None:
         """``todo``: the numbers of the records to run."""
@@ -217,12 +221,28 @@ class _FileRun:
                     if len(samples) == self._configs.samples(settings[place]):
                         del waiting[place]
                         self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
+        except NothingToDrawError as error:
+            # One record's settings broke the call off: the others of the call must not suffer.
+            self._without(error, [record for record in records if record.number in self._keys], progress)
         except PromptError as error:
             problems = [
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
             ]
             raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems, len(problems)) from error
         self.report.add(self.generator.last_report)
+
+    def _without(self, error: NothingToDrawError, left: Sequence[PromptRecord], progress: bool) -> None:
+        """Runs the rest of a call in two halves, until the records that fail stand alone."""
+        if self.options.on_error == "raise" or self._failed_alone >= _MOST_FAILING_ALONE:
+            raise error  # where nothing but such errors came, the model itself is to blame
+        if len(left) > 1:
+            middle = len(left) // 2
+            for half in (left[:middle], left[middle:]):
+                self._run_call(half, progress)
+            return
+        self._failed_alone += self.report.written == self.report.errors
+        for record in left:
+            self._write_error(record, str(error))
 
     def _seed_of(self, record: PromptRecord) -> int:
         """The record's own seed, or one made of the run's seed and the record's number."""

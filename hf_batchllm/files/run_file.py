@@ -12,6 +12,8 @@ from ..errors import FilesError
 from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
+from ..inputs.named_options import shows_options
+from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
 from ..wording import a_kind
 from .file_report import FileReport
@@ -26,6 +28,8 @@ from .run_options import RunOptions
 from .store.sources import open_source
 
 
+@shows_options
+@with_short_tracebacks
 def run_file(
     gen: BatchGenerator,
     source: str | os.PathLike[str],

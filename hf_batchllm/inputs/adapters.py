@@ -12,8 +12,9 @@ from ..notices import Notices
 from ..patches.adapter_swap import active_of, adapted_layers
 from ..wording import a_kind, shown
 from .base_model import base_model
+from .named_options import LEFT_OUT
 
-AS_IT_IS = object()  # no adapter is chosen: the model runs with its active adapters
+AS_IT_IS = LEFT_OUT  # no adapter is chosen: the model runs with its active adapters
 _AN_ADAPTER_IS = "an adapter is given by its name, or None for the model without any"
 _MOST_NAMED = 8
 _NOT_TOKEN_BY_TOKEN = {  # PEFT's kinds of adapters that look at more than one token

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..notices import Notices
 from .base_model import GenerativeModel
+from .option_ranges import ZERO_TEMPERATURE, out_of_range
 from .options import Options
 
 _NOT_WITH_BEAMS = {
@@ -38,8 +39,9 @@ def check_samples(fields: dict[str, Any], given: GenerationConfig | None, model:
 
 def check_sampling(config: GenerationConfig) -> None:
     if config.do_sample and config.temperature == 0:
-        why = "is 0, and sampling needs a temperature above 0: for greedy decoding set `do_sample=False`"
-        raise OptionValueError("temperature", why)
+        raise OptionValueError("temperature", ZERO_TEMPERATURE)
+    if config.do_sample and config.top_k is not None and config.top_k < 0:
+        raise OptionValueError("top_k", out_of_range("top_k", config.top_k) or "")
 
 
 def check_beams(options: Sequence[Options]) -> None:

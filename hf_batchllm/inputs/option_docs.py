@@ -29,6 +29,13 @@ What is different, on purpose:
 - **Prompts may have different settings.** `generation_config` may be a list, one for each prompt.
 - **Time counts for the whole call.** `max_time` is for all prompts together.
 
+**Names of other libraries.** These mean the same here, in `run_file`, in [files](files.md) and in the command:
+`max_tokens` and `max_completion_tokens` (`max_new_tokens`), `min_tokens` (`min_new_tokens`), `n`
+(`num_return_sequences`), `stop` (`stop_strings`), and `logprobs=True` with `top_logprobs` (a number as `logprobs`).
+Other names are refused everywhere in the same words, which say what to do instead. One name differs: a `temperature`
+without `do_sample` has no effect here, as in `model.generate`, and a warning says so. In files and in the command it
+asks for sampling.
+
 Under `accelerated(model)`, a call with a refused option goes to the model's own `generate`. So do two other calls: one
 with your own processors or criteria for several rows, as `generate` calls them with all rows at once; and one with
 `prefix_allowed_tokens_fn` or your own processors for padded rows, as `generate` shows them the padding.

@@ -276,8 +276,8 @@ TABLE: dict[str, OptionRow] = {
         _added(
             "logprobs",
             Where.STEP,
-            "`k`: for each new token its own log-probability and those of the `k` likeliest tokens. 0 for its own "
-            "alone.",
+            "`k`: for each new token its own log-probability and those of the `k` likeliest tokens. 0, or True, for "
+            "its own alone.",
             goes_with=PromptForm.LISTS,
             instead=_NO_LOGPROBS,
         ),

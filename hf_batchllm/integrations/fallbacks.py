@@ -24,12 +24,13 @@ from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
 from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
+from ..inputs.other_names import ALIASES
 from ..notices import warn_user
 from ..results.run_report import RunReport
 from ..sampling import processor_chains, stop_rules
 from ..wording import a_kind
 
-_ADDED = sorted(names(kind=OptionKind.ADDED))  # options that model.generate does not have
+_ADDED = sorted({*names(kind=OptionKind.ADDED), *ALIASES, "top_logprobs"})  # options that model.generate does not have
 
 
 class Fallback:

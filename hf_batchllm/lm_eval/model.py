@@ -6,6 +6,7 @@ The steps around the model are those of ``hf``: loading, chat templates, tokeniz
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import logging
 import sys
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 _FIELDS = [field.name for field in dataclasses.fields(BatchConfig)]
 _HARNESS_BACKENDS = ("default", "causal", "seq2seq")  # the harness's values of `backend`; others are a BatchConfig's
 _HARNESS_ARGUMENTS = inspect.signature(HFLM.__init__).parameters
+_KNOWN = [*_FIELDS, *(name for name in _HARNESS_ARGUMENTS if name not in ("self", "kwargs"))]
+_SIMILARITY = 0.8  # of a misspelt name; arguments of from_pretrained() are less like these
 _FLOAT32 = (None, "float32", torch.float32)
 
 TokenizedPair = tuple[tuple[str, str] | None, list[int], list[int]]  # the request's texts, a context, a continuation
@@ -156,7 +159,16 @@ def _refuse(pretrained: Any, given: dict[str, Any]) -> None:
         raise ConfigError("`softmax_dtype` must be float32: log-probabilities are computed in it here")
     if given.get("tp_plan") is not None:
         raise UnsupportedModelError("`tp_plan` spreads a model over devices, which is not supported: use --model hf")
-    if not isinstance(pretrained, str):
+    if isinstance(pretrained, str):
+        for name in given:  # others may be for from_pretrained(), which takes the fields of any config
+            near = (
+                []
+                if name in (*_HARNESS_ARGUMENTS, "max_memory")
+                else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=_SIMILARITY)
+            )
+            if near:
+                raise ConfigError(f"`{name}` is not an argument of this model; did you mean `{near[0]}`?")
+    else:
         for name in given:  # the harness passes others to from_pretrained(), which a loaded model does not need
             if name not in _HARNESS_ARGUMENTS:
                 BatchConfig.of(None, {name: given[name]})

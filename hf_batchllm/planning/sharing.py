@@ -14,12 +14,14 @@ import numpy as np
 from ..config import BatchConfig
 from ..errors import ConfigError
 from ..inputs.prompts import Prompt, garbage_collection_paused, prepare_prompts
+from ..inputs.short_tracebacks import with_short_tracebacks
 from ..results.sharing_plan import Segment, SharingPlan
 from .worthwhile_prefixes import build_tree, nearest_kept, shared_lengths
 
 MIN_SHARED_TOKENS: int = BatchConfig.min_shared_tokens
 
 
+@with_short_tracebacks
 def plan_prompts(prompts: Any, tokenizer: Any = None, *, min_shared_tokens: int = MIN_SHARED_TOKENS) -> SharingPlan:
     """The plan for a list of prompts, without a model: ``print(plan_prompts(prompts, tokenizer))``.
 

@@ -26,10 +26,7 @@ _CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors
 # These give the same, whether tokens that were cut off are left out or have scores of -inf.
 _AFTER_A_CUT = (*_CUTTING, processors.TemperatureLogitsWarper, processors.LogitNormalization)
 
-NO_DISTRIBUTION = (
-    "there is nothing to draw from: the model gave logits that are not numbers (NaN or infinite), or processors left "
-    "no token a chance"
-)
+
 _TIES = 64  # tokens that a shortlist for top-k has beyond k: bfloat16 logits are often equal
 _SHORTLIST = 1024  # tokens, for cuts that keep a number not known beforehand
 _WIDER = 16  # times as many, when a shortlist was too short
@@ -39,6 +36,16 @@ SCORES_AT_ONCE = 1 << 25  # that are processed at a time on a device: processors
 _SCORES_PER_CPU_THREAD = 1 << 19  # so many stay in a core's cache
 
 RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
+
+
+class NothingToDrawError(RuntimeError):
+    """A sequence's scores are no distribution."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "there is nothing to draw from: the model gave logits that are not numbers (NaN or infinite), or "
+            "processors left no token a chance"
+        )
 
 
 class HostSampler:
@@ -123,7 +130,7 @@ def draw_tokens(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProc
         for row, token in zip(missed, again, strict=True):
             tokens[row] = token
     if INVALID in tokens:
-        raise RuntimeError(NO_DISTRIBUTION)
+        raise NothingToDrawError
     return tokens
 
 

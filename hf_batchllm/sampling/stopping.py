@@ -18,7 +18,7 @@ from ..inputs.processors_and_criteria import CRITERIA, call_factory
 from ..model.runner import current_device
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
-from .host_sampler import NO_DISTRIBUTION
+from .host_sampler import NothingToDrawError
 from .stop_rules import StopRules
 from .stop_strings import StopStringSearch
 
@@ -103,7 +103,7 @@ class Endings:
             self._look_back(requests, counts, tokens, ends)
         for row, (has, _) in ends.items():
             if no_token[row, has - 1] and not requests[row].done:
-                raise RuntimeError(NO_DISTRIBUTION)
+                raise NothingToDrawError
         if self._time_by_token and (late := self._overdue()):
             for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
                 has, reason = ends.get(row, (count, None))

@@ -14,7 +14,7 @@ from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.sample_torch import exponential
 from ...notices import Notices
-from ...sampling.host_sampler import NO_DISTRIBUTION, rows_at_once
+from ...sampling.host_sampler import NothingToDrawError, rows_at_once
 from ...sampling.processor_chains import ChainLayout, ProcessorChains, apply_blind, apply_looking_back
 from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
@@ -133,7 +133,7 @@ def draw_candidates(
     the seed, the prompt, the beam's number, the position and the token: which groups share a step does not matter.
     """
     if not bool(torch.isfinite(sums.amax(dim=-1)).all()):
-        raise RuntimeError(NO_DISTRIBUTION)
+        raise NothingToDrawError
     token = torch.arange(sums.shape[-1] // width, device=sums.device)
     beam = torch.arange(width, device=sums.device)[:, None]
     keys = [as_int64(seed) for seed, _ in noise], [number for _, number in noise], made

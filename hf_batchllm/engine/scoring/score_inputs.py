@@ -15,9 +15,10 @@ from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
 from ...model.architecture import Architecture
 from ...notices import Notices
-from ...wording import a_kind, is_array, is_number
+from ...wording import a_kind, is_array, is_number, shown
 
 _A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
+_MOST_LETTERS = 8  # of a string that may be meant as a choice of letters
 _TEXTS_AT_ONCE = 4096  # that are joined, each a context and a continuation, which takes memory
 _NO_CONTEXT = "nothing stands before it"
 
@@ -129,8 +130,10 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
     """The contexts (None for whole texts), and the continuations of each context, or each text."""
     if (continuations is None) == (choices is None):
         both = "both were given" if choices is not None else "neither was given"
+        hint = "" if choices is not None else ". To score whole texts pass score(None, texts)"
         raise OptionValueError(
-            "continuations", f"(one for each context) or `choices` (the same for all of them) must be given: {both}"
+            "continuations",
+            f"(one for each context) or `choices` (the same for all of them) must be given: {both}{hint}",
         )
     if contexts is None:
         if choices is not None:
@@ -138,10 +141,14 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         return None, [_several(entry) or [entry] for entry in as_list(continuations, "continuations")]
     given = as_list(contexts, "contexts")
     if choices is not None:
-        if not (isinstance(choices, (str, list, tuple)) or is_array(choices) or why_not_a_list(choices)):
+        if isinstance(choices, str):
+            split = f", {shown(list(choices))} for one of each letter" if 1 < len(choices) <= _MOST_LETTERS else ""
+            hint = f"pass a list of choices, {shown([choices])} for a single one{split}"
+            raise OptionValueError("choices", f"is the string {shown(choices)}: {hint}")
+        if not (isinstance(choices, (list, tuple)) or is_array(choices) or why_not_a_list(choices)):
             choices = read_all(choices)
         shared = list(as_list(choices, "choices"))
-        if len(shared) == 1 and shared[0] is choices and not isinstance(choices, str) and not is_chat(choices):
+        if len(shared) == 1 and shared[0] is choices and not is_chat(choices):
             # A list of ids, most likely meant as one choice for each id; it would run as a single choice.
             raise OptionValueError(
                 "choices", "must be a list of choices, not of numbers: [[5], [6]] are two of a token, [[5, 6]] is one"

@@ -179,13 +179,20 @@ class RecordReader:
         raise RecordError(f"has {a_kind(prompt)} as its `{name}`: a prompt is a string, token ids or a chat", name)
 
 
-def dialect_of(raw: bytes) -> str:
-    """PLAIN or OPENAI, by the first record of a file."""
-    try:
-        record = parse(raw)
-    except RecordError:
-        return PLAIN
-    return OPENAI if "custom_id" in record and ("body" in record or "url" in record) else PLAIN
+def dialect_of(raws: Iterable[bytes]) -> str:
+    """PLAIN or OPENAI, by the first record of a file that looks like either. A bad record says nothing."""
+    for raw in raws:
+        try:
+            record = parse(raw)
+        except RecordError:
+            continue
+        if "body" in record and ("custom_id" in record or "url" in record):
+            return OPENAI
+        if "custom_id" in record and "url" in record:
+            return OPENAI
+        if any(name in record for name in _PROMPT_FIELDS):
+            return PLAIN
+    return PLAIN
 
 
 def repeated_ids(records: Iterable[tuple[int, bytes]]) -> dict[int, int]:

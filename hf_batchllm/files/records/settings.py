@@ -14,18 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from ...errors import BatchLLMError, OptionValueError
+from ...inputs.option_ranges import ZERO_TEMPERATURE
 from ...inputs.option_row import Fate, OptionKind, Takes
 from ...inputs.option_table import TABLE, names
+from ...inputs.other_names import ALIASES, FROM_ELSEWHERE, wanted_logprobs
 from ...inputs.prompt_options import PROMPT_OPTIONS, checked_prompt_option
 from ...wording import shown
 
-ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "num_return_sequences",
-    "stop": "stop_strings",
-}
 _NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS)  # not fields of a GenerationConfig
 NAMES = frozenset(
     names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_NOT_IN_CONFIG)
@@ -35,13 +30,15 @@ _HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_NO
 TOP_LEVEL_NAMES = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
 # Names from elsewhere. To pass over them would give another answer than was asked for.
 _OTHER_NAMES = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "is not supported: see `repetition_penalty`"),
-    **dict.fromkeys(("repeat_penalty", "rep_penalty"), "is called `repetition_penalty` here"),
-    **dict.fromkeys(("stop_sequences", "stop_words"), "is called `stop_strings` here"),
-    **dict.fromkeys(("num_samples", "num_generations", "best_of"), "is called `num_return_sequences` here"),
+    **{
+        name: FROM_ELSEWHERE[name]
+        for name in (
+            *("presence_penalty", "frequency_penalty", "repeat_penalty", "rep_penalty", "stop_sequences", "stop_words"),
+            *("num_samples", "num_generations", "best_of", "stop_token_ids"),
+        )
+    },
     "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
     "ignore_eos": "is not taken: set `min_new_tokens`",
-    "stop_token_ids": "is called `eos_token_id` here",
     "truncate_prompt_tokens": "is called `max_prompt_tokens` here",
     "enable_thinking": 'goes into `chat_template_kwargs`: {"chat_template_kwargs": {"enable_thinking": false}}',
 }
@@ -149,7 +146,8 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
     written: dict[str, str] = {}
     for name, value in fields.items():
         if name not in NAMES:
-            raise SettingError(name, mistaken_name(name) or f"is not a setting{_some_names()}")
+            why = mistaken_name(name) or FROM_ELSEWHERE.get(name)
+            raise SettingError(name, why or f"is not a setting{_some_names()}")
         if cells:
             value = _from_cell(name, value)
         if value is None:
@@ -168,7 +166,7 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
         _settle_temperature(options)
     return GenerationSettings(
         options,
-        _logprobs(beside),
+        wanted_logprobs(beside.get("logprobs"), beside.get("top_logprobs"), SettingError),
         _seed(beside.get("seed")),
         _adapter(beside.get("adapter")),
         {name: _prompt_option(name, beside[name]) for name in PROMPT_OPTIONS if name in beside},
@@ -290,29 +288,9 @@ def _settle_temperature(options: dict[str, Any]) -> None:
         options.setdefault("do_sample", True)
         return
     if options.get("do_sample"):
-        raise SettingError("temperature", "is 0, and sampling needs more than that: leave out `do_sample`")
+        raise SettingError("temperature", ZERO_TEMPERATURE)
     del options["temperature"]
     options["do_sample"] = False
-
-
-def _logprobs(beside: Mapping[str, Any]) -> int | None:
-    """How many likeliest tokens are wanted beside the chosen one; given as a number, or as OpenAI's flag and number."""
-    asked, top = beside.get("logprobs"), beside.get("top_logprobs")
-    if top is not None:
-        if isinstance(top, bool) or not isinstance(top, int) or top < 0:
-            raise SettingError("top_logprobs", f"must be a whole number of at least 0, not {shown(top)}")
-        if asked is False or asked is None:
-            raise SettingError("top_logprobs", "needs `logprobs`: set it to true")
-        if asked is not True and asked != top:
-            raise SettingError("top_logprobs", "contradicts `logprobs`: keep one of them")
-        return top
-    if asked is None or asked is False:
-        return None
-    if asked is True:
-        return 0
-    if not isinstance(asked, int) or asked < 0:
-        raise SettingError("logprobs", f"must be true, false or a whole number, not {shown(asked)}")
-    return asked
 
 
 def _seed(value: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import stat
 import tempfile
@@ -15,9 +16,10 @@ import numpy as np
 from ...errors import InputFileError
 from ...notices import warn_user
 from . import table_inputs
-from .formats import TABLES, format_of
+from .formats import TABLES, TEXT, format_of
 from .lines import Lines, ShortRead, find_lines, read_at
 from .paths import reason
+from .text_inputs import text_lines
 from .windows import RECORD_COST, PromptOf, cut, fingerprints, sharing_order
 
 WINDOW_BYTES = 256 << 20
@@ -42,9 +44,9 @@ def record_key(raw: bytes) -> str:
 def open_source(
     path: str | os.PathLike[str], format: str | None = None, *, note: Callable[[str], None] | None = None
 ) -> Source:
-    """``format``: jsonl, csv, tsv or parquet; by default the suffix says it. ``-`` is stdin (jsonl).
+    """``format``: jsonl, csv, tsv, parquet or txt; by default the suffix says it. ``-`` is stdin (jsonl).
 
-    A pipe or a table is copied into an unnamed temporary file as JSON lines, as it cannot be read by offsets.
+    A pipe, a table or plain text is copied into an unnamed temporary file as JSON lines, which are read by offsets.
     """
     path = os.path.expanduser(path)
     kind = format_of(path, format, InputFileError)
@@ -53,7 +55,7 @@ def open_source(
             stream = opened.enter_context(_open(path, note or warn_user))
             origin = os.fstat(stream.fileno())
             problems: dict[int, str] = {}
-            if kind in TABLES:
+            if kind in (*TABLES, TEXT):
                 stream, problems = _as_json_lines(stream, path, kind, opened)
             else:
                 if not _can_be_read_again(stream):
@@ -111,12 +113,16 @@ def _as_json_lines(
         if not _can_be_read_again(stream):
             stream = opened.enter_context(_copied(stream, path))
         rows = table_inputs.parquet_rows(stream, path)
+    elif kind == TEXT:
+        rows = text_lines(stream, path)
     else:
         rows = table_inputs.csv_rows(stream, path, "\t" if kind == "tsv" else ",")
     with _room_for_a_copy(path):
         copy = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the source closes it)
     problems: dict[int, str] = {}
-    for number, (line, problem) in enumerate(rows):
+    number = -1
+    for line, problem in rows:
+        number += bool(line)  # a blank line is no record
         if problem:
             problems[number] = problem
         with _room_for_a_copy(path):
@@ -133,7 +139,7 @@ def _check_text(stream: IO[bytes], path: str) -> None:
             raise InputFileError(f"{path} {what}: {remedy.format(path=path)}")
     first, newline, rest = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     first = first.strip()
-    if first.startswith((b"[{", b"[ {")) or (first == b"[" and newline):
+    if (first.startswith((b"[{", b"[ {")) and not _is_json_before_more(first, rest)) or (first == b"[" and newline):
         raise InputFileError(
             f"{path} is one JSON array, not JSON lines (one object on each line): "
             f"`jq -c '.[]' {path} > lines.jsonl` makes lines of it"
@@ -143,6 +149,15 @@ def _check_text(stream: IO[bytes], path: str) -> None:
             f"{path} has objects over several lines, not JSON lines (one object on each line): "
             f"`jq -c . {path} > lines.jsonl` makes lines of it"
         )
+
+
+def _is_json_before_more(first: bytes, rest: bytes) -> bool:
+    """Whether the first line is a whole JSON array, and objects follow: one bad line in a file of JSON lines."""
+    try:
+        json.loads(first)
+    except ValueError:
+        return False
+    return rest.lstrip().startswith(b"{")
 
 
 class Source:

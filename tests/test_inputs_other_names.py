@@ -1,0 +1,107 @@
+"""Names that other libraries use for options: the same meaning in ``generate``, ``run_file``, files and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_accelerated import word_tokenizer
+from support_families import build
+
+from hf_batchllm import BatchGenerator, accelerated, run_file
+from hf_batchllm.errors import BatchLLMError, OptionValueError, UnsupportedOptionError
+from hf_batchllm.files.records.settings import read_settings
+
+FAMILY = "llama"
+SAMPLED = {"do_sample": True, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def generator() -> BatchGenerator:
+    return BatchGenerator(build(FAMILY), word_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("names", "ours"),
+    [
+        ({"max_tokens": 3}, {"max_new_tokens": 3}),
+        ({"max_completion_tokens": 3, "min_tokens": 2}, {"max_new_tokens": 3, "min_new_tokens": 2}),
+        ({"max_tokens": 3, "max_new_tokens": 3}, {"max_new_tokens": 3}),
+        ({"max_tokens": None, "max_new_tokens": 3}, {"max_new_tokens": 3}),
+        ({"max_new_tokens": 3, "n": 2, **SAMPLED}, {"max_new_tokens": 3, "num_return_sequences": 2, **SAMPLED}),
+    ],
+)
+def test_an_alias_means_what_the_name_means(
+    names: dict[str, Any], ours: dict[str, Any], generator: BatchGenerator
+) -> None:
+    prompts = ["w5 w6 w7", "w1"]
+    expected = generator.generate(prompts, **ours)
+    assert generator.generate(prompts, **names).token_ids == expected.token_ids
+    streamed = sorted(generator.stream(prompts, **names), key=lambda each: (each.index, each.sample))
+    assert [each.token_ids for each in streamed] == expected.token_ids
+    without_seed = {name: value for name, value in names.items() if name not in SAMPLED}
+    assert read_settings(without_seed) == read_settings({k: v for k, v in ours.items() if k not in SAMPLED})
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"), [({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 2}, 2), ({"logprobs": 2}, 2)]
+)
+def test_logprobs_are_asked_for_alike(
+    asked: dict[str, Any], wanted: int, generator: BatchGenerator, tmp_path: Path
+) -> None:
+    (answer,) = generator.generate(["w5 w6"], max_tokens=2, **asked)
+    assert answer.logprobs is not None and len(answer.logprobs[0]) in (wanted, wanted + 1)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "w5 w6"}))
+    run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=2, **asked)
+    line = json.loads((tmp_path / "out.jsonl").read_text())
+    assert line["text"] == answer.text
+    assert len(line["logprobs"][0].get("top", [])) == wanted
+
+
+def test_no_logprobs_asked_for_by_false(generator: BatchGenerator) -> None:
+    (answer,) = generator.generate([[5, 6]], max_tokens=1, logprobs=False, prompt_logprobs=True)
+    assert answer.logprobs is None and answer.prompt_logprobs is not None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 3, "max_new_tokens": 4},
+        {"n": 2, "num_return_sequences": 3},
+        {"top_logprobs": 2},
+        {"logprobs": 1, "top_logprobs": 2},
+        {"logprobs": -1},
+        {"top_logprobs": -1, "logprobs": True},
+        {"do_sample": True, "temperature": 0},
+        {"stop_sequences": ["x"]},
+        {"max_gen_toks": 4},
+        {"best_of": 2},
+        {"presence_penalty": 0.5},
+        {"stop_token_ids": [3]},
+        {"do_sample": True, "top_k": -1},
+    ],
+)
+def test_what_is_refused_is_refused_everywhere_in_the_same_words(
+    wrong: dict[str, Any], generator: BatchGenerator, tmp_path: Path
+) -> None:
+    with pytest.raises((OptionValueError, UnsupportedOptionError)) as in_python:
+        generator.generate([[5, 6]], **wrong)
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6]}\n{"prompt": [5, 6], "settings": ' + json.dumps(wrong) + "}")
+    run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_new_tokens=1)
+    good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert "error" not in good
+    assert bad["error"] == f"line 2: {in_python.value}"
+    if "top_k" not in wrong:  # which depends on the model's own config
+        with pytest.raises(BatchLLMError) as of_the_run:
+            run_file(generator, tmp_path / "in.jsonl", tmp_path / "other.jsonl", **wrong)
+        assert str(of_the_run.value) == str(in_python.value)
+
+
+def test_an_accelerated_generate_takes_what_generate_takes() -> None:
+    """A call of ``model.generate`` that transformers refuses is refused by it under ``accelerated``, too."""
+    model = build(FAMILY)
+    with accelerated(model), pytest.raises(ValueError, match="max_tokens"):
+        model.generate(torch.tensor([[5, 6]]), max_tokens=2)
