@@ -122,9 +122,8 @@ def test_an_adapter_that_cannot_be_used(
     for name in ("unsafe", "other"):
         if not Path(name).exists():
             shutil.copytree("sums", name)
-    Path("unsafe/adapter_model.safetensors").rename("unsafe/adapter_model.bin") if not Path(
-        "unsafe/adapter_model.bin"
-    ).exists() else None
+            if name == "unsafe":
+                Path(name, "adapter_model.safetensors").rename(Path(name, "adapter_model.bin"))
     config = json.loads(Path("other/adapter_config.json").read_text())
     Path("other/adapter_config.json").write_text(json.dumps(config | {"target_modules": ["no_such_layer"]}))
     assert run(tmp_path, [{"prompt": "w5"}], "-m", "base", *(f"--adapter={each}" for each in given))[0] == 2
