@@ -94,10 +94,42 @@ sweep: $(INSTALLED)
 sweep-oldest: $(INSTALLED_OLDEST)
 	@$(VENV_OLDEST)/bin/python $(SWEEP) $(ARGS)
 
+pictures: $(INSTALLED)
+	@$(VENV)/bin/python docs/make_pictures.py
+	@$(VENV)/bin/python docs/make_tour_pictures.py
+
+# The wheel is built from the source distribution, and the tests are those that it holds: quick ones of every part, which
+# need no checkout. They run in an environment with the wheel, what it requires and pytest alone.
+DIST := build/dist
+DIST_TESTS := test_planning_sharing test_planning_scheduler test_results_timeline test_inputs_prompts test_sampling_noise \
+	test_generator_generate test_generator_lifecycle test_engine_score test_files_run_file test_integrations_accelerated
+
+dist:
+	@rm -rf dist $(DIST) && mkdir -p $(DIST)/source $(DIST)/tried
+	@$(PYTHON) -m venv $(DIST)/tools && $(DIST)/tools/bin/python -m pip install --quiet build twine
+	@$(DIST)/tools/bin/python -m build --outdir dist . >$(DIST)/build.log 2>&1 || { cat $(DIST)/build.log; exit 1; }
+	@$(DIST)/tools/bin/python -m twine check --strict dist/*
+	@tar -xzf dist/*.tar.gz -C $(DIST)/source --strip-components 1
+	@echo "installing the wheel into a clean environment"
+	@$(PYTHON) -m venv $(DIST)/env
+	@$(call pip_install,$(DIST)/env,dist/*.whl pytest pytest-timeout pytest-xdist hypothesis,constraints.txt)
+	@cp -R $(DIST)/source/tests $(DIST)/source/examples $(DIST)/source/pyproject.toml $(DIST)/tried
+	@$(DIST)/env/bin/hf-batchllm --version
+	@cd $(DIST)/tried && OMP_NUM_THREADS=1 ../env/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist loadgroup \
+		$(DIST_TESTS:%=tests/%.py)
+	@ls -l dist
+
 # Where pip finds a PyTorch without CUDA, which is 3 GB smaller: for Linux without a GPU of NVIDIA's, if the place
 # answers. `make TORCH_INDEX= demo` takes the one of the package index.
 TORCH_INDEX ?= $(shell test "`uname -s`" = Linux && ! command -v nvidia-smi >/dev/null && echo https://download.pytorch.org/whl/cpu)
 ANSWERS = import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()
+
+# $(call pip_install,environment,what,constraints)
+define pip_install
+index="$(strip $(TORCH_INDEX))"; $(PYTHON) -c '$(ANSWERS)' "$${index:-none}" 2>/dev/null || index=; \
+PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet --no-compile $(2) -c $(3) \
+	$${index:+--extra-index-url $$index}
+endef
 
 EVERYTHING := test,demo,json,notebook,lm-eval
 
@@ -109,9 +141,7 @@ $(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.p
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "installing hf-batchllm and what `test $(EXTRAS) = demo && echo the demonstration || echo everything here` needs into $(@D) (a minute or more the first time)"
-	@index="$(strip $(TORCH_INDEX))"; $(PYTHON) -c '$(ANSWERS)' "$${index:-none}" 2>/dev/null || index=; \
-	PYTHONWARNINGS=ignore $(@D)/bin/python -m pip install --quiet --no-compile -e '.[$(EXTRAS)]' -c $(filter constraints%,$^) \
-		$${index:+--extra-index-url $$index}
+	@$(call pip_install,$(@D),-e '.[$(EXTRAS)]',$(filter constraints%,$^))
 	@# On all cores, where pip compiles on one. Left out: what few import, and what is for a newer Python.
 	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|torch/testing|transformers/models)/' $(@D)/lib \
 		|| echo "some modules could not be compiled: the first import of them takes longer"
