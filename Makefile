@@ -98,11 +98,11 @@ pictures: $(INSTALLED)
 	@$(VENV)/bin/python docs/make_pictures.py
 	@$(VENV)/bin/python docs/make_tour_pictures.py
 
-# The wheel is built from the source distribution, and the tests are those that it holds: quick ones of every part, which
+# The wheel is built from the source distribution, and the tests are those that it holds: quick ones of many parts, which
 # need no checkout. They run in an environment with the wheel, what it requires and pytest alone.
 DIST := build/dist
-DIST_TESTS := test_planning_sharing test_planning_scheduler test_results_timeline test_inputs_prompts test_sampling_noise \
-	test_generator_generate test_generator_lifecycle test_engine_score test_files_run_file test_integrations_accelerated
+DIST_TESTS := test_planning_scheduler test_results_timeline test_inputs_prompts test_sampling_noise test_files_records \
+	test_generator_generate test_generator_lifecycle test_engine_score test_integrations_accelerated
 
 dist:
 	@rm -rf dist $(DIST) && mkdir -p $(DIST)/source $(DIST)/tried

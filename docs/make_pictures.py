@@ -1,8 +1,8 @@
 """Draws the README's picture, the plan of `make demo` and its run: ``.venv/bin/python docs/make_pictures.py``.
 
 It runs the prompts of ``examples/quickstart.py`` over their model and writes ``docs/plan-and-run.svg``. In a notebook a
-plan and a report draw themselves, with more in them (``hf_batchllm/results/views``). This picture has to stand alone: an
-image of a page that brings no style sheet and no fonts, on a light or a dark ground.
+plan and a report draw themselves, with more in them (``hf_batchllm/results/views``). This picture has to stand alone:
+an image in a page that brings no style sheet and no fonts, on a light or a dark ground.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import sys
 from html import escape
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # the library and the examples of this checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the library of this checkout
 
 from hf_batchllm import BatchGenerator, BatchResult, RunReport, SharingPlan
 from hf_batchllm.results.views.axes import number, ticks
 from hf_batchllm.results.views.icicle import icicle
 
+ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "plan-and-run.svg"
 
 WIDTH, HEIGHT = 880, 452
@@ -151,9 +152,7 @@ def _text(x: float, y: float, said: str, kind: str) -> str:
 def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
     if height <= 0:
         return ""
-    return (
-        f'<rect class="{kind}" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"/>'
-    )
+    return f'<rect class="{kind}" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"/>'
 
 
 def _grid(y: float, label: str) -> str:

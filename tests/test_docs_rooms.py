@@ -93,7 +93,11 @@ def test_the_list_of_rooms_says_what_each_is_for(name: str) -> None:
     assert row in lines, f"docs/structures.md, Where things are, needs:\n{row}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"],
+    ids=lambda page: page.name,
+)
 def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text("utf-8"))
     broken = sorted({link for link in links if not (page.parent / link).exists()})
