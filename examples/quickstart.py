@@ -49,7 +49,7 @@ QUESTIONS = {  # question: how its answer begins
 
 MAX_NEW_TOKENS = 16
 SHOWN = 0, 8, 16, 25  # results that are printed
-EVERY = 7  # model.generate gets each 7th prompt: one about each page, with different questions
+EVERY = 10  # model.generate gets each 10th prompt: they are about different pages, with different questions
 
 
 def main() -> None:
