@@ -1,5 +1,5 @@
 # Every target makes the virtual environment it needs by itself, once, and brings it up to date when pyproject.toml,
-# setup.py or its constraints change.
+# setup.py or its constraints change. The demonstration installs what it needs itself; everything else installs the rest.
 #
 #   make demo          run the demonstration (CPU, no network at run time)
 #   make test          lint, then all tests
@@ -10,6 +10,8 @@
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make sweep         every class of transformers against model.generate, and docs/models.md anew (five minutes on two cores)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
+#   make pictures      draw the README's pictures anew
+#   make dist          a wheel and a source distribution in dist/, tried in a clean environment; nothing is published
 #   make clean         remove the environments, the unpacked model and everything built or cached
 #
 # PYTHON=python3.12 picks the interpreter, JOBS=0 turns parallel tests off, and
@@ -25,16 +27,18 @@ VENV := .venv
 VENV_OLDEST := .venv-oldest
 INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
+# An environment with everything does for the demonstration, too.
+INSTALLED_DEMO := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
 # Nothing is asked of the model hub, and each test worker keeps to one core.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest clean
+.PHONY: demo test test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest pictures dist clean
 .DELETE_ON_ERROR:
 
-demo: $(INSTALLED)
+demo: $(INSTALLED_DEMO)
 	@$(VENV)/bin/python examples/quickstart.py
 
 test: lint
@@ -90,13 +94,54 @@ sweep: $(INSTALLED)
 sweep-oldest: $(INSTALLED_OLDEST)
 	@$(VENV_OLDEST)/bin/python $(SWEEP) $(ARGS)
 
-$(INSTALLED): constraints.txt
+pictures: $(INSTALLED)
+	@$(VENV)/bin/python docs/make_pictures.py
+	@$(VENV)/bin/python docs/make_tour_pictures.py
+
+# The wheel is built from the source distribution, and the tests are those that it holds: quick ones of many parts, which
+# need no checkout. They run in an environment with the wheel, what it requires and pytest alone.
+DIST := build/dist
+DIST_TESTS := test_planning_scheduler test_results_timeline test_inputs_prompts test_sampling_noise test_files_records \
+	test_generator_generate test_generator_lifecycle test_engine_score test_integrations_accelerated
+
+dist:
+	@rm -rf dist $(DIST) && mkdir -p $(DIST)/source $(DIST)/tried
+	@$(PYTHON) -m venv $(DIST)/tools && $(DIST)/tools/bin/python -m pip install --quiet build twine
+	@$(DIST)/tools/bin/python -m build --outdir dist . >$(DIST)/build.log 2>&1 || { cat $(DIST)/build.log; exit 1; }
+	@$(DIST)/tools/bin/python -m twine check --strict dist/*
+	@tar -xzf dist/*.tar.gz -C $(DIST)/source --strip-components 1
+	@echo "installing the wheel into a clean environment"
+	@$(PYTHON) -m venv $(DIST)/env
+	@$(call pip_install,$(DIST)/env,dist/*.whl pytest pytest-timeout pytest-xdist hypothesis,constraints.txt)
+	@cp -R $(DIST)/source/tests $(DIST)/source/examples $(DIST)/source/pyproject.toml $(DIST)/tried
+	@$(DIST)/env/bin/hf-batchllm --version
+	@cd $(DIST)/tried && OMP_NUM_THREADS=1 ../env/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist loadgroup \
+		$(DIST_TESTS:%=tests/%.py)
+	@ls -l dist
+
+# Where pip finds a PyTorch without CUDA, which is 3 GB smaller: for Linux without a GPU of NVIDIA's, if the place
+# answers. `make TORCH_INDEX= demo` takes the one of the package index.
+TORCH_INDEX ?= $(shell test "`uname -s`" = Linux && ! command -v nvidia-smi >/dev/null && echo https://download.pytorch.org/whl/cpu)
+ANSWERS = import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()
+
+# $(call pip_install,environment,what,constraints)
+define pip_install
+index="$(strip $(TORCH_INDEX))"; $(PYTHON) -c '$(ANSWERS)' "$${index:-none}" 2>/dev/null || index=; \
+PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet --no-compile $(2) -c $(3) \
+	$${index:+--extra-index-url $$index}
+endef
+
+EVERYTHING := test,demo,json,notebook,lm-eval
+
+$(VENV)/.installed-demo $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt
-$(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard hf_batchllm/lm_eval/startup/*)
+$(VENV)/.installed-demo: EXTRAS := demo
+$(INSTALLED) $(INSTALLED_OLDEST): EXTRAS := $(EVERYTHING)
+$(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard hf_batchllm/lm_eval/startup/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
-	@echo "installing hf-batchllm and what it needs into $(@D) (a minute or more the first time)"
-	@PYTHONWARNINGS=ignore $(@D)/bin/python -m pip install --quiet --no-compile -e '.[test,demo,json,notebook,lm-eval]' -c $(filter constraints%,$^)
+	@echo "installing hf-batchllm and what `test $(EXTRAS) = demo && echo the demonstration || echo everything here` needs into $(@D) (a minute or more the first time)"
+	@$(call pip_install,$(@D),-e '.[$(EXTRAS)]',$(filter constraints%,$^))
 	@# On all cores, where pip compiles on one. Left out: what few import, and what is for a newer Python.
 	@$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|torch/testing|transformers/models)/' $(@D)/lib \
 		|| echo "some modules could not be compiled: the first import of them takes longer"

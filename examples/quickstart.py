@@ -35,8 +35,8 @@ Read this page of Python's documentation, then answer the question in one senten
 === Answer ===
 {beginning}"""
 
-MODULES = "copy", "cmd", "socketserver", "timeit", "unittest"
-TOPICS = "objects", "exceptions", "context-managers"
+MODULES = "copy", "timeit", "unittest"
+TOPICS = "exceptions", "context-managers"
 
 QUESTIONS = {  # question: how its answer begins
     "What is this page about?": "The page is about",
@@ -48,18 +48,14 @@ QUESTIONS = {  # question: how its answer begins
 }
 
 MAX_NEW_TOKENS = 16
-SHOWN = 0, 10, 13, 43  # results that are printed
-EVERY = 7  # model.generate gets each 7th prompt: about nearly every page, with different questions
+SHOWN = 0, 8, 16, 25  # results that are printed
+EVERY = 10  # model.generate gets each 10th prompt: they are about different pages, with different questions
 
 
 def main() -> None:
     heading("The model")
     model, tokenizer = load()  # any transformers model and its tokenizer will do
-    prompts = [
-        PROMPT.format(page=page, question=question, beginning=beginning)
-        for page in pages().values()
-        for question, beginning in QUESTIONS.items()
-    ]
+    prompts = all_prompts()
 
     generator = BatchGenerator(model, tokenizer)
     print(generator)
@@ -78,6 +74,14 @@ def main() -> None:
 
     heading("The same with model.generate, one prompt at a time")
     compare(model, tokenizer, prompts, result, seconds)
+
+
+def all_prompts() -> list[str]:
+    return [
+        PROMPT.format(page=page, question=question, beginning=beginning)
+        for page in pages().values()
+        for question, beginning in QUESTIONS.items()
+    ]
 
 
 def pages() -> dict[str, str]:

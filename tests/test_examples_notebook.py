@@ -14,6 +14,7 @@ nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 pytest.importorskip("pandas")
+pytest.importorskip("peft")
 
 PATH = ROOT / "examples" / "tour.ipynb"
 # transformers 5.17 warns of what its own pipelines do, and of the defaults that they set.
@@ -85,7 +86,7 @@ class TestExecuted:
             assert "Warning" not in str(outputs), f"in cell {name}"
 
     def test_what_is_a_picture_is_there_as_a_picture(self, executed: dict[str, list[Any]]) -> None:
-        for name in ("plan", "report", "result", "pandas", "compare", "samples"):
+        for name in ("plan", "report", "result", "pandas", "compare", "samples", "scores", "files", "adapters"):
             (output,) = executed[name]
             assert "text/html" in output.data and "text/plain" in output.data, name
 
@@ -106,3 +107,8 @@ class TestExecuted:
         assert "did you mean `max_new_tokens`?" in shown("typo")
         assert "1  is empty" in shown("record") and "raise `kv_memory`" in shown("record")
         assert shown("pipeline").count("generated_text") == 4
+        assert shown("best").count("'") == 2 * 3  # a subject for each page
+        assert len(shown("beams").splitlines()) == 2 * 2
+        assert [line.split()[-1] for line in shown("files").splitlines()[1:]] == ["4", "5", "6", "7"]
+        assert "4 were done before, 0 now" in shown("files-again")
+        assert [line.split()[1] for line in shown("adapters").splitlines()[1:]] == ["none", "loud"]

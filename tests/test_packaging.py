@@ -8,6 +8,7 @@ never be taken for it: neither folder has an ``__init__.py`` of its own.
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -347,6 +348,16 @@ def test_without_a_harness_nothing_happens(installed: Callable[[str], Path], tmp
     assert run(installed("wheel"), "-c", code, cwd=tmp_path).split() == ["none"]
 
 
+# --- the version --------------------------------------------------------------------------------------------------
+
+
+def test_the_changelog_speaks_of_this_version_first() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    released = hf_batchllm.__version__.removesuffix(".dev0")
+    expected = "Unreleased" if released != hf_batchllm.__version__ else released
+    assert headings[0] == expected, "see CONTRIBUTING.md, A release"
+
+
 # --- the wheel ----------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +372,8 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert metadata["Name"] == "hf-batchllm"
     assert metadata["Version"] == hf_batchllm.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["Author"] and metadata["Summary"] and metadata["Keywords"]
 
 
 # --- the end ------------------------------------------------------------------------------------------------------
