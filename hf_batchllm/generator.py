@@ -26,6 +26,7 @@ from .inputs.adapters import AS_IT_IS, adapter_of_each
 from .inputs.base_model import base_model, without_compile
 from .inputs.options import Options
 from .inputs.padded_batch import PaddedBatch, take_padded
+from .inputs.preparing import bars_wanted
 from .inputs.prompts import Prompt
 from .inputs.seeds import Seeds
 from .inputs.tokenizer import TokenizerLoader
@@ -180,10 +181,12 @@ class BatchGenerator:
         with self._taking(turn) as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
-            job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
+            with bars_wanted(progress):
+                job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
             finished.expected, self.interrupted = job.sequences, None
             outputs = ExtraOutputs(job.options)
-            call.begin(job, outputs, strict=on_error == "raise")
+            with bars_wanted(progress):
+                call.begin(job, outputs, strict=on_error == "raise")
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
@@ -213,7 +216,7 @@ class BatchGenerator:
         only.
         """
         job, interrupt = self._turns.run(
-            partial(self._checked, prompts, generation_config, seed, on_error, generate_kwargs)
+            partial(self._checked, prompts, generation_config, seed, on_error, progress or False, generate_kwargs)
         )
         if interrupt is not None:
             raise interrupt
@@ -226,10 +229,11 @@ class BatchGenerator:
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
         seed: Seeds | None,
         on_error: str,
+        progress: bool,
         generate_kwargs: dict[str, Any],
         turn: Turn,
     ) -> Job:
-        with self._taking(turn):
+        with self._taking(turn), bars_wanted(progress):
             if take_padded(prompts, generate_kwargs) is not None:
                 raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
             return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, generate_kwargs)
@@ -238,7 +242,8 @@ class BatchGenerator:
         with self._taking(turn) as call:
             self.interrupted = None
             outputs = ExtraOutputs(job.options)
-            call.begin(job, outputs, strict)
+            with bars_wanted(progress):
+                call.begin(job, outputs, strict)
             yield from self._failures(job)
             try:
                 with call.progress(progress) as bar:
@@ -301,11 +306,12 @@ class BatchGenerator:
     ) -> ScoreResult:
         _check_progress(progress)
         with self._taking(turn) as call:
-            inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
+            with bars_wanted(progress):
+                inputs = self._checks.scores(self.architecture, contexts, continuations, choices, on_error, adapter)
             job = ScoreJob.of(inputs)
             finished.expected, self.interrupted = len(inputs.items), None
             outputs = ScoreOutputs(job)
-            with job.problems_named():
+            with bars_wanted(progress), job.problems_named():
                 call.begin(job.job, outputs, on_error == "raise")
             try:
                 with call.progress(progress) as bar:

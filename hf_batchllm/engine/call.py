@@ -28,6 +28,7 @@ from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
 from .device_loop.run_ahead import RunAhead
+from .expected_time import usual_rows
 from .job import Job
 from .kv_memory import KVMemory
 from .loop import Engine
@@ -312,7 +313,15 @@ class Call:
         counts = self.outputs.counts
         lengths = sum(len(each.prompt_ids) for each in self.answers) if counts is None else counts.prompt_tokens
         saving = 1 - to_compute / max(lengths, 1)
-        return progress_bar(self.answers, to_compute, saving, wanted, scores=None if counts is None else counts.scores)
+        return progress_bar(
+            self.answers,
+            to_compute,
+            saving,
+            wanted,
+            on_gpu=self._use.device.type == "cuda",
+            rows=usual_rows(len(self.answers), self.cache.num_pages, self.plan.pages_at_once),
+            scores=None if counts is None else counts.scores,
+        )
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""

@@ -20,6 +20,7 @@ from ..errors import PromptError, PromptsTypeError, TokenizerError
 from ..notices import Notices
 from ..wording import a_kind, first_line, is_array, is_bool, is_number, kind, shown
 from .chats import NO_TEMPLATE, chat_problem, is_bare_chat, is_chat, is_message
+from .preparing import tokenizing_bar
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
 _PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
@@ -257,17 +258,19 @@ def _encoded(
     items: list[Any], tokenizer: Any, encode: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> Iterator[Any | Exception]:
     """The token ids of each item, or what the tokenizer raised for that item."""
-    for begin in range(0, len(items), _TOKENIZER_BATCH):
-        batch = items[begin : begin + _TOKENIZER_BATCH]
-        try:
-            rows = list(encode(tokenizer, batch))
-        except Exception:
-            rows = [_encoded_alone(item, tokenizer, encode) for item in batch]
-        if len(rows) != len(batch):
-            raise TokenizerError(
-                f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another tokenizer"
-            )
-        yield from rows
+    with tokenizing_bar(len(items)) as told:
+        for begin in range(0, len(items), _TOKENIZER_BATCH):
+            batch = items[begin : begin + _TOKENIZER_BATCH]
+            try:
+                rows = list(encode(tokenizer, batch))
+            except Exception:
+                rows = [_encoded_alone(item, tokenizer, encode) for item in batch]
+            if len(rows) != len(batch):
+                raise TokenizerError(
+                    f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another tokenizer"
+                )
+            yield from rows
+            told(len(batch))
 
 
 def _encoded_alone(item: Any, tokenizer: Any, encode: Callable[[Any, list[Any]], Sequence[Any]]) -> Any | Exception:
