@@ -190,7 +190,7 @@ class BatchGenerator:
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
-                        generation = self._generation(request, outputs, decode=padded is None)
+                        generation = self._generation(request, call, outputs, decode=padded is None)
                         finished.results[request.index, request.sample] = generation
                         bar.finish(request)
             finally:
@@ -249,7 +249,7 @@ class BatchGenerator:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
                         bar.finish(request)
-                        generation = self._generation(request, outputs)
+                        generation = self._generation(request, call, outputs)
                         call.look_at_the_model()
                         call.timekeeper.switch("outside")
                         yield generation
@@ -316,7 +316,7 @@ class BatchGenerator:
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
-                        scores = list(outputs.lookups.scores(request, self._tokenizer.decode))
+                        scores = list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))
                         finished.results.update({(score.index, score.choice): score for score in scores})
                         bar.finish(request, len(scores))
             finally:
@@ -385,7 +385,7 @@ class BatchGenerator:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
+    def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
             index=request.index,
@@ -397,6 +397,8 @@ class BatchGenerator:
             logprobs=outputs.logprobs(request),
             prompt_logprobs=outputs.prompt_logprobs(request),
             score=request.score,
+            prompt=call.job.prompt_as_passed(request.index),
+            adapter=call.adapter_for(request.index),
         )
 
     def _keep(self, finished: Finished[Any], error: BaseException) -> None:
@@ -414,7 +416,8 @@ class BatchGenerator:
     def _failures(self, job: Job) -> Iterator[Generation]:
         for index, why in sorted(job.problems.items()):
             for sample in range(job.options[index].num_return_sequences):
-                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+                passed = job.prompt_as_passed(index)
+                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why, prompt=passed)
 
 
 def _is_for_one(what: str) -> AttributeError:

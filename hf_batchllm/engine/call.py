@@ -305,6 +305,10 @@ class Call:
             else:
                 self._kv.clear()
 
+    def adapter_for(self, index: int) -> str | None:
+        """Which adapter answers the prompt."""
+        return None if self._adapters is None else self._adapters.name_for(index)
+
     # -- what is said of it --------------------------------------------------------------------------------------
 
     def progress(self, wanted: bool | None) -> AbstractContextManager[Progress]:

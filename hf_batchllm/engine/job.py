@@ -14,13 +14,14 @@ from transformers import GenerationConfig
 
 from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
+from ..inputs.as_passed import AsPassed, as_passed
 from ..inputs.base_model import base_model
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
 from ..inputs.options import Options, inferred_mask
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompt_lengths import length_problem
-from ..inputs.prompts import Prompt, check_prompts
+from ..inputs.prompts import Prompt, as_list, check_prompts
 from ..inputs.resolve_options import resolve_each
 from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
@@ -50,6 +51,10 @@ class Job:
     feed: Feed | None = None  # passes tokens on to a streamer
     rows: np.ndarray | None = None  # [prompts, tokens] as passed, padding included; None for a list
     adapters: list[str | None] | None = None  # [all prompts]; None: whatever is active, for all of them
+    passed: list[AsPassed] | None = None  # [all prompts]  text and chats, for the results
+
+    def prompt_as_passed(self, index: int) -> AsPassed:
+        return None if self.passed is None else self.passed[index]
 
     @property
     def samples(self) -> list[int]:
@@ -96,8 +101,11 @@ class JobChecks:
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
+        passed = None
         if padded is None:
-            checked, problems = self.prompts(prompts, architecture)
+            listed = as_list(prompts)
+            passed = as_passed(listed)
+            checked, problems = self.prompts(listed, architecture)
         else:
             inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, architecture.vocab_size)
@@ -141,7 +149,7 @@ class JobChecks:
         elif seeds is None:
             seeds = int(torch.randint(2**63 - 1, (), device="cpu").item())
         can_stop = [rules[place].can_stop for place in places]
-        return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters)
+        return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed)
 
     def scores(
         self, architecture: Architecture, contexts: Any, continuations: Any, choices: Any, on_error: str, adapter: Any
