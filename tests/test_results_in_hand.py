@@ -72,6 +72,13 @@ def test_a_pickle_holds_everything_but_the_tokenizer(result: BatchResult) -> Non
     assert back[:1].texts == result.texts[:1]
 
 
+def test_the_picture_of_a_pickle_shows_prompts_and_so_does_that_of_an_error(result: BatchResult) -> None:
+    back = pickle.loads(pickle.dumps(result))
+    assert "w3 w4 w5" in back._repr_html_().split("</pre>")[1]
+    failed = BatchResult([Generation(0, 0, None, [], [], "error", error="is too long", prompt="Once <b>")], None)
+    assert "Once &lt;b&gt;" in failed._repr_html_()
+
+
 # -- prompts ---------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,7 @@ _ROWS_SHOWN = 40
 _TEXT_CHARACTERS = 160
 _CONTEXT_START, _CONTEXT_END = 60, 140  # characters shown of a long context
 _TOOLTIP_CHARACTERS = 1000
-_WIDE = " hfb-wide"  # of columns that a narrow view leaves out
-_NO_FIGURES = f'<td class="hfb-num{_WIDE}"></td>' * 2
+_FIGURES = ("among these", "log-probability", "a token", "tokens")
 _IDS_SHOWN = 24  # token ids, where there is no text
 
 
@@ -51,11 +50,7 @@ def _table(result: ShownScores) -> str:
         lines.append(f'<tr class="hfb-more"><td colspan="{columns}">… {len(result) - shown:,} more</td></tr>')
     head = '<th class="hfb-num">#</th>'
     head += "".join(f"<th>{title}</th>" for title in [*(["context"] if named else []), "continuation"])
-    head += "".join(
-        f'<th class="hfb-num{kind}">{title}</th>'
-        for title, kind in (("among these", ""), ("log-probability", ""), ("a token", _WIDE), ("tokens", _WIDE))
-        if compared or title != "among these"
-    )
+    head += _figures(_FIGURES if compared else _FIGURES[1:], "th")
     return f'<table class="hfb-scores"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
@@ -77,17 +72,19 @@ def _rows(
 def _cells(score: ShownScore, probability: float, is_best: bool, compared: bool) -> str:
     if score.error is not None:
         error = f'<span class="hfb-bad">{one_line(score.error, _TEXT_CHARACTERS)}</span>'
-        return f'<td class="hfb-said-choice">{error}</td>' + '<td class="hfb-num"></td>' * (1 + compared) + _NO_FIGURES
+        return f'<td class="hfb-said-choice">{error}</td>' + _figures([""] * (3 + compared), "td")
     said = " ".join(map(str, score.token_ids[:_IDS_SHOWN])) if score.text is None else score.text
     line = one_line(said, _TEXT_CHARACTERS)
-    line = f"<b>{line}</b>" if is_best else line
-    cells = f'<td class="hfb-said-choice">{line}</td>'
+    figures = [f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}", f"{len(score.token_ids):,}"]
     if compared:
-        cells += f'<td class="hfb-num">{_bar(probability, is_best)}</td>'
-    cells += f'<td class="hfb-num">{score.logprob:,.3f}</td>'
-    for figure in (f"{score.mean_logprob:,.3f}", f"{len(score.token_ids):,}"):
-        cells += f'<td class="hfb-num{_WIDE}">{figure}</td>'
-    return cells
+        figures.insert(0, _bar(probability, is_best))
+    return f'<td class="hfb-said-choice">{f"<b>{line}</b>" if is_best else line}</td>' + _figures(figures, "td")
+
+
+def _figures(cells: Sequence[str], tag: str) -> str:
+    """A narrow view has room for the first of them."""
+    kinds = ("hfb-num", *["hfb-num hfb-wide"] * (len(cells) - 1))
+    return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))
 
 
 def _bar(probability: float, is_best: bool) -> str:
