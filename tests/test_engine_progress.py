@@ -15,7 +15,7 @@ from support_word_tokenizer import word_tokenizer
 from transformers.utils import logging
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, plan_prompts
-from hf_batchllm.engine.expected_time import StepCosts, expected_tokens, longest_of
+from hf_batchllm.engine.expected_time import StepCosts, cost_of_head, expected_tokens, longest_of
 from hf_batchllm.engine.progress import Progress, whole_run
 from hf_batchllm.inputs import preparing
 from hf_batchllm.model.runner import ModelRunner
@@ -227,6 +227,13 @@ def test_a_first_step_that_compiles_is_no_measure() -> None:
     for _ in range(4):
         costs.learn(1, 512, 0, 0.5)
     assert costs(1, 512, 0) == pytest.approx(0.5, rel=0.01)
+
+
+def test_the_head_counts_where_it_is_large() -> None:
+    model = build("llama")
+    head = cost_of_head(model, model.config.vocab_size)
+    assert 1 < head < 2 and cost_of_head(model, 3) == 1
+    assert StepCosts(head=2.0)._usual[2] == 2 * StepCosts()._usual[2]
 
 
 def test_answers_that_stop_early_are_expected_to_go_on_doing_so() -> None:

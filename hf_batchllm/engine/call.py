@@ -28,7 +28,7 @@ from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
 from .device_loop.run_ahead import RunAhead
-from .expected_time import usual_rows
+from .expected_time import StepCosts, cost_of_head, usual_rows
 from .job import Job
 from .kv_memory import KVMemory
 from .loop import Engine
@@ -322,10 +322,14 @@ class Call:
             to_compute,
             saving,
             wanted,
-            on_gpu=self._use.device.type == "cuda",
+            self._step_costs,
             rows=usual_rows(len(self.answers), self.cache.num_pages, self.plan.pages_at_once),
             scores=None if counts is None else counts.scores,
         )
+
+    def _step_costs(self) -> StepCosts:
+        use = self._use
+        return StepCosts(use.device.type == "cuda", cost_of_head(use.model, use.architecture.vocab_size))
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""

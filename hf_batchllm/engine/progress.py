@@ -98,6 +98,8 @@ class Progress:
         self._whole = whole
         self._scores = scores
         self._results = len(requests) if scores is None else scores
+        if bar.disable:  # nothing is counted
+            requests = ()
         self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
         self._clock = clock
         self._began = self._latest = self._shown_at = clock()
@@ -158,13 +160,15 @@ class Progress:
             self._show(now)
 
     def finish(self, request: Request, results: int = 1) -> None:
+        if self._bar.disable:
+            return
         self._finished += results
         self._unfinished -= 1
         self._waiting = min(self._waiting, self._unfinished)  # when time is over, some were never begun
         self._running.pop(request, None)
         self._unwritten -= request.max_new_tokens - request.made  # it ended before its limit
         self._stopped += request.made < request.max_new_tokens
-        if self._unfinished == 0 and not self._bar.disable:
+        if self._unfinished == 0:
             self._show(self._clock())
 
     def _note_phase(self) -> None:
@@ -263,19 +267,20 @@ def progress_bar(
     prompt_tokens: int,
     saving: float,
     wanted: bool | None,
+    costs: Callable[[], StepCosts],
     *,
-    on_gpu: bool = False,
     rows: float = 1.0,
     scores: int | None = None,
 ) -> Iterator[Progress]:
     """A bar over a call.
 
     prompt_tokens: to be computed. wanted: None shows a bar for long lists, if transformers' bars are on.
-    rows: sequences that memory has room for. scores: how many are read from the requests, in a call of ``score``.
+    costs: makes what learns the costs of steps. rows: sequences that memory has room for. scores: how many are read
+    from the requests, in a call of ``score``.
     """
     whole = _whole_run.get()
     if whole is not None:
-        whole.costs = whole.costs or StepCosts(on_gpu)
+        whole.costs = whole.costs or (StepCosts() if whole.bar.disable else costs())
         yield Progress(whole.bar, requests, prompt_tokens, saving, whole.costs, rows=rows, scores=scores, whole=whole)
         return
     results = len(requests) if scores is None else scores
@@ -285,5 +290,7 @@ def progress_bar(
     # Steps differ widely in time, so the bar may be redrawn after each of them.
     shown = bars_shown(wanted, results >= _LONG)
     with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=f"{results:,} {kind}") as bar:
-        yield Progress(bar, requests, prompt_tokens, saving, StepCosts(on_gpu), rows=rows, scores=scores)
+        yield Progress(
+            bar, requests, prompt_tokens, saving, costs() if shown else StepCosts(), rows=rows, scores=scores
+        )
         bar.refresh()
