@@ -26,6 +26,7 @@ from .inputs.base_model import base_model, without_compile
 from .inputs.named_options import GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
+from .inputs.preparing import bars_wanted
 from .inputs.seeds import Seeds
 from .inputs.short_tracebacks import with_short_tracebacks
 from .inputs.tokenizer import TokenizerLoader
@@ -183,14 +184,16 @@ class BatchGenerator:
         with self._taking(turn) as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
-            job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
+            with bars_wanted(progress):
+                job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
             finished.expected, self.interrupted = job.sequences, None
             outputs = ExtraOutputs(job.options)
-            call.begin(job, outputs, strict=on_error == "raise")
+            with bars_wanted(progress):
+                call.begin(job, outputs, strict=on_error == "raise")
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
-                        generation = self._generation(request, outputs, decode=padded is None)
+                        generation = self._generation(request, call, outputs, decode=padded is None)
                         finished.results[request.index, request.sample] = generation
                         bar.finish(request)
             finally:
@@ -221,7 +224,7 @@ class BatchGenerator:
         options = dict(generate_kwargs)
 
         def checked(turn: Turn) -> Job:
-            with self._taking(turn):
+            with self._taking(turn), bars_wanted(progress or False):
                 if take_padded(prompts, options) is not None:
                     raise ValueError("stream() takes a list of prompts; padded tensors go to generate()")
                 return self._checks.job(self.architecture, prompts, generation_config, seed, on_error, options)
@@ -236,13 +239,14 @@ class BatchGenerator:
         with self._taking(turn) as call:
             self.interrupted = None
             outputs = ExtraOutputs(job.options)
-            call.begin(job, outputs, strict)
+            with bars_wanted(progress):
+                call.begin(job, outputs, strict)
             yield from job.failures()
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
                         bar.finish(request)
-                        generation = self._generation(request, outputs)
+                        generation = self._generation(request, call, outputs)
                         call.owner_gets_control()
                         call.timekeeper.switch("outside")
                         yield generation
@@ -290,16 +294,17 @@ class BatchGenerator:
     ) -> ScoreResult:
         check_progress(progress)
         with self._taking(turn) as call:
-            inputs = self._checks.scores(self.architecture, *given)
+            with bars_wanted(progress):
+                inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
             finished.expected, self.interrupted = len(inputs.items), None
             outputs = ScoreOutputs(job)
-            with job.problems_named():
+            with bars_wanted(progress), job.problems_named():
                 call.begin(job.job, outputs, strict)
             try:
                 with call.progress(progress) as bar:
                     for request in call.run(bar.step):
-                        scores = list(outputs.lookups.scores(request, self._tokenizer.decode))
+                        scores = list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))
                         finished.results.update({(score.index, score.choice): score for score in scores})
                         bar.finish(request, len(scores))
             finally:
@@ -383,7 +388,7 @@ class BatchGenerator:
         self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
         raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
 
-    def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
+    def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         assert request.finish_reason is not None
         return Generation(
             index=request.index,
@@ -395,6 +400,8 @@ class BatchGenerator:
             logprobs=outputs.logprobs(request),
             prompt_logprobs=outputs.prompt_logprobs(request),
             score=request.score,
+            prompt=call.job.prompt_as_passed(request.index),
+            adapter=call.adapter_for(request.index),
         )
 
     def _keep(self, finished: Finished[Any], error: BaseException) -> None:

@@ -12,12 +12,16 @@ from hf_batchllm.patches.attention_interface import context_in_use
 
 
 def fingerprint(model: Any) -> Any:
-    """Everything about a model, and about the process around it, that a call might have changed."""
+    """Everything about a model, and about the process around it, that a call might have changed.
+
+    But for the report that ``accelerated`` leaves on the model.
+    """
     modules = {}
     for name, module in model.named_modules():
-        plain = {key: repr(value) for key, value in vars(module).items() if not isinstance(value, dict | nn.Module)}
-        hooks = {key: list(value) for key, value in vars(module).items() if key.endswith("_hooks")}
-        modules[name] = (type(module), plain, hooks, sorted(vars(module)), id(getattr(module, "config", None)))
+        held = {key: value for key, value in vars(module).items() if key != "last_report"}
+        plain = {key: repr(value) for key, value in held.items() if not isinstance(value, dict | nn.Module)}
+        hooks = {key: list(value) for key, value in held.items() if key.endswith("_hooks")}
+        modules[name] = (type(module), plain, hooks, sorted(held), id(getattr(module, "config", None)))
     tensors = {
         name: (id(tensor), *_identity(tensor)) for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }

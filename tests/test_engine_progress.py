@@ -8,23 +8,33 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from support_families import build, random_prompts
+from support_word_tokenizer import word_tokenizer
 from transformers.utils import logging
 
-from hf_batchllm import BatchGenerator, GenerationInterrupted
-from hf_batchllm.engine import progress
+from hf_batchllm import BatchGenerator, GenerationInterrupted, plan_prompts
+from hf_batchllm.engine.expected_time import StepCosts, cost_of_head, expected_tokens, longest_of
+from hf_batchllm.engine.progress import Progress, whole_run
+from hf_batchllm.inputs import preparing
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
+from hf_batchllm.planning.step import Chunk, Step
 
-LINE = re.compile(r" *(\d+)%\|.*\| ([\d,]+)/([\d,]+) (prompts|samples) \[(.*)\]")
+LINE = re.compile(
+    r" *(?P<percent>\d+)%\|.*\| (?:\[[\d:]+<[\d:]+\] (?P<phase>reading prompts|writing|reading) "
+    r"(?P<now>[\d,]+) / (?P<of>[\d,]+) · [\d,]+ (?:tok|scores)/s · "
+    r"(?P<done>[\d,]+) / (?P<all>[\d,]+) done(?P<more>.*)|(?P<before>.*))"
+)
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What the bar draws, every time that it may."""
     screen = io.StringIO()
-    tqdm, how = progress.tqdm, {"file": screen, "mininterval": 0, "ncols": 120}
-    monkeypatch.setattr(progress, "tqdm", lambda **options: tqdm(**options | how))
+    tqdm, how = preparing.tqdm, {"file": screen, "mininterval": 0, "ncols": 120}
+    monkeypatch.setattr(preparing, "tqdm", lambda **options: tqdm(**options | how))
     return screen
 
 
@@ -43,12 +53,18 @@ def test_it_moves_with_every_step_and_ends_full(drawn: io.StringIO) -> None:
     generator = BatchGenerator(build("llama"), max_batch_tokens=24, min_shared_tokens=4)
     result = generator.generate(given, max_new_tokens=5, progress=True)
     shown = lines(drawn)
-    percent = [int(line[1]) for line in shown]
+    percent = [int(line["percent"]) for line in shown]
     assert percent == sorted(percent) and percent[0] == 0 and percent[-1] == 100
-    before_any_finished = {int(line[1]) for line in shown if line[2] == "0"}
+    assert shown[0]["before"] == "14 prompts"
+    before_any_finished = {line["now"] for line in shown if line["done"] == "0"}
     assert len(before_any_finished) > 5
-    assert shown[-1][2] == shown[-1][3] == str(len(result)) and shown[-1][4] == "prompts"
-    assert re.fullmatch(rf"00:\d\d<00:00, [\d,]+ tokens/s, {result.report.saving:.0%} saved", shown[-1][5])
+    phases = [line["phase"] for line in shown if line["phase"]]
+    assert phases[0] == "reading prompts" and phases[-1] == "writing"
+    last = shown[-1]
+    assert last["done"] == last["all"] == str(len(result)) and last["more"] == f" · {result.report.saving:.0%} saved"
+    assert int(last["now"]) == int(last["of"]) == result.report.new_tokens
+    (read,) = {line["of"] for line in shown if line["phase"] == "reading prompts"}
+    assert int(read.replace(",", "")) == result.report.computed_tokens
 
 
 def test_it_ends_full_when_answers_stop_early_and_when_memory_is_short(
@@ -62,7 +78,9 @@ def test_it_ends_full_when_answers_stop_early_and_when_memory_is_short(
     assert result.report.preemptions
     assert {generation.finish_reason for generation in result} == {"stop", "length"}
     shown = lines(drawn)
-    assert shown[-1][1] == "100" and shown[-1][2] == shown[-1][3] == str(len(result)) and shown[-1][4] == "samples"
+    assert shown[0]["before"] == f"{len(result)} samples" and shown[-1]["percent"] == "100"
+    assert shown[-1]["done"] == shown[-1]["all"] == str(len(result))
+    assert int(shown[-1]["now"]) == int(shown[-1]["of"]) == result.report.new_tokens
 
 
 def test_a_beam_search_that_looks_further_than_its_answers_does_not_fill_it_twice(drawn: io.StringIO) -> None:
@@ -71,15 +89,15 @@ def test_a_beam_search_that_looks_further_than_its_answers_does_not_fill_it_twic
     generator = BatchGenerator(build("llama"), max_batch_tokens=40, min_shared_tokens=4)
     result = generator.generate(prompts(12), progress=True, **options)
     shown = lines(drawn)
-    percent = [int(line[1]) for line in shown]
+    percent = [int(line["percent"]) for line in shown]
     assert percent == sorted(percent) and percent[-1] == 100
-    assert len({line[2] for line in shown}) > 3  # some have finished before others
-    assert shown[-1][5].endswith(f"{result.report.saving:.0%} saved")
+    assert len({line["done"] for line in shown}) > 3  # some have finished before others
+    assert shown[-1]["more"] == f" · {result.report.saving:.0%} saved"
 
 
 def test_nothing_is_said_of_sharing_where_there_is_none(drawn: io.StringIO) -> None:
     BatchGenerator(build("llama")).generate([[5, 6], [7, 8]], max_new_tokens=2, progress=True)
-    assert "saved" not in drawn.getvalue() and "tokens/s" in drawn.getvalue()
+    assert "saved" not in drawn.getvalue() and "tok/s" in drawn.getvalue()
 
 
 def test_an_interrupt_leaves_it_where_it_was(drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +113,7 @@ def test_an_interrupt_leaves_it_where_it_was(drawn: io.StringIO, monkeypatch: py
     monkeypatch.setattr(ModelRunner, "step", interrupted)
     with pytest.raises(GenerationInterrupted):
         BatchGenerator(build("llama"), max_batch_tokens=24).generate(prompts(14), max_new_tokens=5, progress=True)
-    assert 0 < int(lines(drawn)[-1][1]) < 100
+    assert 0 < int(lines(drawn)[-1]["percent"]) < 100
 
 
 @pytest.mark.parametrize(
@@ -119,16 +137,141 @@ def test_when_it_is_shown(drawn: io.StringIO, count: int, wanted: bool | None, s
     assert bool(drawn.getvalue()) == shown
 
 
-def test_a_widget_is_told_that_answers_ended_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widget_ends_full_where_answers_ended_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ipywidgets are installed, what a notebook shows has a length of its own."""
-    tqdm, widget = progress.tqdm, SimpleNamespace(max=None)
+    tqdm, bars = preparing.tqdm, []
 
-    def with_widget(**options: Any) -> Any:
+    def kept(**options: Any) -> Any:
         bar = tqdm(**options | {"file": io.StringIO()})
-        bar.container = SimpleNamespace(children=[None, widget, None])
+        if not bar.disable:
+            bars.append(bar)
         return bar
 
-    monkeypatch.setattr(progress, "tqdm", with_widget)
+    monkeypatch.setattr(preparing, "tqdm", kept)
     options = {"do_sample": True, "eos_token_id": [5, 6, 7], "seed": 1}
-    report = BatchGenerator(build("llama")).generate(prompts(20), max_new_tokens=30, progress=True, **options).report
-    assert widget.max == report.computed_tokens + report.new_tokens < report.computed_tokens + 20 * 30
+    BatchGenerator(build("llama")).generate(prompts(20), max_new_tokens=30, progress=True, **options)
+    (bar,) = bars
+    assert bar.n == bar.total == 1
+
+
+# -- what it expects -------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def played(
+    prompts: int, tokens: int, new_tokens: int, costs: tuple[float, float, float], budget: int = 512, room: int = 10**6
+) -> dict[float, float]:
+    """What is expected while a machine of the given costs runs a list: share of the time -> the whole time, expected.
+
+    costs: seconds of a step, of a token of a prompt and of one of an answer. room: requests that run at a time.
+    """
+    clock, (a_step, of_prompt, of_answer) = Clock(), costs
+    waiting = [Request(index, np.zeros(tokens, np.int32), new_tokens, can_stop=False) for index in range(prompts)]
+    left = dict.fromkeys(waiting, tokens)
+    bar = SimpleNamespace(disable=False, mininterval=0.0, n=0.0, total=1.0)
+    bar.set_description_str = bar.refresh = lambda *_, **__: None
+    shown = Progress(bar, waiting, prompts * tokens, 0.0, StepCosts(on_gpu=False), rows=min(prompts, room), clock=clock)
+    running: list[Request] = []
+    expected: list[tuple[float, float]] = []
+    while waiting or running:
+        step = Step(rows=list(running))
+        free, whole = budget, []
+        for request in waiting[: room - len(running)]:
+            take = min(free, left[request])
+            if take:
+                step.chunks.append(Chunk(request, tokens - left[request], tokens - left[request] + take))
+            left[request], free = left[request] - take, free - take
+            if take and not left[request]:
+                whole.append(request)
+        step._sampling = step.rows + whole
+        clock.now += a_step + of_prompt * (budget - free) + of_answer * len(step.rows)
+        for request in step.sampling():
+            request.generated.append(0)
+            if len(request.generated) == new_tokens:
+                request.end(FinishReason.LENGTH)
+        shown.step(step, len(step.sampling()))
+        expected.append((clock.now, clock.now + shown.seconds_left()))
+        for request in step.sampling():
+            if request.done:
+                shown.finish(request)
+        waiting = [request for request in waiting if left[request]]
+        running = [request for request in step.sampling() if not request.done]
+    whole_time = clock.now
+    at = {share: min(expected, key=lambda each: abs(each[0] - share * whole_time))[1] for share in (0.25, 0.5, 0.75)}
+    return {share: value / whole_time for share, value in at.items()}
+
+
+@pytest.mark.parametrize("costs", [(0.02, 0.001, 0.003), (0.05, 0.0005, 0.0005), (0.1, 0.002, 0.004)])
+@pytest.mark.parametrize(
+    "given",
+    [(24, 1600, 8), (8, 20, 300), (24, 300, 60), (200, 100, 40, 512, 16)],
+    ids=["read", "write", "both", "waves"],
+)
+def test_at_half_time_it_knows_how_long_it_takes(given: tuple[int, ...], costs: tuple[float, float, float]) -> None:
+    prompts, tokens, new_tokens, *limits = given
+    expected = played(prompts, tokens, new_tokens, costs, *limits)
+    assert expected[0.5] == pytest.approx(1, abs=0.25), expected
+    assert expected[0.75] == pytest.approx(1, abs=0.15), expected
+
+
+def test_a_first_step_that_compiles_is_no_measure() -> None:
+    costs = StepCosts(on_gpu=True)
+    costs.learn(1, 512, 0, 60.0)
+    assert costs(1, 512, 0) == pytest.approx(60)
+    for _ in range(4):
+        costs.learn(1, 512, 0, 0.5)
+    assert costs(1, 512, 0) == pytest.approx(0.5, rel=0.01)
+
+
+def test_the_head_counts_where_it_is_large() -> None:
+    model = build("llama")
+    head = cost_of_head(model, model.config.vocab_size)
+    assert 1 < head < 2 and cost_of_head(model, 3) == 1
+    assert StepCosts(head=2.0)._usual[2] == 2 * StepCosts()._usual[2]
+
+
+def test_answers_that_stop_early_are_expected_to_go_on_doing_so() -> None:
+    assert expected_tokens(100, 0.0) == 100 and expected_tokens(100, 0.5) == pytest.approx(2)
+    assert longest_of(50, 100, 0.0) == 100 and longest_of(50, 1000, 0.1) == pytest.approx(45, abs=3)
+
+
+def test_a_run_of_several_calls_counts_from_what_was_done_before(drawn: io.StringIO) -> None:
+    generator = BatchGenerator(build("llama"), max_batch_tokens=24, min_shared_tokens=4)
+    with whole_run(records=40, before=20, shown=True) as run:
+        for seed in (1, 2):
+            run.call_begins(10)
+            for _ in generator.stream(prompts(10, seed), max_new_tokens=3):
+                run.done += 1
+    shown = lines(drawn)
+    percent = [int(line["percent"]) for line in shown]
+    assert percent == sorted(percent) and percent[0] == 50 and percent[-1] == 100
+    assert shown[0]["before"] == "20 of 40 done before"
+    of_calls = [line for line in shown if line["phase"]]
+    assert {line["all"] for line in of_calls} == {"40"} and of_calls[0]["done"] == "20"
+    assert all(line["more"].startswith(" (20 before)") for line in of_calls)
+    first_call = [int(line["percent"]) for line in of_calls if int(line["done"]) < 30]
+    assert first_call[0] > 50 and max(first_call) <= 75
+
+
+def test_making_tokens_and_planning_have_bars_where_they_take_long(
+    drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_MANY_TEXTS", 3), ("_MANY_PROMPTS", 3), ("_PATIENCE", 0.0)):
+        monkeypatch.setattr(preparing, name, value)
+    tokenizer = word_tokenizer()
+    generator = BatchGenerator(build("llama"), tokenizer)
+    texts = ["w3 w4 w5 w6"] * 4
+    generator.generate(texts, max_new_tokens=1, progress=False)
+    assert not drawn.getvalue()
+    generator.generate(texts, max_new_tokens=1)
+    assert "making tokens of prompts 4 / 4" in drawn.getvalue() and "planning what 4 prompts share" in drawn.getvalue()
+    for plan in (generator.plan, lambda given: plan_prompts(given, tokenizer)):
+        drawn.truncate(drawn.seek(0))
+        plan(texts)
+        assert "making tokens" in drawn.getvalue() and "planning" in drawn.getvalue()

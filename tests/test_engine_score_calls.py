@@ -23,8 +23,8 @@ from support_word_tokenizer import word_tokenizer
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted, GeneratorBusyError, PromptError
 from hf_batchllm.bench.score import main
-from hf_batchllm.engine import progress
 from hf_batchllm.errors import OptionValueError
+from hf_batchllm.inputs import preparing
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.results.scores import Score, ScoreResult
 
@@ -188,12 +188,12 @@ def test_an_empty_context_is_nothing_to_warn_of(recwarn: pytest.WarningsRecorder
 
 def test_the_bar_counts_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    tqdm, how = progress.tqdm, {"file": screen, "mininterval": 0, "ncols": 120}
-    monkeypatch.setattr(progress, "tqdm", lambda **options: tqdm(**options | how))
+    tqdm, how = preparing.tqdm, {"file": screen, "mininterval": 0, "ncols": 120}
+    monkeypatch.setattr(preparing, "tqdm", lambda **options: tqdm(**options | how))
     result = make().score(CONTEXTS, choices=CHOICES, progress=True)
     last = screen.getvalue().strip().split("\r")[-1]
-    assert re.search(rf"100%\|.*\| {len(result)}/{len(result)} scores \[.*scores/s, \d+% saved\]", last)
-    assert f"{result.report.saving:.0%} saved" in last
+    done = rf"{len(result)} / {len(result)} done · {result.report.saving:.0%} saved"
+    assert re.search(rf"100%\|.*\| \[.*\] reading [\d,]+ / [\d,]+ · [\d,]+ scores/s · {done}", last)
     screen.truncate(0)
     make().score(CONTEXTS[:3], choices=CHOICES)
     assert not screen.getvalue().strip("\0")
@@ -274,7 +274,7 @@ def test_they_are_a_sequence_and_show_themselves() -> None:
 def test_a_table() -> None:
     pytest.importorskip("pandas")
     table = make().score(CONTEXTS[:2], choices=CHOICES).to_pandas()
-    assert list(table.columns[:7]) == ["index", "choice", "text", "tokens", "logprob", "mean_logprob", "is_greedy"]
+    assert list(table.columns[:7]) == ["context", "text", "logprob", "mean_logprob", "is_greedy", "index", "choice"]
     assert len(table) == 6 and table.groupby("index").logprob.idxmax().notna().all()
     failed = make().score([[5], [300]], choices=[[6]], on_error="record").to_pandas()
     assert failed.error.notna().tolist() == [False, True] and failed.logprob.isna().tolist() == [False, True]

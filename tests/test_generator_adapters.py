@@ -164,3 +164,20 @@ def test_scores_name_what_is_wrong() -> None:
             generator.score([[5], [6], [7]], choices=[[1]], adapter=["a", None])
         with pytest.raises(OptionValueError, match="the model has 'a', 'b'"):
             generator.score([[5], [6], [7]], choices=[[1]], adapter="c")
+
+
+def test_it_is_said_which_adapter_answered() -> None:
+    model = wrapped(lora())
+    model.set_adapter("b")
+    generator = BatchGenerator(model)
+    given = [[3, 4], [4], [5]]
+    named = generator.generate(given, adapter=["a", None, "b"], max_new_tokens=1)
+    assert [each.adapter for each in named] == ["a", None, "b"]
+    assert generator.generate(given, max_new_tokens=1)[0].adapter == "b"  # the active one
+    scores = generator.score(given[:2], choices=[[5], [6]], adapter=[None, "a"])
+    assert [each.adapter for each in scores] == [None, None, "a", "a"]
+    assert generator.score([[3]], [[5]])[0].adapter == "b"
+    model.base_model.set_adapter(["a", "b"])
+    assert generator.generate(given, max_new_tokens=1)[0].adapter == "a+b"
+    with model.disable_adapter():
+        assert generator.generate(given, max_new_tokens=1)[0].adapter is None

@@ -237,7 +237,7 @@ def test_the_bar_is_one_line_and_not_in_red(kernel: Kernel) -> None:
     if widgets:
         assert len(widgets) == 1 and not cell.out
     else:
-        assert cell.out.count("\n") == 1 and "14/14 prompts" in cell.out.split("\r")[-1]
+        assert cell.out.count("\n") == 1 and "14 / 14 done" in cell.out.split("\r")[-1]
 
 
 def test_in_a_loop_that_runs(kernel: Kernel) -> None:

@@ -42,6 +42,26 @@ def test_it_ends_with_the_block_however_the_block_ends(model: Any, inputs: dict[
     assert same(kept(**inputs, max_new_tokens=3), expected)  # a reference that somebody took along
 
 
+def test_the_report_stays_on_the_model(model: Any, inputs: dict[str, Any]) -> None:
+    with accelerated(model) as given:
+        assert given.last_report is None
+    assert not hasattr(model, "last_report")
+    with accelerated(model) as given:
+        given.generate(**inputs, max_new_tokens=2)
+        report = given.last_report
+        assert report is model.generate.last_report and report.new_tokens > 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given.generate(**inputs, max_new_tokens=2, cache_implementation="paged")  # not served
+        assert given.last_report is None
+        given.generate(**inputs, max_new_tokens=1)
+    assert given.last_report.new_tokens < report.new_tokens
+    model.last_report = "mine"
+    with accelerated(model):
+        model.generate(**inputs, max_new_tokens=1)
+    assert model.last_report == "mine"
+
+
 def test_a_generate_that_the_user_had_put_there_is_put_back(model: Any, inputs: dict[str, Any]) -> None:
     def logged(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs)

@@ -47,8 +47,9 @@ def pipe() -> Iterator[Any]:
 
 def state(pipe: Any) -> Any:
     """All of a pipeline and of its model that might have been changed."""
-    own = {name: value for name, value in vars(pipe).items() if name != "call_count"}
-    return own, list(vars(pipe.model).items()), repr(pipe.model.config), repr(pipe.model.generation_config)
+    own = {name: value for name, value in vars(pipe).items() if name not in ("call_count", "last_report")}
+    of_model = [item for item in vars(pipe.model).items() if item[0] != "last_report"]  # which stays
+    return own, of_model, repr(pipe.model.config), repr(pipe.model.generation_config)
 
 
 @contextmanager
@@ -171,6 +172,37 @@ def test_it_is_what_it_was_after_an_error_and_when_nested(pipe: Any) -> None:
         assert pipe(TEXTS, **GREEDY) == expected
         assert pipe.model.generate.last_report is None
     assert state(pipe) == before
+
+
+def test_the_report_stays_on_the_pipeline() -> None:
+    pipe = pipeline("text-generation", model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
+    with accelerated(pipe) as given:
+        assert given.last_report is None
+    assert not hasattr(pipe, "last_report")  # nothing was asked
+    with accelerated(pipe) as given:
+        given(TEXTS, **GREEDY)
+    assert given.last_report.sequences == pipe.last_report.sequences == len(TEXTS)
+    with accelerated(pipe):
+        pass
+    assert pipe.last_report.sequences == len(TEXTS)
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(accelerated(pipe))
+    second.enter_context(accelerated(pipe))
+    first.close()
+    pipe(TEXTS[:1], **GREEDY)
+    second.close()
+    assert pipe.last_report.sequences == 1
+
+    class Other(TextGenerationPipeline):
+        def _forward(self, *args: Any, **options: Any) -> Any:
+            return super()._forward(*args, **options)
+
+    own = Other(model=build("gemma3"), tokenizer=word_tokenizer(), device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with accelerated(own):
+            own(TEXTS, **GREEDY)
+    assert own.last_report.sequences == 1 and own.model.last_report is own.last_report  # batch by batch
 
 
 def test_its_own_attribute_of_that_name_comes_back() -> None:

@@ -14,7 +14,7 @@ from hf_batchllm import BatchGenerator, BatchResult, Generation
 
 pd = pytest.importorskip("pandas")
 
-COLUMNS = "index sample text finish_reason prompt_tokens new_tokens token_ids prompt_token_ids error".split()
+COLUMNS = ("prompt text finish_reason index sample prompt_tokens new_tokens error token_ids prompt_token_ids").split()
 PROMPTS = [[5, 6, 7], [5, 6, 8, 9], [5]]
 
 
@@ -58,10 +58,10 @@ def test_samples_and_errors_are_rows_like_others() -> None:
 def test_log_probabilities_where_they_were_asked_for() -> None:
     result = make().generate(PROMPTS, max_new_tokens=2, logprobs=1)
     table = result.to_pandas()
-    assert list(table.columns) == [*COLUMNS[:-1], "logprobs", "error"]
+    assert list(table.columns) == [*COLUMNS[:-2], "logprobs", *COLUMNS[-2:]]
     assert list(table["logprobs"]) == [generation.logprobs for generation in result]
     table = make().generate(PROMPTS, max_new_tokens=2, prompt_logprobs=0).to_pandas()
-    assert list(table.columns) == [*COLUMNS[:-1], "prompt_logprobs", "error"]
+    assert list(table.columns) == [*COLUMNS[:-2], "prompt_logprobs", *COLUMNS[-2:]]
 
 
 def test_the_types_do_not_depend_on_what_is_in_it() -> None:

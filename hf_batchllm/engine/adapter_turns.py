@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 
 from ..inputs.prompts import Prompt
 from ..model.model_in_use import ModelInUse
@@ -36,6 +38,18 @@ class AdapterTurns:
             groups.setdefault(self._adapters[request.index], []).append(request)
         for self.swap.name, group in groups.items():
             yield group
+
+    def name_for(self, place: int) -> str | None:
+        """Which adapter answers a prompt; several that are active together are joined by "+"."""
+        return self._active_names if self._adapters is None or self.swap is None else self._adapters[place]
+
+    @cached_property
+    def _active_names(self) -> str | None:
+        if self._active is None:
+            return None
+        states = ast.literal_eval(str(self._active))  # of all layers, or one for each
+        names = dict.fromkeys(name for state in ([states] if isinstance(states, tuple) else states) for name in state)
+        return "+".join(names) or None
 
     @property
     def were_switched(self) -> bool:

@@ -29,6 +29,7 @@ from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
 from .device_loop.run_ahead import RunAhead
+from .expected_time import StepCosts, cost_of_head, usual_rows
 from .job import Job
 from .kv_memory import KVMemory
 from .loop import Engine
@@ -322,6 +323,10 @@ class Call:
             else:
                 self._kv.clear()
 
+    def adapter_for(self, index: int) -> str | None:
+        """Which adapter answers the prompt."""
+        return None if self._adapters is None else self._adapters.name_for(index)
+
     # -- what is said of it --------------------------------------------------------------------------------------
 
     def progress(self, wanted: bool | None) -> AbstractContextManager[Progress]:
@@ -330,7 +335,19 @@ class Call:
         counts = self.outputs.counts
         lengths = sum(len(each.prompt_ids) for each in self.answers) if counts is None else counts.prompt_tokens
         saving = 1 - to_compute / max(lengths, 1)
-        return progress_bar(self.answers, to_compute, saving, wanted, scores=None if counts is None else counts.scores)
+        return progress_bar(
+            self.answers,
+            to_compute,
+            saving,
+            wanted,
+            self._step_costs,
+            rows=usual_rows(len(self.answers), self.cache.num_pages, self.plan.pages_at_once),
+            scores=None if counts is None else counts.scores,
+        )
+
+    def _step_costs(self) -> StepCosts:
+        use = self._use
+        return StepCosts(use.device.type == "cuda", cost_of_head(use.model, use.architecture.vocab_size))
 
     def report(self) -> RunReport | None:
         """None if the call broke off before there was anything to report."""

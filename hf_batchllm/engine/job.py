@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
+from ..inputs.as_passed import AsPassed, as_passed
 from ..inputs.base_model import base_model
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
@@ -23,7 +24,7 @@ from ..inputs.other_names import by_our_names
 from ..inputs.padded_batch import PaddedBatch
 from ..inputs.prompt_lengths import length_problem
 from ..inputs.prompt_options import prompt_options_alone, take_prompt_options
-from ..inputs.prompts import Prompt, check_prompts
+from ..inputs.prompts import Prompt, as_list, check_prompts
 from ..inputs.resolve_options import resolve_each
 from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
@@ -55,6 +56,10 @@ class Job:
     feed: Feed | None = None  # passes tokens on to a streamer
     rows: np.ndarray | None = None  # [prompts, tokens] as passed, padding included; None for a list
     adapters: list[str | None] | None = None  # [all prompts]; None: whatever is active, for all of them
+    passed: list[AsPassed] | None = None  # [all prompts]  text and chats, for the results
+
+    def prompt_as_passed(self, index: int) -> AsPassed:
+        return None if self.passed is None else self.passed[index]
 
     @property
     def samples(self) -> list[int]:
@@ -79,8 +84,9 @@ class Job:
     def failures(self) -> Iterator[Generation]:
         """A result for each sequence that cannot run."""
         for index, why in sorted(self.problems.items()):
+            passed = self.prompt_as_passed(index)
             for sample in range(self.options[index].num_return_sequences):
-                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why)
+                yield Generation(index, sample, None, [], [], FinishReason.ERROR.value, error=why, prompt=passed)
 
 
 class JobChecks:
@@ -109,8 +115,11 @@ class JobChecks:
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
         self._warn_of_dropout()
+        passed = None
         if padded is None:
-            checked, problems = self._prompts(prompts, architecture, prompt_options)
+            listed = as_list(prompts)
+            passed = as_passed(listed)
+            checked, problems = self._prompts(listed, architecture, prompt_options)
         else:
             inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, architecture.vocab_size)
@@ -160,7 +169,7 @@ class JobChecks:
         elif seeds is None:
             seeds = int(torch.randint(2**63 - 1, (), device="cpu").item())
         can_stop = [rules[place].can_stop for place in places]
-        return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters)
+        return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed)
 
     def scores(
         self,

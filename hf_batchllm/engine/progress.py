@@ -1,60 +1,264 @@
-"""The progress bar. It moves with every step, not only when a sequence finishes."""
+"""The progress bar: how much of a call's time has passed, which is not how many of its tokens are done.
+
+It moves with every step, not only when a sequence finishes.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
-from tqdm.auto import tqdm
-from transformers.utils import logging
+from tqdm import tqdm
 
-from ..planning.requests_and_prefixes import Request
+from ..inputs.preparing import bars_shown, open_bar
+from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.step import Step
-from ..results.notebook import in_notebook
+from .expected_time import StepCosts, expected_tokens, longest_of, steps_left
 
 _LONG = 32  # sequences: from here on a bar is shown unasked
-_FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
+_FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
+_RECENT = 1.0  # seconds that tell whether prompts are being read, or answers written
+_RATES_OVER = 5.0  # seconds
+_LEAST_STEP = 1e-9  # seconds
+
+
+class WholeRun:
+    """A run of several calls over one list of records, a file's: its bar, and what it has learnt of their steps.
+
+    before: records with a result of an earlier run. done: with a result now; whoever writes results counts them here.
+    """
+
+    def __init__(self, bar: tqdm, records: int, before: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.bar = bar
+        self.records = records
+        self.before = self.done = before
+        self.costs: StepCosts | None = None
+        self.clock = clock
+        self.began = clock()
+        self._of_call = 0
+        self._done_before_call = before
+
+    def call_begins(self, records: int) -> None:
+        """A call runs so many of them."""
+        self._of_call, self._done_before_call = records, self.done
+
+    def place(self, share: float, left: float) -> tuple[float, float]:
+        """From the share of a call that is done and the seconds that it has left to those of the whole run."""
+        until = self._done_before_call + self._of_call
+        run, passed = until - self.before, self.clock() - self.began
+        left += (self.records - until) * (passed + left) / max(run, 1)
+        return (self._done_before_call + share * self._of_call) / max(self.records, 1), left
+
+
+_whole_run: ContextVar[WholeRun | None] = ContextVar("_whole_run", default=None)
+
+
+@contextmanager
+def whole_run(records: int, before: int, shown: bool) -> Iterator[WholeRun]:
+    """One bar for all calls in the block, instead of a bar for each. They are of one run, which knows of more."""
+    begin = f"{before:,} of {records:,} done before" if before else f"{records:,} lines"
+    with open_bar(shown, total=1.0, initial=before / max(records, 1), bar_format=_FORMAT, desc=begin) as bar:
+        whole = WholeRun(bar, records, before)
+        token = _whole_run.set(whole)
+        try:
+            yield whole
+            if whole.done >= records:
+                bar.n = bar.total
+                was = f" ({before:,} before)" if before else ""
+                passed = tqdm.format_interval(whole.clock() - whole.began)
+                bar.set_description_str(f"[{passed}<00:00] {whole.done:,} / {records:,} done{was}")
+        finally:
+            _whole_run.reset(token)
 
 
 class Progress:
-    """Counts tokens: prompt tokens to compute, and new tokens. Shows sequences, speed and saving."""
+    """Expects how long the rest of a call takes, and says what it is at: reading prompts, or writing answers.
 
-    def __init__(self, bar: tqdm, sequences: int, kind: str, prompt_tokens: int, saving: float) -> None:
+    prompt_tokens: to be computed. rows: sequences that memory has room for at the same time.
+    """
+
+    def __init__(
+        self,
+        bar: tqdm,
+        requests: Sequence[Request],
+        prompt_tokens: int,
+        saving: float,
+        costs: StepCosts,
+        *,
+        rows: float = 1.0,
+        scores: int | None = None,
+        whole: WholeRun | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._bar = bar
-        self._sequences = sequences
-        self._kind = kind
-        self._count = f"{sequences:,} {kind}"
-        self._prompt_tokens = prompt_tokens  # still to be computed
-        self._saved = f", {saving:.0%} saved" if saving >= 0.005 else ""
-        self._finished = self._new_tokens = 0
+        self._costs = costs
+        self._whole = whole
+        self._scores = scores
+        self._results = len(requests) if scores is None else scores
+        if bar.disable:  # nothing is counted
+            requests = ()
+        self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
+        self._clock = clock
+        self._began = self._latest = self._shown_at = clock()
+        # Prompts are read, and answers written, as far as these.
+        self._all_prompt_tokens = prompt_tokens
+        self._read = self._written = 0
+        self._unwritten = sum(request.max_new_tokens for request in requests)  # at most, of answers that go on
+        self._limit = max((request.max_new_tokens for request in requests), default=1)
+        self._can_stop = any(request.can_stop for request in requests)
+        self._finished = self._stopped = 0  # results; answers that ended before their limit
+        self._waiting = len(requests)  # sequences that have no token yet
+        self._unfinished = len(requests)
+        self._running: dict[Request, None] = {}
+        self._beams_of: dict[int, int] = {}  # the answers of each prompt of a beam search that has not begun
+        for request in requests:
+            self._beams_of[request.index] = self._beams_of.get(request.index, 0) + 1
+        # What steps are like.
+        self._rows = rows
+        self._steps_with_prompts = self._run_of_prompts = 0
+        # Of the latest time, older steps counting less.
+        self._reading = 1.0  # the share of it that prompts took
+        self._is_reading = True
+        self._spent = self._tokens = 0.0  # seconds of the present phase, and its tokens
+        self._unshown = _Passed()
+
+    # -- what happens --------------------------------------------------------------------------------------------
 
     def step(self, step: Step, new_tokens: int) -> None:
         """A step was collected. ``new_tokens``: the tokens of answers that it brought."""
-        # Tokens computed again after a preemption are no progress.
-        prompt_tokens = min(step.tokens - len(step.rows), self._prompt_tokens)
-        self._prompt_tokens -= prompt_tokens
-        self._new_tokens += new_tokens
-        self._show()
-        self._bar.update(prompt_tokens + new_tokens)
-
-    def finish(self, request: Request, results: int = 1) -> None:
-        self._finished += results
-        self._bar.total -= request.max_new_tokens - request.made  # it ended before its limit
-        if self._finished == self._sequences:
-            self._bar.total = self._bar.n  # when time is over, some prompts were never computed
-        if (widget := getattr(self._bar, "container", None)) is not None:
-            widget.children[1].max = self._bar.total  # the widget keeps its own total
-        self._show()
-
-    def _show(self) -> None:
         if self._bar.disable:
             return
-        self._bar.set_description_str(f"{self._finished:,}/{self._count}", refresh=False)
-        elapsed = self._bar.format_dict["elapsed"]
-        done, unit = (self._finished, "scores") if self._kind == "scores" else (self._new_tokens, "tokens")
-        rate = done / elapsed if elapsed else 0.0
-        self._bar.set_postfix_str(f"{rate:,.0f} {unit}/s{self._saved}", refresh=False)
+        now = self._clock()
+        seconds, self._latest = max(now - self._latest, _LEAST_STEP), now
+        run = step.tokens - len(step.rows)
+        begun = step.sampling()[len(step.rows) :]
+        for request in begun:
+            if isinstance(request, Branch):
+                self._waiting -= self._beams_of.pop(request.index, 0)
+            elif request not in self._running:
+                self._waiting -= 1
+                if not request.done:
+                    self._running[request] = None
+        # The first token of an answer comes with its prompt.
+        rows = max(new_tokens - len(begun), 0)
+        self._costs.learn(step.times, run, rows, seconds)
+        if run:
+            self._steps_with_prompts += 1
+            self._run_of_prompts += run
+        elif self._waiting > 0:  # memory has room for no more than these
+            self._rows += 0.2 * (len(step.rows) - self._rows)
+        # Tokens computed again after a preemption are no progress.
+        read = min(run, self._all_prompt_tokens - self._read)
+        self._read += read
+        self._written += new_tokens
+        self._unwritten -= new_tokens
+        self._unshown.add(seconds, step.times, run, rows, read, new_tokens)
+        if now - self._shown_at >= self._bar.mininterval:
+            self._show(now)
+
+    def finish(self, request: Request, results: int = 1) -> None:
+        if self._bar.disable:
+            return
+        self._finished += results
+        self._unfinished -= 1
+        self._waiting = min(self._waiting, self._unfinished)  # when time is over, some were never begun
+        self._running.pop(request, None)
+        self._unwritten -= request.max_new_tokens - request.made  # it ended before its limit
+        self._stopped += request.made < request.max_new_tokens
+        if self._unfinished == 0:
+            self._show(self._clock())
+
+    def _note_phase(self) -> None:
+        """Whether the latest time went into prompts or answers, and how fast that went."""
+        passed, self._unshown = self._unshown, _Passed()
+        if not passed.seconds:
+            return
+        of_prompts, all_of_it = self._costs(0, passed.run, 0), self._costs(passed.steps, passed.run, passed.rows)
+        share = 1.0 if not passed.rows else of_prompts / max(all_of_it, _LEAST_STEP)
+        self._reading += (share - self._reading) * min(1.0, passed.seconds / _RECENT)
+        reading = self._reading >= 0.5 and self._read < self._all_prompt_tokens
+        if reading != self._is_reading:
+            self._is_reading, self._spent, self._tokens = reading, 0.0, 0.0
+        keep = max(0.0, 1 - passed.seconds / _RATES_OVER)
+        self._spent = keep * self._spent + passed.seconds
+        self._tokens = keep * self._tokens + (passed.read if reading else passed.written)
+
+    # -- what is expected ----------------------------------------------------------------------------------------
+
+    def seconds_left(self) -> float:
+        """What the rest of the call is expected to take."""
+        unread = self._all_prompt_tokens - self._read
+        # Where answers may end early, as often as they have so far; one that goes to the limit is supposed to have.
+        chance = (self._stopped + 1) / (self._written + self._limit) if self._can_stop else 0.0
+        unfinished = max(self._unfinished, 1)
+        limit = max(self._unwritten / unfinished, 0.0)
+        longest = max(limit, float(self._limit if self._waiting > 0 else self._longest_running()))
+        answers = unfinished * expected_tokens(limit, chance)
+        longest = max(longest_of(unfinished, longest, chance), expected_tokens(limit, chance))
+        if self._waiting > 0:  # first tokens come with the prompts
+            answers, longest = max(answers - self._waiting, 0.0), longest - 1
+        a_step = self._run_of_prompts / max(self._steps_with_prompts, 1) or float(unread)
+        steps = steps_left(unread, longest, answers, a_step, min(self._rows, unfinished))
+        return self._costs(steps, unread, answers)
+
+    def _longest_running(self) -> int:
+        return max((request.max_new_tokens - request.made for request in self._running), default=0)
+
+    # -- what is shown -------------------------------------------------------------------------------------------
+
+    def _show(self, now: float) -> None:
+        self._shown_at = now
+        left = self.seconds_left() if self._unfinished else 0.0
+        passed = now - self._began
+        share = 1.0 if not self._unfinished else passed / max(passed + left, _LEAST_STEP)
+        passed_in_all = passed
+        if self._whole is not None:
+            share, left = self._whole.place(share, left)
+            passed_in_all = self._whole.clock() - self._whole.began
+        self._note_phase()
+        clock = f"[{tqdm.format_interval(passed_in_all)}<{tqdm.format_interval(left)}]"
+        self._bar.set_description_str(f"{clock} {self._phase()} · {self._done()}{self._saved}", refresh=False)
+        self._bar.n = max(self._bar.n, min(share, 1.0))  # it does not go back where an estimate rises
+        self._bar.refresh()
+
+    def _phase(self) -> str:
+        if self._scores is not None:
+            passed = self._latest - self._began
+            rate = self._finished / passed if passed else 0.0
+            return f"reading {self._read:,} / {self._all_prompt_tokens:,} · {rate:,.0f} scores/s"
+        rate = self._tokens / self._spent if self._spent else 0.0
+        if self._is_reading:
+            return f"reading prompts {self._read:,} / {self._all_prompt_tokens:,} · {rate:,.0f} tok/s"
+        return f"writing {self._written:,} / {self._written + max(self._unwritten, 0):,} · {rate:,.0f} tok/s"
+
+    def _done(self) -> str:
+        whole = self._whole
+        if whole is None:
+            return f"{self._finished:,} / {self._results:,} done"
+        return f"{whole.done:,} / {whole.records:,} done" + (f" ({whole.before:,} before)" if whole.before else "")
+
+
+@dataclass
+class _Passed:
+    """What has happened since the bar was drawn."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    run: int = 0  # tokens of prompts, those computed again included
+    rows: int = 0  # tokens of answers that were run
+    read: int = 0
+    written: int = 0
+
+    def add(self, seconds: float, steps: int, run: int, rows: int, read: int, written: int) -> None:
+        self.seconds += seconds
+        self.steps += steps
+        self.run += run
+        self.rows += rows
+        self.read += read
+        self.written += written
 
 
 @contextmanager
@@ -63,20 +267,30 @@ def progress_bar(
     prompt_tokens: int,
     saving: float,
     wanted: bool | None,
+    costs: Callable[[], StepCosts],
+    *,
+    rows: float = 1.0,
     scores: int | None = None,
 ) -> Iterator[Progress]:
     """A bar over a call.
 
     prompt_tokens: to be computed. wanted: None shows a bar for long lists, if transformers' bars are on.
-    scores: how many scores are read from the requests, in a call of ``score``.
+    costs: makes what learns the costs of steps. rows: sequences that memory has room for. scores: how many are read
+    from the requests, in a call of ``score``.
     """
+    whole = _whole_run.get()
+    if whole is not None:
+        whole.costs = whole.costs or (StepCosts() if whole.bar.disable else costs())
+        yield Progress(whole.bar, requests, prompt_tokens, saving, whole.costs, rows=rows, scores=scores, whole=whole)
+        return
     results = len(requests) if scores is None else scores
-    show = results >= _LONG and logging.is_progress_bar_enabled() if wanted is None else wanted
-    kind = "samples" if any(request.sample for request in requests) else "prompts" if scores is None else "scores"
-    total = prompt_tokens + sum(request.max_new_tokens for request in requests)
-    file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
-    desc = f"0/{results:,} {kind}"
-    # Steps differ widely in tokens, so the bar may be redrawn after each of them.
-    with tqdm(total=total, disable=not show, bar_format=_FORMAT, miniters=1, desc=desc, file=file) as bar:
-        yield Progress(bar, results, kind, prompt_tokens, saving)
+    kind = "prompts" if scores is None else "scores"
+    if any(request.sample for request in requests):
+        kind = "samples"
+    # Steps differ widely in time, so the bar may be redrawn after each of them.
+    shown = bars_shown(wanted, results >= _LONG)
+    with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=f"{results:,} {kind}") as bar:
+        yield Progress(
+            bar, requests, prompt_tokens, saving, costs() if shown else StepCosts(), rows=rows, scores=scores
+        )
         bar.refresh()

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
-from transformers.utils import logging
 
+from ..engine.progress import WholeRun, whole_run
 from ..errors import FilesError, InputFileError, PromptError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
+from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
-from ..results.notebook import in_notebook
 from ..sampling.host_sampler import NothingToDrawError
 from .file_report import FileReport
 from .records.line_configs import LineConfigs
@@ -151,27 +148,19 @@ class _FileRun:
         self._configs = LineConfigs.of(self.generator)
         self._context = context_of(base_model(self.generator.model).config)
         self._keys: dict[int, str] = {}  # of the records of this window that have no result yet
-        self._bar: tqdm | None = None
+        self._whole: WholeRun | None = None
         self._failed_alone = 0  # records, before the first good result
 
     def run_windows(self, todo: np.ndarray) -> None:
         """``todo``: the numbers of the records to run."""
-        progress = self.options.progress
         windows = self.source.windows(todo, self.options.window_bytes, self.reader.prompt_text)
-        first = next(windows)
-        if len(first) == len(todo):  # one call: its own bar moves with every step
-            many = len(todo) >= _MIN_RECORDS_WITH_BAR
-            self._run_window(first, many and logging.is_progress_bar_enabled() if progress is None else progress)
-            return
-        show = logging.is_progress_bar_enabled() if progress is None else progress
-        file = sys.stdout if in_notebook() else None  # a notebook shows stderr in red
-        total, before = self.report.records, self.report.before
-        with tqdm(total=total, initial=before, disable=not show, unit="lines", file=file, smoothing=0) as self._bar:
-            for window in chain([first], windows):
-                self._run_window(window, False)
-        self._bar = None
+        shown = bars_shown(self.options.progress, len(todo) >= _MIN_RECORDS_WITH_BAR)
+        with whole_run(self.report.records, self.report.before, shown) as self._whole, bars_wanted(shown):
+            for window in windows:
+                self._run_window(window)
+        self._whole = None
 
-    def _run_window(self, numbers: np.ndarray, progress: bool) -> None:
+    def _run_window(self, numbers: np.ndarray) -> None:
         calls: dict[tuple[int, ...], list[PromptRecord]] = {}
         for number, raw in zip(numbers.tolist(), self.source.records(numbers), strict=True):
             self._keys[number] = record_key(raw)
@@ -190,10 +179,12 @@ class _FileRun:
             call_key = beams, *settings.call_key, max(settings.logprobs or 0, _MIN_LOGPROBS)
             calls.setdefault(call_key, []).append(record)
         for records in calls.values():
-            self._run_call(records, progress)
+            self._run_call(records)
         assert not self._keys
 
-    def _run_call(self, records: Sequence[PromptRecord], progress: bool) -> None:
+    def _run_call(self, records: Sequence[PromptRecord]) -> None:
+        assert self._whole is not None
+        self._whole.call_begins(len(records))
         settings = [record.settings for record in records]
         options: dict[str, Any] = {}
         if settings[0].adapter is not None:
@@ -210,7 +201,7 @@ class _FileRun:
                     [self._configs.config(each) for each in settings],
                     seed=[self._seed_of(record) for record in records],
                     on_error=self.options.on_error,
-                    progress=progress,
+                    progress=not self._whole.bar.disable,
                     **options,
                 )
             with closing(generations):
@@ -223,7 +214,7 @@ class _FileRun:
                         self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
         except NothingToDrawError as error:
             # One record's settings broke the call off: the others of the call must not suffer.
-            self._without(error, [record for record in records if record.number in self._keys], progress)
+            self._without(error, [record for record in records if record.number in self._keys])
         except PromptError as error:
             problems = [
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
@@ -231,14 +222,14 @@ class _FileRun:
             raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems, len(problems)) from error
         self.report.add(self.generator.last_report)
 
-    def _without(self, error: NothingToDrawError, left: Sequence[PromptRecord], progress: bool) -> None:
+    def _without(self, error: NothingToDrawError, left: Sequence[PromptRecord]) -> None:
         """Runs the rest of a call in two halves, until the records that fail stand alone."""
         if self.options.on_error == "raise" or self._failed_alone >= _MOST_FAILING_ALONE:
             raise error  # where nothing but such errors came, the model itself is to blame
         if len(left) > 1:
             middle = len(left) // 2
             for half in (left[:middle], left[middle:]):
-                self._run_call(half, progress)
+                self._run_call(half)
             return
         self._failed_alone += self.report.written == self.report.errors
         for record in left:
@@ -273,5 +264,5 @@ class _FileRun:
     def _append(self, number: int, line: bytes) -> None:
         self.output.append([(number, line)])
         self.report.written += 1
-        if self._bar is not None:
-            self._bar.update()
+        if self._whole is not None:
+            self._whole.done += 1

@@ -21,6 +21,7 @@ from ..notices import Notices
 from ..wording import a_kind, first_line, is_array, is_bool, is_number, kind, shown
 from .chats import NO_TEMPLATE, chat_problem, in_groups, is_bare_chat, is_chat, is_message, warn_of_idle_options
 from .long_prompts import shortened, warn_of_cuts
+from .preparing import tokenizing_bar
 from .prompt_options import options_of_each
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
@@ -277,17 +278,19 @@ def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
 
 def _encoded(items: list[Any], tokenizer: Any, encode: _Encode) -> Iterator[Any | Exception]:
     """The token ids of each item, or what the tokenizer raised for that item."""
-    for begin in range(0, len(items), _TOKENIZER_BATCH):
-        batch = items[begin : begin + _TOKENIZER_BATCH]
-        try:
-            rows = list(encode(tokenizer, batch))
-        except Exception:
-            rows = [_encoded_alone(item, tokenizer, encode) for item in batch]
-        if len(rows) != len(batch):
-            raise TokenizerError(
-                f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another tokenizer"
-            )
-        yield from rows
+    with tokenizing_bar(len(items)) as told:
+        for begin in range(0, len(items), _TOKENIZER_BATCH):
+            batch = items[begin : begin + _TOKENIZER_BATCH]
+            try:
+                rows = list(encode(tokenizer, batch))
+            except Exception:
+                rows = [_encoded_alone(item, tokenizer, encode) for item in batch]
+            if len(rows) != len(batch):
+                raise TokenizerError(
+                    f"the tokenizer gave {len(rows)} rows for {len(batch)} prompts: pass another tokenizer"
+                )
+            yield from rows
+            told(len(batch))
 
 
 def _encoded_alone(item: Any, tokenizer: Any, encode: _Encode) -> Any | Exception:

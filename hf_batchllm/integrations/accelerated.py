@@ -20,7 +20,7 @@ from ..inputs.call_arguments import CallArguments
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..sampling import processor_chains
-from .fallbacks import Fallback, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
+from .fallbacks import Fallback, ReportLeft, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
 
 Model = TypeVar("Model")  # a model, or a pipeline
 
@@ -45,12 +45,14 @@ def accelerated(
 
     A call that cannot be served goes to the model's own ``generate``, with one warning that says why. Sampling draws
     other tokens than ``generate`` would, from the same distribution; it repeats after ``set_seed``. Prefixes are shared
-    within a call; between calls only with ``keep_prefixes``. ``model.generate.last_report`` says how a call went.
-    ``tokenizer``, ``config`` and ``fields`` are those of BatchGenerator.
+    within a call; between calls only with ``keep_prefixes``. ``tokenizer``, ``config`` and ``fields`` are those of
+    BatchGenerator.
+
+    ``model.last_report`` (or ``pipe.last_report``) says how the last call went: a RunReport; None if the call was not
+    served. It stays when the block has ended, if any call was served. An attribute of your own of that name comes back.
 
     A text-generation pipeline computes all inputs of a call at once, whatever its ``batch_size``. Datasets and
     generators are read to their end first. A call that cannot be served goes the pipeline's usual way.
-    ``pipe.last_report`` is the report.
     """
     pipelines = sys.modules.get("transformers.pipelines")  # not loaded: no pipeline; and importing it takes long
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
@@ -102,9 +104,11 @@ class _StandIn(Fallback):
     instead = "the model's own generate runs instead"
     item = "row"
 
-    def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig, pipe: Any = None) -> None:
+        """``pipe``: the pipeline that runs on the model, batch by batch; the report is left there, too."""
         super().__init__()
         self._model = model
+        self._reports = [ReportLeft(holder) for holder in (model, pipe) if holder is not None]
         self._before: Any = vars(model).get("generate", _ABSENT)
         # Within another accelerated(): the original, as the outer stand-in would only refuse the same calls again.
         generate: Any = model.generate
@@ -128,14 +132,18 @@ class _StandIn(Fallback):
 
     def enter(self) -> None:
         vars(self._model)["generate"] = self
+        for report in self._reports:
+            report.begin()
 
     def leave(self) -> None:
         self._ended = True
         attributes = vars(self._model)
         if attributes.get("generate") is self:  # else the user has put something else there, which stays
-            before = self._before
+            before, outer = self._before, self
             while isinstance(before, _StandIn) and before._ended:
-                before = before._before
+                before, outer = before._before, before
+            for place, report in enumerate(self._reports):
+                report.end(outer._reports[place] if place < len(outer._reports) else None)
             if before is _ABSENT:
                 del attributes["generate"]
             else:
@@ -165,12 +173,19 @@ class _StandIn(Fallback):
                     "model.generate was called from within a step of a running call (by a hook?), while the model's "
                     "attention is swapped: make the outer call without accelerated(model), or the inner call later"
                 )
-            named = _named(self._model, args, kwargs)
+            self._generator.last_report = None
+            generate, named = self._generator.generate, _named(self._model, args, kwargs)
             reason = self._refusal or _reason_to_fall_back(named)
-            if reason is not None:
-                return self._run_original(reason, original)
-            generate = self._generator.generate
-            return self._attempt(lambda: generate(progress=False, **named), original)
+            try:
+                if reason is not None:
+                    return self._run_original(reason, original)
+                return self._attempt(lambda: generate(progress=False, **named), original)
+            finally:
+                self._note_report()
+
+    def _note_report(self) -> None:
+        for report in [] if self._ended else self._reports:
+            report.note(self.last_report)
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

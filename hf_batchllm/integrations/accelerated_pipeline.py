@@ -17,7 +17,7 @@ from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..results.run_report import RunReport
-from .fallbacks import Fallback, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
+from .fallbacks import Fallback, ReportLeft, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
 from .pipeline import BatchTextGenerationPipeline
 from .pipeline_call import AROUND_THE_MODEL, PipelineCall, PreparedInputs, TokenGenerator
 from .pipeline_inputs import read_inputs
@@ -26,7 +26,6 @@ from .pipeline_results import ResultIterator
 
 _REPLACED = ("get_iterator", "run_single")  # methods that every call of a pipeline goes through
 _MUST_BE_STOCK = (*AROUND_THE_MODEL, *_REPLACED)  # if the user changes one, this module would pass over the change
-_REPORT = "last_report"
 _TOO_LATE = "accelerated() ended before these results were read: read them in its block"
 _ABSENT = object()
 
@@ -51,7 +50,7 @@ def accelerated_pipeline(
             "that batches share is computed for each of them: make batches large (`batch_size`)"
         )
     whole = changed is None
-    acting: Any = _PipelineStandIn(pipe, tokenizer, config) if whole else stand_in(pipe.model, tokenizer, config)
+    acting: Any = _PipelineStandIn(pipe, tokenizer, config) if whole else stand_in(pipe.model, tokenizer, config, pipe)
     try:
         acting.enter()
         yield pipe
@@ -122,6 +121,7 @@ class _PipelineStandIn(Fallback):
         self.pipe = pipe
         self._model = pipe.model
         self._before: dict[str, Any] = {}
+        self._report = ReportLeft(pipe)
         self._ended = False
         self._open: weakref.WeakSet[ResultIterator] = weakref.WeakSet()
         try:
@@ -132,19 +132,20 @@ class _PipelineStandIn(Fallback):
 
     def enter(self) -> None:
         attributes = vars(self.pipe)
-        self._before = {name: attributes.get(name, _ABSENT) for name in (*_REPLACED, _REPORT)}
+        self._before = {name: attributes.get(name, _ABSENT) for name in _REPLACED}
         serve: tuple[Callable[..., Any], ...] = (self._iterator, self._single)
         for name, method in zip(_REPLACED, serve, strict=True):
             attributes[name] = _MethodStandIn(self, name, method)
-        attributes[_REPORT] = None
+        self._report.begin()
 
     def leave(self) -> None:
         self._ended = True
         attributes = vars(self.pipe)
         if self._is_mine(attributes.get(_REPLACED[0])):  # else an inner accelerated() replaced it, and restores it
-            before = self._before
+            before, report = self._before, self._report
             while isinstance(outer := before[_REPLACED[0]], _MethodStandIn) and outer.stand_in._ended:
-                before = outer.stand_in._before
+                before, report = outer.stand_in._before, outer.stand_in._report
+            self._report.end(report)
             for name, value in before.items():
                 if value is _ABSENT:
                     attributes.pop(name, None)
@@ -264,4 +265,4 @@ class _PipelineStandIn(Fallback):
 
     def _note_report(self) -> None:
         if not self._ended:
-            vars(self.pipe)[_REPORT] = self.last_report
+            self._report.note(self.last_report)

@@ -30,6 +30,8 @@ from ..results.run_report import RunReport
 from ..sampling import processor_chains, stop_rules
 from ..wording import a_kind
 
+_REPORT = "last_report"
+_ABSENT = object()
 _ADDED = sorted({*names(kind=OptionKind.ADDED), *ALIASES, "top_logprobs"})  # options that model.generate does not have
 
 
@@ -88,6 +90,34 @@ class Fallback:
         if kind not in self._warned:
             self._warned.add(kind)
             warn_user(f"not accelerated, {self.instead}: {text}")
+
+
+class ReportLeft:
+    """The attribute ``last_report`` of a model, or of a pipeline: it stays when ``accelerated`` has ended.
+
+    An attribute of that name that its owner had put there comes back instead. Where no call was served, none is left.
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self._attributes: dict[str, Any] = vars(holder)
+        self._before = self._attributes.get(_REPORT, _ABSENT)
+        # Within another accelerated(): what was there before that one.
+        self._owners = self._before is not _ABSENT and not isinstance(self._before, RunReport | None)
+
+    def begin(self) -> None:
+        self._attributes[_REPORT] = None
+
+    def note(self, report: RunReport | None) -> None:
+        self._attributes[_REPORT] = report
+
+    def end(self, outer: ReportLeft | None = None) -> None:
+        """``outer``: of another accelerated() that began earlier and ended before this one."""
+        first = outer or self
+        if first._owners or self._attributes.get(_REPORT) is None:
+            if first._before is _ABSENT:
+                self._attributes.pop(_REPORT, None)
+            else:
+                self._attributes[_REPORT] = first._before
 
 
 def reason_to_fall_back(given: dict[str, Any]) -> Exception | None:

@@ -19,6 +19,7 @@ from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from ..config import BatchConfig
+from ..engine.call import Call
 from ..engine.extra_outputs import ExtraOutputs
 from ..engine.unfinished import attach, note_of, part_of
 from ..errors import GenerationInterrupted, PromptError, UnsupportedOptionError
@@ -45,8 +46,8 @@ class TokenGenerator(BatchGenerator):
         super().__init__(model, tokenizer, config)
         self.given_tokenizer = tokenizer
 
-    def _generation(self, request: Request, outputs: ExtraOutputs, decode: bool = True) -> Generation:
-        return super()._generation(request, outputs, decode=False)
+    def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
+        return super()._generation(request, call, outputs, decode=False)
 
     def with_texts(self, result: BatchResult) -> BatchResult:
         texts = (None if each.error else self._tokenizer.decode(each.token_ids) for each in result)

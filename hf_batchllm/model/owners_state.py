@@ -40,6 +40,7 @@ _APART = frozenset(
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
         *("_forward_hooks_always_called", "_is_hf_initialized"),
         *("generate", "generation_config", "warnings_issued"),
+        "last_report",  # left by accelerated()
     ]
 )
 # PEFT's notes of the active adapters.

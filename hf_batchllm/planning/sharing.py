@@ -13,6 +13,7 @@ import numpy as np
 
 from ..config import BatchConfig
 from ..errors import ConfigError
+from ..inputs.preparing import planning_bar
 from ..inputs.prompts import Prompt, garbage_collection_paused, prepare_prompts
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..results.sharing_plan import Segment, SharingPlan
@@ -61,7 +62,7 @@ def plan_sharing(
     if lengths.min() == 0:
         raise ValueError(f"prompt {int(lengths.argmin())} is empty")
 
-    with garbage_collection_paused():
+    with garbage_collection_paused(), planning_bar(count):
         return _plan(prompts, lengths, decode, share, int(min_shared_tokens))
 
 

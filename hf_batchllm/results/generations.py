@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
-from .dataframes import table_of
+from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
 from .run_report import RunReport
+from .short_values import short_ids, short_text
 
 if TYPE_CHECKING:
+    import datasets
     import pandas
 
 
 _GENERATIONS_SHOWN = 3  # in a BatchResult's repr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
     """One generated sequence.
 
@@ -37,6 +40,10 @@ class Generation:
     error: why there is no result, if ``finish_reason`` is "error".
     score: of an answer of a beam search: the sum of its tokens' log-probabilities, divided by their number to the power
         of ``length_penalty``. The best answer comes first. It is the ``sequences_scores`` of ``generate``.
+    prompt: the prompt as it was passed: a string, or a chat as a list of messages. None where token ids were passed. It
+        is no copy of the string. Two results are compared by their token ids, and not by this.
+    adapter: the PEFT adapter that answered; several that were active together are joined by "+". None for the model
+        without any.
 
     Log-probabilities are None for errors, and if they were not asked for. They take some 300 bytes a token and 75 more
     for each of the k. With them the host picks the tokens and waits for each step. With ``prompt_logprobs`` the LM head
@@ -53,10 +60,34 @@ class Generation:
     prompt_logprobs: list[dict[int, float] | None] | None = None
     error: str | None = None
     score: float | None = None
+    prompt: str | list[dict[str, Any]] | None = field(default=None, compare=False)
+    adapter: str | None = None
+
+    def __repr__(self) -> str:
+        """In a line, the text first."""
+        said = {"error": short_text(self.error)} if self.error is not None else {"text": short_text(self.text)}
+        said["finish_reason"] = repr(self.finish_reason)
+        said["index"] = str(self.index)
+        if self.sample:
+            said["sample"] = str(self.sample)
+        if self.prompt is not None:
+            said["prompt"] = short_text(self.prompt)
+        said |= {"token_ids": short_ids(self.token_ids), "prompt_token_ids": short_ids(self.prompt_token_ids)}
+        for name in ("score", "adapter"):
+            if getattr(self, name) is not None:
+                said[name] = repr(getattr(self, name))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (values := getattr(self, name)) is not None:
+                said[name] = f"<of {len(values):,} tokens>"
+        return f"Generation({', '.join(f'{name}={value}' for name, value in said.items())})"
 
 
 class BatchResult(Sequence[Generation]):
-    """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``."""
+    """The generations of a call in the order of the prompts: row ``i * n + j`` is sample ``j`` of prompt ``i``.
+
+    A slice is a BatchResult with the same report, which is that of the whole call. Two are equal if their generations
+    are, whatever their reports; a list of the same generations is equal, too.
+    """
 
     _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that a notebook shows
 
@@ -77,9 +108,17 @@ class BatchResult(Sequence[Generation]):
     @overload
     def __getitem__(self, index: int) -> Generation: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Generation]: ...
-    def __getitem__(self, index: int | slice) -> Generation | list[Generation]:
-        return self._generations[index]
+    def __getitem__(self, index: slice) -> BatchResult: ...
+    def __getitem__(self, index: int | slice) -> Generation | BatchResult:
+        found = self._generations[index]
+        return found if isinstance(found, Generation) else BatchResult(found, self.report, self._decode)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BatchResult):
+            return self._generations == other._generations
+        return self._generations == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as that of a list
 
     def __len__(self) -> int:
         return len(self._generations)
@@ -105,28 +144,49 @@ class BatchResult(Sequence[Generation]):
             rows[-1].append(generation)
         return rows
 
-    def to_pandas(self) -> pandas.DataFrame:
+    def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
         """A DataFrame with one row for each generation: the fields of Generation, and the numbers of tokens.
 
-        Row ``k`` is ``self[k]``. It has the columns ``logprobs`` and ``prompt_logprobs`` if they were asked for.
+        The prompt comes first and the token ids come last; ``ids=False`` leaves these out. Row ``k`` is ``self[k]``.
+        There are columns for ``score``, ``adapter``, ``logprobs`` and ``prompt_logprobs`` if any generation has them.
         """
+        return table_of(self._columns(ids))
+
+    def to_jsonl(self, path: str | os.PathLike[str], *, ids: bool = True) -> None:
+        """Write a JSON object for each generation, one a line, with the columns of ``to_pandas``.
+
+        A file that is there already is replaced. To resume, and for files too large for memory, use ``run_file``.
+        """
+        write_json_lines(self._columns(ids), path)
+
+    def to_dataset(self, *, ids: bool = True) -> datasets.Dataset:
+        """A ``datasets.Dataset`` with the columns of ``to_pandas``.
+
+        Chats are lists of messages; where strings stand among them, or content that is not text, they are JSON text.
+        """
+        return dataset_of(self._columns(ids))
+
+    def _columns(self, ids: bool) -> Columns:
         rows = self._generations
         columns: dict[str, tuple[str, list[Any]]] = {
-            "index": ("int64", [row.index for row in rows]),
-            "sample": ("int64", [row.sample for row in rows]),
+            "prompt": prompt_column([row.prompt for row in rows]),
             "text": ("string", [row.text for row in rows]),
             "finish_reason": ("string", [row.finish_reason for row in rows]),
+            "index": ("int64", [row.index for row in rows]),
+            "sample": ("int64", [row.sample for row in rows]),
             "prompt_tokens": ("int64", [len(row.prompt_token_ids) for row in rows]),
             "new_tokens": ("int64", [len(row.token_ids) for row in rows]),
-            "token_ids": ("object", [row.token_ids for row in rows]),
-            "prompt_token_ids": ("object", [row.prompt_token_ids for row in rows]),
+            "error": ("string", [row.error for row in rows]),
         }
-        for name in ("logprobs", "prompt_logprobs"):
+        kinds = {"score": "float64", "adapter": "string", "logprobs": "logprobs", "prompt_logprobs": "logprobs"}
+        for name, kind in kinds.items():
             values = [getattr(row, name) for row in rows]
             if any(value is not None for value in values):
-                columns[name] = ("object", values)
-        columns["error"] = ("string", [row.error for row in rows])
-        return table_of(columns)
+                columns[name] = (kind, values)
+        if ids:
+            columns["token_ids"] = ("ids", [row.token_ids for row in rows])
+            columns["prompt_token_ids"] = ("ids", [row.prompt_token_ids for row in rows])
+        return columns
 
     def __repr__(self) -> str:
         shown = [

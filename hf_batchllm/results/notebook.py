@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 
+__all__ = ["in_notebook", "tqdm"]
+
 with warnings.catch_warnings():
     # Its first import advises to install ipywidgets. Without them bars are text, which does as well.
     warnings.filterwarnings("ignore", "IProgress not found")
-    import tqdm.auto  # noqa: F401
+    from tqdm.auto import tqdm
 
 
 def in_notebook() -> bool:

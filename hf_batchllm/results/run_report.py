@@ -23,7 +23,7 @@ class RunReport:
     new_tokens: tokens generated.
     model_tokens: all tokens that went through the model.
     peak_memory: the most bytes of KV cache that held tokens at the same time.
-    kv_memory: bytes of the whole KV cache.
+    kv_memory: bytes of the whole KV cache, which is as large as the call can use, or as memory allows.
     device_memory: the most bytes of the device that PyTorch had given out at the same time: the model, the KV cache,
         what steps take, and whatever else the process has there. 0 on a CPU, where PyTorch does not count. To measure
         it, a call resets PyTorch's peaks (``torch.cuda.reset_peak_memory_stats``).
@@ -72,7 +72,8 @@ class RunReport:
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:,.2f} s" if self.seconds < 100 else f"{self.seconds:,.0f} s"
-        count = f"{self.sequences:,} sequence{'' if self.sequences == 1 else 's'}"
+        thing = "score" if self.scored_tokens else "sequence"
+        count = f"{self.sequences:,} {thing}{'' if self.sequences == 1 else 's'}"
         if self.finished < self.sequences:
             count = f"interrupted: {self.finished:,} of {count}"
         tokens, kind = (self.scored_tokens, "scored") if self.scored_tokens else (self.new_tokens, "new")
@@ -80,10 +81,13 @@ class RunReport:
             f"{count}, {tokens:,} {kind} tokens in {seconds} ({self.tokens_per_second:,.0f} {kind} tokens/s)",
             f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
             f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
-            f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)}",
+            f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)} "
+            "that this call could use",
         ]
         if self.timeline is not None and self.timeline.longest_phases:
             lines.insert(3, f"time       {self.timeline.longest_phases}")
+        if self.scored_tokens:
+            lines.append(f"scores     read from {len(self.plan.order):,} sequences that were run")
         if self.device_memory:
             lines.append(f"memory     {shown_size(self.device_memory)} at most on the device, all in all")
         if self.cached_tokens:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 from ..errors import OptionValueError
 from ..wording import either, shown
-from .dataframes import table_of
+from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
 from .run_report import RunReport
+from .short_values import short_ids, short_text
 
 if TYPE_CHECKING:
+    import datasets
     import pandas
 
 
 _SCORES_SHOWN = 5  # in a ScoreResult's repr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Score:
     """How likely a continuation is after its context.
 
@@ -32,6 +35,9 @@ class Score:
         model's own logits.
     is_greedy: whether each token is the likeliest one in its place (among equals, the one with the lowest id).
     error: why there is no score; ``token_ids`` is then empty, and ``logprob`` is NaN.
+    context: the context as it was passed: a string, or a chat as a list of messages. None where token ids were passed,
+        and for whole texts. Two scores are compared without it.
+    adapter: the PEFT adapter that it was computed with, as in Generation.
     """
 
     index: int
@@ -41,6 +47,23 @@ class Score:
     logprobs: list[float]
     is_greedy: bool
     error: str | None = None
+    context: str | list[dict[str, Any]] | None = field(default=None, compare=False)
+    adapter: str | None = None
+
+    def __repr__(self) -> str:
+        """In a line, the text first."""
+        said = {"text": short_text(self.text)}
+        if self.error is not None:
+            said["error"] = short_text(self.error)
+        else:
+            said |= {"logprob": f"{self.logprob:.4f}", "is_greedy": repr(self.is_greedy)}
+        said |= {"index": str(self.index), "choice": str(self.choice)}
+        if self.context is not None:
+            said["context"] = short_text(self.context)
+        said["token_ids"] = short_ids(self.token_ids)
+        if self.adapter is not None:
+            said["adapter"] = repr(self.adapter)
+        return f"Score({', '.join(f'{name}={value}' for name, value in said.items())})"
 
     @property
     def logprob(self) -> float:
@@ -130,23 +153,48 @@ class ScoreResult(Sequence[Score]):
 
         return [likeliest(scores) for scores in self.by_context]
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame with one row for each score. Row ``k`` is ``self[k]``."""
+    @property
+    def probabilities(self) -> list[list[float]]:
+        """Of each context: how likely each continuation is if it must be one of them.
+
+        These add up to 1. They are NaN for a context with an error, or with a log-probability of NaN.
+        """
+        return [_among(scores) for scores in self.by_context]
+
+    def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
+        """A DataFrame with one row for each score. Row ``k`` is ``self[k]``.
+
+        The context comes first and the token ids come last; ``ids=False`` leaves these out.
+        """
+        return table_of(self._columns(ids))
+
+    def to_jsonl(self, path: str | os.PathLike[str], *, ids: bool = True) -> None:
+        """Write a JSON object for each score, one a line, with the columns of ``to_pandas``. Replaces a file."""
+        write_json_lines(self._columns(ids), path)
+
+    def to_dataset(self, *, ids: bool = True) -> datasets.Dataset:
+        """A ``datasets.Dataset`` with the columns of ``to_pandas``; chats as in ``BatchResult.to_dataset``."""
+        return dataset_of(self._columns(ids))
+
+    def _columns(self, ids: bool) -> Columns:
         rows = self._scores
-        return table_of(
-            {
-                "index": ("int64", [row.index for row in rows]),
-                "choice": ("int64", [row.choice for row in rows]),
-                "text": ("string", [row.text for row in rows]),
-                "tokens": ("int64", [len(row.token_ids) for row in rows]),
-                "logprob": ("float64", [row.logprob for row in rows]),
-                "mean_logprob": ("float64", [row.mean_logprob for row in rows]),
-                "is_greedy": ("bool", [row.is_greedy for row in rows]),
-                "token_ids": ("object", [row.token_ids for row in rows]),
-                "logprobs": ("object", [row.logprobs for row in rows]),
-                "error": ("string", [row.error for row in rows]),
-            }
-        )
+        columns: dict[str, tuple[str, list[Any]]] = {
+            "context": prompt_column([row.context for row in rows]),
+            "text": ("string", [row.text for row in rows]),
+            "logprob": ("float64", [row.logprob for row in rows]),
+            "mean_logprob": ("float64", [row.mean_logprob for row in rows]),
+            "is_greedy": ("bool", [row.is_greedy for row in rows]),
+            "index": ("int64", [row.index for row in rows]),
+            "choice": ("int64", [row.choice for row in rows]),
+            "tokens": ("int64", [len(row.token_ids) for row in rows]),
+            "error": ("string", [row.error for row in rows]),
+        }
+        if any(row.adapter is not None for row in rows):
+            columns["adapter"] = ("string", [row.adapter for row in rows])
+        columns["logprobs"] = ("logprobs", [row.logprobs for row in rows])
+        if ids:
+            columns["token_ids"] = ("ids", [row.token_ids for row in rows])
+        return columns
 
     def __repr__(self) -> str:
         lines = [f"  [{place}] {_short(score)}" for place, score in enumerate(self._scores[:_SCORES_SHOWN])]
@@ -159,6 +207,17 @@ class ScoreResult(Sequence[Score]):
         from .views.scores import scores_html  # imported only when shown
 
         return scores_html(self)
+
+
+def _among(scores: Sequence[Score]) -> list[float]:
+    logprobs = [score.logprob for score in scores]  # NaN for an error
+    highest = max(logprobs)
+    if any(map(math.isnan, logprobs)):
+        return [math.nan] * len(logprobs)
+    if highest == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _short(score: Score) -> str:

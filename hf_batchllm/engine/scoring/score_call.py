@@ -104,7 +104,8 @@ class ScoreJob:
 
     def failures(self) -> Iterator[Score]:
         for (index, choice), why in self.inputs.problems.items():
-            yield Score(index, choice, self.inputs.texts.get((index, choice)), [], [], False, why)
+            text, context = self.inputs.texts.get((index, choice)), self.inputs.context_as_passed(index)
+            yield Score(index, choice, text, [], [], False, why, context)
 
 
 def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarray]:
@@ -138,6 +139,14 @@ class ScoreOutputs(CallOutputs):
         self._job = job
         self.lookups = Lookups(job.inputs.items, job.readers)
         self.counts = self._counts(range(len(job.job.prompts)))
+
+    def scores(
+        self, request: Request, decode: Callable[[list[int]], str | None], adapter: str | None
+    ) -> Iterator[Score]:
+        """All scores that are read from ``request``, which has ended. ``adapter``: that it ran with."""
+        for score in self.lookups.scores(request, decode):
+            context = self._job.inputs.context_as_passed(score.index)
+            yield replace(score, context=context, adapter=adapter)
 
     @property
     def watcher(self) -> Lookups:

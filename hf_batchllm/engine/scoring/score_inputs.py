@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import OptionValueError, PromptError
+from ...inputs.as_passed import AsPassed, as_passed
 from ...inputs.chats import is_chat
 from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
@@ -46,6 +47,10 @@ class ScoreInputs:
     texts: dict[Place, str] = field(default_factory=dict)  # the continuations with a problem, where they are text
     what: str = "context"  # what the first number of a place counts: "context" or "text"
     adapters: list[str | None] | None = None  # of each context, if adapters were named
+    contexts: list[AsPassed] | None = None  # of each, for the results; None for whole texts
+
+    def context_as_passed(self, index: int) -> AsPassed:
+        return None if self.contexts is None else self.contexts[index]
 
     @property
     def count(self) -> int:
@@ -105,6 +110,7 @@ def check_scores(
     given, entries = _paired(contexts, continuations, choices)
     inputs = ScoreInputs(what="text" if given is None else "context")
     inputs.adapters = adapters(len(entries))
+    inputs.contexts = None if given is None else as_passed(given)
     asked = dict(_readable(entries, inputs))
     found = _whole_texts(asked, read, inputs) if given is None else _continued(given, asked, read, inputs)
     items: dict[Place, ScoreItem] = {}

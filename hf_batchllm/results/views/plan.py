@@ -7,10 +7,9 @@ from .axes import WIDTH, number, rectangle, titled
 from .icicle import Icicle, icicle
 from .markup import count, folded, legend, one_line, percent, several, shorter, table, text, tiles, view
 from .protocols import ShownPlan, ShownSegment
+from .shades import Shades
 
 _HEIGHT, _HEIGHT_OF_NOTHING_SHARED = 280, 140
-_SHADE_BOUNDS = (2, 7, 31, 127)  # prompts that share a block, at most, for each shade but the last
-_SHADES = ("2", "3 – 7", "8 – 31", "32 – 127", "128 or more")
 _SEGMENTS_LISTED = 8  # in the table
 _GAP_FROM = 4  # pixels: smaller boxes have no gap around them
 # Shares of the width that a short label needs, a full one, and either in a narrow view; pixels of a line.
@@ -51,14 +50,14 @@ def _picture(plan: ShownPlan, thing: str) -> str:
     tree = icicle(plan)
     height = _HEIGHT if plan.segments else _HEIGHT_OF_NOTHING_SHARED
     scale = height / tree.limit
-    shades: set[int] = set()
+    shades = Shades(_members_drawn(plan, tree))
     drawing = _blocks(plan, tree, scale, thing, shades) + _columns(plan, tree, scale, thing, shades)
-    shown = [(f"hfb-s{shade}", _SHADES[shade - 1]) for shade in range(1, max(shades, default=0) + 1)]
+    shown = [(f"hfb-s{shade}", name) for shade, name in shades.names()]
     shades_legend = (
         legend([("hfb-own", "1 (its own)"), *shown], f"{thing.title()}s that share a block:") if shown else ""
     )
     y_ticks = [(level * scale, count(level)) for level in axes.ticks(tree.limit, 5, whole=True)]
-    over = _block_labels(plan, tree, scale) + (_cut(tree, thing) if tree.is_cut else "")
+    over = _block_labels(plan, tree, scale, shades) + (_cut(tree, thing) if tree.is_cut else "")
     about = f"{several(len(plan.order), thing)}, {percent(plan.saving)} of their tokens shared"
     return (
         f'<div class="hfb-head"><span class="hfb-dim">Tokens, from the first one down</span>{shades_legend}</div>'
@@ -82,19 +81,26 @@ def _caption(tree: Icicle, thing: str) -> str:
     return sentences.strip()
 
 
-def _shade(members: float) -> int:
-    return 1 + sum(members > bound + 0.5 for bound in _SHADE_BOUNDS)
+def _members_drawn(plan: ShownPlan, tree: Icicle) -> list[float]:
+    """How many prompts share each thing that is drawn; of columns, on average."""
+    blocks = [plan.segments[index] for index in tree.blocks.tolist()]
+    members: list[float] = [block.members for block in blocks if block.start < tree.limit]
+    drawn = (tree.shared > 0) & (tree.top < tree.limit)
+    return members + [_members(saving) for saving in tree.saving[drawn].tolist()]
 
 
-def _blocks(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set[int]) -> str:
+def _members(saving: float) -> float:
+    return max(2.0, round(1 / max(1 - saving, 1e-9)))
+
+
+def _blocks(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: Shades) -> str:
     parts = []
     across = WIDTH / tree.prompts
     for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
         segment = plan.segments[index]
         if segment.start >= tree.limit:  # below the cut
             continue
-        shade = _shade(segment.members)
-        shades.add(shade)
+        shade = shades.of(segment.members)
         width, height = segment.members * across, (min(segment.end, tree.limit) - segment.start) * scale
         drawn = _box(f"hfb-s{shade}", left * across, segment.start * scale, width, height)
         parts.append(titled(_tooltip(segment, plan.labels.get(index), thing), drawn))
@@ -111,7 +117,7 @@ def _tooltip(segment: ShownSegment, label: str | None, thing: str) -> str:
     return tooltip if label is None else f"{tooltip}\n“{shorter(label, _TOOLTIP_CHARACTERS)}”"
 
 
-def _columns(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: set[int]) -> str:
+def _columns(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: Shades) -> str:
     parts = []
     across = WIDTH / tree.prompts
     order = plan.order
@@ -121,8 +127,7 @@ def _columns(plan: ShownPlan, tree: Icicle, scale: float, thing: str, shades: se
         top, middle, bottom = (min(level, tree.limit) for level in (top, top + shared, top + shared + own))
         drawn = ""
         if middle > top:
-            shade = _shade(1 / max(1 - saving, 1e-9))
-            shades.add(shade)
+            shade = shades.of(_members(saving))
             drawn = _box(f"hfb-s{shade}", left, top * scale, width, (middle - top) * scale)
         drawn += _box("hfb-own", left, middle * scale, width, (bottom - middle) * scale)
         if size == 1 and thing == "prompt":
@@ -140,7 +145,7 @@ def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
     return rectangle(kind + gap, x, y, x + width, y + height)
 
 
-def _block_labels(plan: ShownPlan, tree: Icicle, scale: float) -> str:
+def _block_labels(plan: ShownPlan, tree: Icicle, scale: float, shades: Shades) -> str:
     """Labels in the blocks that have room for them."""
     parts = []
     for index, left in zip(tree.blocks.tolist(), tree.block_left.tolist(), strict=True):
@@ -155,7 +160,7 @@ def _block_labels(plan: ShownPlan, tree: Icicle, scale: float) -> str:
             lines += f'<span class="hfb-said">{one_line(label, _TOOLTIP_CHARACTERS)}</span>'
         wide = "" if width >= _LABEL_IF_NARROW else " hfb-wide"
         parts.append(
-            f'<div class="hfb-in hfb-i{_shade(segment.members)}{wide}" style="left:{100 * left / tree.prompts:.2f}%;'
+            f'<div class="hfb-in hfb-i{shades.of(segment.members)}{wide}" style="left:{100 * left / tree.prompts:.2f}%;'
             f'width:{100 * width:.2f}%;top:{number(segment.start * scale)}px;height:{number(height)}px">{lines}</div>'
         )
     return "".join(parts)

@@ -15,8 +15,7 @@ def report_html(report: ShownReport) -> str:
     if report.timeline is not None:
         parts += [timeline_panels(report.timeline, report.kv_memory), phases_bar(report.timeline)]
     parts.append(_facts(report))
-    title = f"What the prompts share: {percent(report.plan.saving)} of their tokens"
-    parts.append(folded(title, plan_body(report.plan, thing="sequence")))
+    parts.append(_shared(report))
     return view("".join(parts), str(report))
 
 
@@ -24,9 +23,10 @@ def figures(report: ShownReport) -> list[tuple[str, str]]:
     finished = f"{report.finished:,}"
     if report.finished < report.sequences:
         finished += f" of {report.sequences:,}"
+    thing = "score" if report.scored_tokens else "sequence"
     tokens, kind = (report.scored_tokens, "scored") if report.scored_tokens else (report.new_tokens, "new")
     return [
-        (finished, "sequence" if report.sequences == 1 else "sequences"),
+        (finished, thing if report.sequences == 1 else f"{thing}s"),
         (f"{tokens:,}", f"{kind} tokens"),
         (seconds(report.seconds), "in all"),
         (f"{report.tokens_per_second:,.0f}", f"{kind} tokens / s"),
@@ -40,6 +40,17 @@ def interrupted(report: ShownReport) -> str:
         return ""
     warning = f"Interrupted: {report.finished:,} of {several(report.sequences, 'sequence')} had finished"
     return f'<div class="hfb-title hfb-warn">{text(warning)}</div>'
+
+
+def _shared(report: ShownReport) -> str:
+    plan = report.plan
+    if not report.scored_tokens:
+        return folded(f"What the prompts share: {percent(plan.saving)} of their tokens", plan_body(plan, "sequence"))
+    # Scores are read from few sequences, which spares more than these share among them: its share is not the saving.
+    run = several(len(plan.order), "sequence")
+    if not plan.segments:
+        return f'<div class="hfb-caption">{text(f"The scores were read from {run}, which share nothing more.")}</div>'
+    return folded(f"The scores were read from {run}: what these share besides", plan_body(plan, "sequence"))
 
 
 def _facts(report: ShownReport) -> str:

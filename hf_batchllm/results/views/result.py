@@ -16,6 +16,8 @@ _ANSWER_CHARACTERS = 320
 _TOOLTIP_CHARACTERS = 1000
 _IDS_SHOWN, _IDS_IN_TOOLTIP = 24, 200  # token ids, where there is no text
 
+_NO_PROMPT = '<span class="hfb-dim">–</span>'
+
 Decode = Callable[[list[int]], str | None]
 
 
@@ -94,11 +96,13 @@ def _cells(generation: ShownGeneration, sampled: bool) -> str:
 
 def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
     """The beginning and the end of a prompt: prompts that share much differ at their ends."""
-    ids = list(generation.prompt_token_ids)
-    if not ids:
-        return '<span class="hfb-dim">–</span>'
+    ids, passed = list(generation.prompt_token_ids), generation.prompt
+    if not ids:  # it could not be run
+        return _block(passed, _PROMPT_START + _PROMPT_END) if isinstance(passed, str) else _NO_PROMPT
     long = len(ids) > 2 * _PROMPT_TOKENS
     start = _decoded(decode, ids[:_PROMPT_TOKENS] if long else ids)
+    if start is None and isinstance(passed, str):  # of a result that was pickled, say
+        start, long = passed, False
     if start is None:
         return _ids(ids)
     end = start

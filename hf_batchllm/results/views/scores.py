@@ -1,46 +1,111 @@
-"""A ScoreResult as a table: one row for each continuation, the likeliest of each context marked."""
+"""A ScoreResult as a table: contexts, and below each its continuations with their probabilities among them."""
 
 from __future__ import annotations
 
-from .markup import one_line, percent, seconds, several, table, text, view
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .markup import one_line, percent, seconds, several, text, view
 from .protocols import ShownScore, ShownScores
 from .report import interrupted
 
 _ROWS_SHOWN = 40
 _TEXT_CHARACTERS = 160
+_CONTEXT_START, _CONTEXT_END = 60, 140  # characters shown of a long context
+_TOOLTIP_CHARACTERS = 1000
+_FIGURES = ("among these", "log-probability", "a token", "tokens")
 _IDS_SHOWN = 24  # token ids, where there is no text
 
 
 def scores_html(result: ShownScores) -> str:
-    best = _likeliest(result)
-    rows = [_row(score, (score.index, score.choice) in best) for score in result[:_ROWS_SHOWN]]
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
         body += interrupted(report)
-    if rows:
-        body += table(["#", "choice", "continuation", "tokens", "log-probability", "a token"], rows, 3)
-    if len(result) > _ROWS_SHOWN:
-        body += f'<div class="hfb-caption">{text(f"… {len(result) - _ROWS_SHOWN:,} more")}</div>'
+    body += _table(result)
     if report is not None:
         headline = f"In {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
         body += f'<div class="hfb-caption">{text(headline)}</div>'
     return view(body, repr(result))
 
 
-def _likeliest(result: ShownScores) -> set[tuple[int, int | None]]:
-    """(index, choice) of the likeliest continuation of each context that has several."""
-    if not result.complete:
-        return set()
-    pairs = zip(result.by_context, result.best(), strict=True)
-    return {(scores[0].index, choice) for scores, choice in pairs if len(scores) > 1}
+def _table(result: ShownScores) -> str:
+    contexts = list(result.by_context)
+    if not contexts:
+        return ""
+    compared = result.complete and any(len(scores) > 1 for scores in contexts)
+    best = result.best() if result.complete else [None] * len(contexts)
+    named = any(score.context is not None for scores in contexts for score in scores)
+    lines: list[str] = []
+    shown = 0
+    for scores, among, likeliest in zip(contexts, result.probabilities, best, strict=True):
+        if shown and shown + len(scores) > _ROWS_SHOWN:
+            break
+        some = scores[:_ROWS_SHOWN]
+        lines += _rows(some, among, likeliest if len(scores) > 1 else None, named, compared)
+        shown += len(some)
+    if len(result) > shown:
+        columns = 5 + named + compared
+        lines.append(f'<tr class="hfb-more"><td colspan="{columns}">… {len(result) - shown:,} more</td></tr>')
+    head = '<th class="hfb-num">#</th>'
+    head += "".join(f"<th>{title}</th>" for title in [*(["context"] if named else []), "continuation"])
+    head += _figures(_FIGURES if compared else _FIGURES[1:], "th")
+    return f'<table class="hfb-scores"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _row(score: ShownScore, is_best: bool) -> list[str]:
+def _rows(
+    scores: Sequence[ShownScore], among: Sequence[float], likeliest: int | None, named: bool, compared: bool
+) -> list[str]:
+    """The continuations of a context, beside it."""
+    span = f' rowspan="{len(scores)}"' if len(scores) > 1 else ""
+    beside = f'<td class="hfb-num hfb-dim"{span}>{text(scores[0].index)}</td>'
+    if named:
+        beside += f'<td class="hfb-context"{span}>{_context(scores[0].context)}</td>'
+    lines, kind = [], ' class="hfb-group"'
+    for score, probability in zip(scores, among, strict=False):
+        lines.append(f"<tr{kind}>{beside}{_cells(score, probability, score.choice == likeliest, compared)}</tr>")
+        beside = kind = ""
+    return lines
+
+
+def _cells(score: ShownScore, probability: float, is_best: bool, compared: bool) -> str:
     if score.error is not None:
         error = f'<span class="hfb-bad">{one_line(score.error, _TEXT_CHARACTERS)}</span>'
-        return [text(score.index), text(score.choice), error, "", "", ""]
-    shown = " ".join(map(str, score.token_ids[:_IDS_SHOWN])) if score.text is None else score.text
-    figures = [f"{len(score.token_ids):,}", f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}"]
-    line = one_line(shown, _TEXT_CHARACTERS)
-    return [text(score.index), text(score.choice), f"<b>{line}</b>" if is_best else line, *figures]
+        return f'<td class="hfb-said-choice">{error}</td>' + _figures([""] * (3 + compared), "td")
+    said = " ".join(map(str, score.token_ids[:_IDS_SHOWN])) if score.text is None else score.text
+    line = one_line(said, _TEXT_CHARACTERS)
+    figures = [f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}", f"{len(score.token_ids):,}"]
+    if compared:
+        figures.insert(0, _bar(probability, is_best))
+    return f'<td class="hfb-said-choice">{f"<b>{line}</b>" if is_best else line}</td>' + _figures(figures, "td")
+
+
+def _figures(cells: Sequence[str], tag: str) -> str:
+    """A narrow view has room for the first of them."""
+    kinds = ("hfb-num", *["hfb-num hfb-wide"] * (len(cells) - 1))
+    return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))
+
+
+def _bar(probability: float, is_best: bool) -> str:
+    if math.isnan(probability):
+        return '<span class="hfb-dim">–</span>'
+    shown = percent(probability)
+    fill = f'<i class="hfb-c{0 if is_best else 8}" style="width:{100 * probability:.1f}%"></i>'
+    figure = f"<b>{text(shown)}</b>" if is_best else text(shown)
+    return f'<span class="hfb-among">{fill}</span><span class="hfb-share">{figure}</span>'
+
+
+def _context(context: Any) -> str:
+    """The end of a context, where contexts differ, below its beginning. Of a chat, the last message."""
+    if context is None:
+        return '<span class="hfb-dim">–</span>'
+    whole = str(context[-1].get("content", "")) if isinstance(context, list) and context else str(context)
+    if len(whole) <= _CONTEXT_START + _CONTEXT_END:
+        return f'<div class="hfb-text">{one_line(whole, _TOOLTIP_CHARACTERS)}</div>'
+    title = text(f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}")
+    start = one_line(whole[:_CONTEXT_START], _CONTEXT_START)
+    return (
+        f'<div title="{title}"><div class="hfb-start hfb-dim" dir="auto">{start}…</div>'
+        f'<div class="hfb-text hfb-clamp" dir="auto">… {one_line(whole[-_CONTEXT_END:], _CONTEXT_END)}</div></div>'
+    )

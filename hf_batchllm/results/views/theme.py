@@ -152,11 +152,20 @@ _RULES = """
 .hfb .hfb-bad{color:var(--hfb-bad)}
 .hfb .hfb-ids{font-family:var(--jp-code-font-family,var(--vscode-editor-font-family,monospace));font-size:11px;
  color:var(--hfb-dim);overflow-wrap:anywhere}
+.hfb .hfb-view .hfb-scores td{border-bottom:0}
+.hfb .hfb-view .hfb-scores tr:nth-child(n+2).hfb-group td,.hfb .hfb-view .hfb-scores .hfb-more td{
+ border-top:1px solid var(--hfb-line)}
+.hfb .hfb-view .hfb-scores .hfb-context{width:38%}
+.hfb .hfb-view .hfb-scores .hfb-said-choice{overflow-wrap:anywhere}
+.hfb .hfb-among{display:inline-block;width:64px;height:8px;margin-right:8px;border-radius:2px;overflow:hidden;
+ background:color-mix(in srgb,var(--hfb-line) 55%,transparent)}
+.hfb .hfb-share{display:inline-block;min-width:52px}
+.hfb .hfb-among i{display:block;height:100%}
 .hfb .hfb-more td{color:var(--hfb-dim);text-align:center}
 @container (max-width:560px){
 .hfb .hfb-tiles{gap:8px 20px}
 .hfb .hfb-tile b{font-size:18px}
-.hfb .hfb-wide{display:none}
+.hfb .hfb-wide,.hfb .hfb-among{display:none}
 .hfb .hfb-view th,.hfb .hfb-view td{padding-right:9px}
 .hfb .hfb-view th{white-space:normal;vertical-align:bottom}
 .hfb .hfb-view .hfb-rows thead{display:none}

@@ -129,6 +129,7 @@ def _cache(drawn: Columns, x: np.ndarray, tooltips: _Tooltips, kv_memory: int) -
     summary = f"{shown_size(int(highest))} at most"
     if kv_memory > 0:
         summary += f", {percent(highest / kv_memory)} of {shown_size(kv_memory)}{' (dashed)' if whole else ''}"
+        summary += " that this call could use"
     unit = 1024 ** min(3, int(math.log2(limit) // 10))
     marks = [(height - at * unit * height / limit, _bytes(at, unit)) for at in axes.ticks(limit / unit, 2)]
     note = f'<span class="hfb-key">{text(summary)}</span>'

@@ -1,0 +1,62 @@
+"""Bars over what comes before the first step of a long list: text becomes tokens, and the plan is made.
+
+They go away again when it is done. ``bars_wanted`` says for a block of code whether there are any: what makes tokens of
+texts is called from many places, most of which know nothing of bars.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ..results.notebook import in_notebook, tqdm
+
+_MANY_TEXTS = 2048  # fewer are tokens soon
+_MANY_PROMPTS = 10_000  # fewer are planned soon
+_PATIENCE = 0.5  # seconds before a bar appears
+
+_wanted: ContextVar[bool | None] = ContextVar("_wanted", default=None)
+
+
+@contextmanager
+def bars_wanted(wanted: bool | None) -> Iterator[None]:
+    """``wanted``: as ``progress`` of ``generate``."""
+    token = _wanted.set(wanted)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def open_bar(shown: bool, **options: Any) -> tqdm:
+    """A bar of tqdm's, where a notebook shows it in the colours of text."""
+    return tqdm(disable=not shown, file=sys.stdout if in_notebook() else None, **options)
+
+
+def bars_shown(wanted: bool | None, many: bool) -> bool:
+    """None shows a bar where there are many, if transformers' bars are on."""
+    if wanted is not None:
+        return wanted
+    # Not imported for this: a plan needs no transformers, and where it is not loaded nobody has switched its bars off.
+    logging = sys.modules.get("transformers.utils.logging")
+    return many and (logging is None or logging.is_progress_bar_enabled())
+
+
+@contextmanager
+def tokenizing_bar(texts: int) -> Iterator[Callable[[int], object]]:
+    """Over texts that become tokens. The function that comes is told of each few."""
+    shown = texts >= _MANY_TEXTS and bars_shown(_wanted.get(), True)
+    form = "{percentage:3.0f}%|{bar}| making tokens of prompts {n:,} / {total:,} [{elapsed}<{remaining}]"
+    with open_bar(shown, total=texts, bar_format=form, leave=False, delay=_PATIENCE) as bar:
+        yield bar.update
+
+
+@contextmanager
+def planning_bar(prompts: int) -> Iterator[None]:
+    """While the plan is made, which takes a few seconds for many prompts."""
+    shown = prompts >= _MANY_PROMPTS and bars_shown(_wanted.get(), True)
+    with open_bar(shown, total=1, bar_format=f"planning what {prompts:,} prompts share ...", leave=False):
+        yield
