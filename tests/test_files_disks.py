@@ -206,7 +206,7 @@ def test_places_that_cannot_be(given, folder) -> None:
         (folder / "in2.jsonl", "is the input"),
         (folder / "in3.jsonl", "is the input"),
         (folder / "circle.jsonl", "circle"),
-        (folder / "out.txt", "pass the format"),
+        (folder / "out.txt", "a .txt cannot hold: name it .jsonl or .csv"),
         (folder / "out.jsonl.gz", "results cannot be added to a compressed file: leave .gz out"),
         (folder / ("x" * 300 + ".jsonl"), "too long"),
     ]:

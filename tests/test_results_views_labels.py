@@ -86,6 +86,9 @@ def test_a_call_shows_what_was_asked_and_what_it_had_in_common(generator):
     page = view_of(result.report)
     assert BEGINNING in page.text and "14sequences" in page.text
     again = pickle.loads(pickle.dumps(result))
+    assert "w5 w6 w8" in view_of(again).text, "a result keeps its prompt as it was passed"
+    ids = generator.generate([[5, 6, 8]], max_new_tokens=1)
+    again = pickle.loads(pickle.dumps(ids))  # without the tokenizer
     assert "w5 w6 w8" not in view_of(again).text and "5 6 8" in view_of(again).text
 
 
