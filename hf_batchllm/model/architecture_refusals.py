@@ -36,6 +36,16 @@ def refuse_own_temperature(layers: Sequence[nn.Module], name: str) -> None:
             )
 
 
+def refuse_dropped_layers(modules: Sequence[nn.Module], name: str) -> None:
+    """OPT and BioGPT pass over layers at random while they train."""
+    for module in modules:
+        held = module.__dict__
+        if held["training"] and held.get("layerdrop"):
+            raise UnsupportedModelError(
+                f"{name} drops layers at random in train mode (`layerdrop` is {held['layerdrop']}): call model.eval()"
+            )
+
+
 def refuse_equal_numbers(model: PreTrainedModel, name: str) -> None:
     """A layer that was copied keeps its number, and ``generate``'s cache would mix up the K and V of both."""
     for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
