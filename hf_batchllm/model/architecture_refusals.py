@@ -40,7 +40,7 @@ def refuse_dropped_layers(modules: Sequence[nn.Module], name: str) -> None:
     """OPT and BioGPT pass over layers at random while they train."""
     for module in modules:
         held = module.__dict__
-        if held["training"] and held.get("layerdrop"):
+        if held.get("layerdrop") and held.get("training"):
             raise UnsupportedModelError(
                 f"{name} drops layers at random in train mode (`layerdrop` is {held['layerdrop']}): call model.eval()"
             )
