@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,8 @@ def attention_forward(
             raise UnsupportedModelError(f"{name} hands `{given}` to its attention; that is not supported")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal attention is supported")
+    if sliding_window is not None and type(sliding_window) is not int:
+        sliding_window = _as_int(sliding_window, name)
     dtype = query.dtype
     if dtype != torch.float64:
         dtype = autocast_dtype(query.device) or dtype
@@ -76,6 +79,15 @@ def attention_forward(
         )
     )
     return out.unsqueeze(0), None
+
+
+def _as_int(window: Any, name: str) -> int:
+    """A window that came as another kind of number, NumPy's for one."""
+    if isinstance(window, torch.Tensor) or not hasattr(window, "__index__"):
+        raise UnsupportedModelError(
+            f"the `sliding_window` of {name} is {window!r}, a {type(window).__name__}: make it an int of Python's"
+        )
+    return index(window)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

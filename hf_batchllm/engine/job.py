@@ -16,6 +16,7 @@ from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.as_passed import AsPassed, as_passed
 from ..inputs.base_model import base_model
+from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
@@ -114,7 +115,7 @@ class JobChecks:
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
-        self._warn_of_dropout()
+        self._warn_of_random_parts()
         passed = None
         if padded is None:
             listed = as_list(prompts)
@@ -152,6 +153,8 @@ class JobChecks:
             limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
             limit = rules[index].limit(width, limit)
             why = length_problem(len(prompt.ids), limit, options, architecture, self._default_limit())
+            if why is None and options.arguments.prompt_logprobs is not None:
+                why = id_without_logits(prompt.ids[1:], architecture)
             if why is not None:
                 problems[index] = why
                 continue
@@ -184,7 +187,7 @@ class JobChecks:
         """The checked call of ``score``."""
         check_on_error(on_error)
         chat_options = prompt_options_alone(chat_options, "score", chats_alone=True)
-        self._warn_of_dropout()
+        self._warn_of_random_parts()
         read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
         adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)
         inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
@@ -206,11 +209,12 @@ class JobChecks:
         adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)
         return [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
 
-    def _warn_of_dropout(self) -> None:
+    def _warn_of_random_parts(self) -> None:
         if not self._model.training:
             return
         # Lists, not generators: an interrupt that comes while a generator closes is lost.
-        drops = [module.p for module in self._model.modules() if isinstance(module, nn.Dropout)]
+        modules = list(self._model.modules())
+        drops = [module.p for module in modules if isinstance(module, nn.Dropout)]
         config = base_model(self._model).config.get_text_config(decoder=True)
         in_attention: float = getattr(config, "attention_dropout", 0.0)
         if any(drops) or in_attention:
@@ -218,6 +222,14 @@ class JobChecks:
                 "dropout",
                 "the model is in training mode and has dropout: results are random, and no seed repeats them "
                 "(and dropout inside attention is left out). Call model.eval() first",
+            )
+        # Of routers and experts: Mixtral's `jitter_noise`, DBRX's `moe_jitter_eps`.
+        noise = [name for module in modules for name, value in vars(module).items() if "jitter" in name and value]
+        if noise:
+            self._notices(
+                "jitter",
+                f"the model is in training mode and has noise in its routers (`{noise[0]}`): results are random, and "
+                "no seed repeats them. Call model.eval() first",
             )
 
     def _prompts(

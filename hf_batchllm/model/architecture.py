@@ -25,6 +25,7 @@ from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
 from ..patches.uncompiled import Uncompiled, every_module
 from .architecture_refusals import (
+    refuse_dropped_layers,
     refuse_equal_numbers,
     refuse_own_positions,
     refuse_own_temperature,
@@ -44,6 +45,7 @@ _BYPASSES = (
 )
 # Positions of queries that masks are asked about: at the start, and so far from it that any window or chunk shows.
 _QUERIES = (1, 6, 1_000_000)
+_POSITION_TABLES = {"wpe", "embed_positions", "position_embeddings"}  # GPT-2's, OPT's and BART's, BERT's
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 _Noted = tuple[list[AttentionCall], bool]  # the calls of a pass, and whether the model selects rows
@@ -67,6 +69,7 @@ class Architecture:
     attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
     selects_rows: bool  # whether the model can be told which tokens to compute logits of
     look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
+    head_rows: int | None = None  # ids that have logits, where the head of the model tells
 
 
 def inspect_model(model: nn.Module) -> Architecture:
@@ -100,12 +103,13 @@ def inspect_model(model: nn.Module) -> Architecture:
         kv_values_per_token=values,
         kv_bytes_per_token=values * inner.dtype.itemsize,
         vocab_size=_vocab_size(inner),
-        max_positions=_learned_positions(inner, config),
+        max_positions=_learned_positions(inner),
         rope_limit=rope_limit(inner, _rope_limit(config)),
         device=device,
         attention=shapes,
         selects_rows=selects_rows,
         look=look,
+        head_rows=_head_rows(inner),
     )
 
 
@@ -122,6 +126,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     modules = every_module(inner)
     device = _single_device(inner, modules, architecture.name)
     _refuse_repeated_layers(modules, architecture.name)
+    refuse_dropped_layers(modules, architecture.name)
     if has_changed(inner, architecture.look):
         before, architecture = architecture, inspect_model(model)
         if architecture.attention != before.attention:
@@ -135,6 +140,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
         vocab_size=_vocab_size(inner),
         device=device,
+        head_rows=_head_rows(inner),
     )
 
 
@@ -142,6 +148,11 @@ def _vocab_size(model: PreTrainedModel) -> int:
     rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
     stated: int = model.config.get_text_config(decoder=True).vocab_size
     return rows or stated
+
+
+def _head_rows(model: PreTrainedModel) -> int | None:
+    rows = getattr(model.get_output_embeddings(), "out_features", None)
+    return rows if isinstance(rows, int) else None
 
 
 def _single_device(model: PreTrainedModel, modules: Sequence[nn.Module], name: str) -> torch.device:
@@ -336,12 +347,18 @@ def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str, drop
             )
 
 
-def _learned_positions(model: PreTrainedModel, config: PreTrainedConfig) -> int | None:
-    """The rows of the model's table of learned positions, if it has one."""
-    for name, module in model.named_modules():
-        leaf = name.rsplit(".", 1)[-1]
-        if leaf in ("wpe", "embed_positions") and isinstance(module, nn.Embedding):
-            return module.num_embeddings - getattr(module, "offset", 0)
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    """The rows of the model's table of learned positions, if it has one: it stands beside the table of tokens.
+
+    An encoder for images or sounds may have a table as well, which says nothing of text.
+    """
+    tokens = model.get_input_embeddings()
+    for module in every_module(model):
+        beside = module._modules
+        if any(each is tokens for each in beside.values()):
+            for name in _POSITION_TABLES & beside.keys():
+                if isinstance(table := beside[name], nn.Embedding):
+                    return table.num_embeddings - getattr(table, "offset", 0)
     return None
 
 

@@ -36,6 +36,16 @@ def refuse_own_temperature(layers: Sequence[nn.Module], name: str) -> None:
             )
 
 
+def refuse_dropped_layers(modules: Sequence[nn.Module], name: str) -> None:
+    """OPT and BioGPT pass over layers at random while they train."""
+    for module in modules:
+        held = module.__dict__
+        if held.get("layerdrop") and held.get("training"):
+            raise UnsupportedModelError(
+                f"{name} drops layers at random in train mode (`layerdrop` is {held['layerdrop']}): call model.eval()"
+            )
+
+
 def refuse_equal_numbers(model: PreTrainedModel, name: str) -> None:
     """A layer that was copied keeps its number, and ``generate``'s cache would mix up the K and V of both."""
     for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
@@ -64,7 +74,19 @@ def refuse_windows_of_the_cache(model: PreTrainedModel, name: str, calls: Sequen
         if layer >= len(cached) or not getattr(cached[layer], "is_sliding", False):
             continue
         window = cached[layer].sliding_window
-        if call.window is None or call.window > window:
+        if window == 1:
+            raise UnsupportedModelError(
+                f"{name} has a window of one token, with which generate()'s cache forgets nothing: a generated token "
+                "then sees all tokens, and one of the prompt only itself; that is not supported"
+            )
+        if call.window is not None and call.window > window:
+            raise UnsupportedModelError(
+                f"{name} has a window of {window:,} tokens in `model.config`, from which generate()'s cache is made, "
+                f"and its layers attend to {call.window:,}; that is not supported. Was `model.config` changed or "
+                "replaced after the model was made? The configs inside the model count as well: change all of them, or "
+                "load the model with the config that you mean"
+            )
+        if call.window is None:
             fields = ("sliding_window", "attention_chunk_size", "layer_types")
             stated = " and ".join(f"`{each}`" for each in fields if getattr(config, each, None) is not None)
             raise UnsupportedModelError(

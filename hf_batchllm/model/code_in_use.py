@@ -13,6 +13,7 @@ from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
@@ -21,7 +22,7 @@ from ..errors import UnsupportedModelError
 from ..patches.attention_swap import steps_lock
 from .code_reach import names_read_by
 
-_PLAIN = frozenset([int, float, bool, str, type(None)])
+_PLAIN = (int, float, bool, str, type(None))
 # Set by the owner's modes, by this library, or for training; they do not say which tokens a layer sees.
 _SKIPPED = frozenset(["training", "gradient_checkpointing", "loss_type", "_attn_implementation_internal"])
 # Modules of these libraries neither attend nor make masks; their own modules are not looked at.
@@ -30,6 +31,7 @@ _WITHOUT_ATTENTION = ("torch", "peft", "bitsandbytes", "torchao", "compressed_te
 _OF_ROPE = ("rope_type", "original_max_seq_len")
 NOTEBOOK = "__main__"  # or a script's own module
 _TORCHS_OWN = len(nn.Module().__dict__)
+_WITHOUT_DATA = torch.device("meta")
 
 
 @dataclass
@@ -51,9 +53,11 @@ def code_in_use(model: PreTrainedModel) -> CodeInUse:
 def _look(model: PreTrainedModel) -> CodeInUse:
     look = CodeInUse()
     classes: dict[type, bool] = {}  # whether its instances are looked at: those with children, as all that attend are
+    kinds = _Kinds()
     plain: list[object] = []
     forwards: list[Any] = []  # set on modules
     configs: dict[int, PreTrainedConfig] = {id(model.config): model.config}
+    numbers = {id(model.config): 0}  # of the configs, in the order in which they are found
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
@@ -76,12 +80,16 @@ def _look(model: PreTrainedModel) -> CodeInUse:
             looked_at = classes[cls] = home not in _WITHOUT_ATTENTION
         if looked_at:
             plain.append(cls)
-            plain += _plain_items(held)
+            plain += kinds.plain_items(held)
             if "forward" in held:
                 plain.append(_token(held["forward"]))
                 forwards.append(held["forward"])
             if isinstance(config := held.get("config"), PreTrainedConfig):
-                configs[id(config)] = config
+                number = numbers.get(id(config))
+                if number is None:
+                    configs[id(config)] = config
+                    number = numbers[id(config)] = len(numbers)
+                plain.append(number)  # which module has which config
         elif cls.__module__.partition(".")[0] != "torch":
             continue
         waiting.extend(held["_modules"].values())
@@ -106,13 +114,38 @@ def _look(model: PreTrainedModel) -> CodeInUse:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module notes of its config, for one."""
-    return dict(_plain_items(module.__dict__))
+    held, kinds = module.__dict__, _Kinds()
+    return {key: held[key] for key, _ in kinds.plain_items(held)}
 
 
-def _plain_items(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
-    own = islice(held.items(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None)
-    return [item for item in own if type(item[1]) in _PLAIN and item[0] not in _SKIPPED]
+class _Kinds(dict[type, bool]):
+    """Whether values of a type are plain: what a config may hold, and numbers of other libraries (NumPy's, tensors)."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(_PLAIN, True))
+        self._numbers: set[type] = set()
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = result = hasattr(kind, "__index__") or hasattr(kind, "__float__")
+        if result:
+            self._numbers.add(kind)
+        return result
+
+    def plain_items(self, held: dict[str, Any]) -> list[tuple[str, Any]]:
+        """(name, value) of the plain ones among a module's attributes: values that can be compared and hashed."""
+        # Torch's own entries come first, unless a class sets something before it calls ``super().__init__``.
+        own = islice(held.items(), _TORCHS_OWN if next(iter(held)) == "training" else 0, None)
+        items = [item for item in own if self[type(item[1])] and item[0] not in _SKIPPED]
+        return self._read(items) if self._numbers else items
+
+    def _read(self, items: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        read = []
+        for key, value in items:
+            if type(value) not in self._numbers:
+                read.append((key, value))
+            elif not getattr(value, "shape", ()) and getattr(value, "device", None) != _WITHOUT_DATA:
+                read.append((key, (type(value), value.item() if hasattr(value, "item") else repr(value))))
+        return read
 
 
 # Methods of ``generate`` that this library does not call, so that one of an owner's would be passed over.

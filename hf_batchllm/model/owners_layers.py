@@ -1,16 +1,19 @@
 """The copy of a model's architecture, made from its config as it is now, against the layers as they really are.
 
-Layers note some of the config when they are made. What an owner changes there later, in the config or in a layer, is in
-one of the two alone.
+Layers note some of the config when they are made, and hold a config of their own: most often the model's, yet an owner
+may put another one there. What an owner changes later, in a config or in a layer, is in one of them alone.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
 from ..patches.attention_interface import AttentionCall
@@ -18,6 +21,7 @@ from ..patches.uncompiled import every_module, own_forward
 from .code_in_use import plain_attributes
 
 _MOST_NAMED = 3
+_NAMED = (int, float, str, list, tuple, type(None))  # of a config's values, those that a message shows
 # RoPE whose angles depend on the longest position in the batch: exact only while all stay below the trained length.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -44,15 +48,31 @@ class _Likeness:
         self._copy = copy
         self._real = dict(model.named_modules())
         self.given: dict[str, tuple[Any, Any]] = {}  # from an attribute to (by the config, in the layer)
+        self._seen: set[int] = set()  # configs
+        configs: dict[int, Any] = {}  # what `deepcopy` has copied: modules that share a config go on sharing it
         for path, module in copy.named_modules():
             real = self._real.get(path)
             if real is None or type(real) is not type(module):
                 continue
             made, noted = plain_attributes(module), plain_attributes(real)
             for key in made.keys() & noted.keys():
-                if made[key] != noted[key] or type(made[key]) is not type(noted[key]):
+                if type(made[key]) is not type(noted[key]) or made[key] != noted[key]:
                     self.given[f"{path}.{key}".removeprefix(".")] = made[key], noted[key]
                     module.__dict__[key] = noted[key]
+            own = real.__dict__.get("config")
+            if isinstance(own, PreTrainedConfig):
+                self._note_config(f"{path}.config".removeprefix("."), module.__dict__.get("config"), own)
+                module.__dict__["config"] = deepcopy(own, configs)
+
+    def _note_config(self, place: str, made: Any, own: PreTrainedConfig) -> None:
+        """Where the config of a module differs from the model's: at the first module that has it."""
+        if id(own) in self._seen:
+            return
+        self._seen.add(id(own))
+        by_config = vars(made) if isinstance(made, PreTrainedConfig) else {}
+        for key, value in vars(own).items():
+            if isinstance(value, _NAMED) and key in by_config and by_config[key] != value:
+                self.given[f"{place}.{key}"] = by_config[key], value
 
     def check(self, calls: Sequence[AttentionCall]) -> None:
         """Whether the layers that attend, and all modules around them, are those of the copy."""
@@ -78,7 +98,7 @@ def made_like(copy: nn.Module, model: nn.Module, name: str) -> Iterator[_Likenes
         if not likeness.given:
             raise
         shown = [
-            f"`{place}` is {noted!r}, and the config makes it {made!r}"
+            f"`{place}` is {reprlib.repr(noted)}, and the config makes it {reprlib.repr(made)}"
             for place, (made, noted) in list(likeness.given.items())[:_MOST_NAMED]
         ]
         more = len(likeness.given) - len(shown)

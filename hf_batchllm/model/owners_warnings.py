@@ -33,6 +33,13 @@ def warn_of_owners_state(model: nn.Module, notices: Notices) -> None:
             "[1, tokens, ...], and a shared prefix only once. A hook that treats every token alike works; one that "
             "looks at positions or at the batch does not",
         )
+    if any(module.training and module.__dict__.get("gradient_checkpointing") for module in modules):
+        notices(
+            "gradient-checkpointing",
+            f"{name} is in training mode with gradient checkpointing: model.generate then runs without its cache, and "
+            "a new token sees nothing of what came before. Here it sees all of it, so results differ. Call "
+            "model.eval() first",
+        )
     if Uncompiled(modules):
         warn_of_compiled(inner, notices)
     if methods := own_methods(inner, is_theirs):

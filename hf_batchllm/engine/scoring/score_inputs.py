@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import OptionValueError, PromptError
 from ...inputs.as_passed import AsPassed, as_passed
 from ...inputs.chats import is_chat
+from ...inputs.ids_with_logits import id_without_logits
 from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
 from ...model.architecture import Architecture
@@ -118,6 +119,7 @@ def check_scores(
         tokens = len(item.ids) - 1  # the last token never runs through the model
         described = f"has {tokens:,} tokens to run, continuation included"
         why = position_problem(described, tokens, architecture, "shorten it")
+        why = why or id_without_logits(item.ids[item.first :], architecture)
         if why is None:
             items[place] = item
         else:
