@@ -93,7 +93,7 @@ class TestExecuted:
     def test_the_bar_is_one_line(self, executed: dict[str, list[Any]]) -> None:
         (output,) = executed["run"]
         if output.output_type == "stream":  # without ipywidgets
-            assert output.text.count("\n") == 1 and "24/24 prompts" in output.text
+            assert output.text.count("\n") == 1 and "24 / 24 done" in output.text
 
     def test_what_it_claims_is_so(self, executed: dict[str, list[Any]]) -> None:
         def shown(name: str) -> str:
