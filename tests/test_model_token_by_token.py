@@ -117,6 +117,63 @@ def test_what_mixes_tokens_is_refused_before_and_after_the_first_call(name: str)
             call()
 
 
+class LittleMixed(Around):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(hidden)
+        return hidden + 0.1 * hidden.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_little_mixing_is_seen_in_half_precision_too(dtype: torch.dtype) -> None:
+    model = FAMILIES["llama"]().to(dtype)
+    _mlp(LittleMixed)(model)
+    with pytest.raises(UnsupportedModelError, match="which other tokens stand beside"):
+        BatchGenerator(model)
+
+
+class Normed(Around):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # which torch refuses for a single token
+        return self.inner(nn.functional.batch_norm(hidden[0], None, None, training=True)[None])
+
+
+class NeverAlone(Around):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[1] == 1:
+            raise ValueError("one is not enough")
+        return self.inner(hidden)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Normed, "stand beside"), (NeverAlone, "a single token .one is not enough")])
+def test_an_error_on_a_single_token_hides_nothing(kind: type[Around], why: str) -> None:
+    model = FAMILIES["llama"]()
+    _mlp(kind)(model)
+    with pytest.raises(UnsupportedModelError, match=why):
+        BatchGenerator(model)
+
+
+class CountsPasses(Around):
+    passes = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.inner(hidden) * self.passes
+
+
+class Drops(Around):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(nn.functional.dropout(hidden, 0.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changes_from_pass_to_pass_is_refused_and_random_numbers_are_not(dtype: torch.dtype) -> None:
+    counting, dropping = FAMILIES["llama"]().to(dtype), FAMILIES["llama"]().to(dtype)
+    _mlp(CountsPasses)(counting)
+    with pytest.raises(UnsupportedModelError, match="other logits for the same tokens from pass to pass"):
+        BatchGenerator(counting)
+    _mlp(Drops)(dropping)
+    assert len(tokens(BatchGenerator(dropping))) == len(PROMPTS)
+
+
 @pytest.mark.parametrize("change", [_mlp(Louder), _class(JustAround)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_treats_each_token_by_itself_is_served(change: Callable[[Any], None], dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ _ORDERS = ((0, 1, 2, 3, 4, 5, 6, 7), (6, 3, 0, 5, 2, 7, 4, 1), (7, 6, 5, 4, 3, 2
 _KEPT = (2, 5)  # rows asked for by `logits_to_keep`
 # How far logits of the same token may be apart, of their size: rounding, which adds up over many layers.
 _ROUNDING, _ROUNDING_OF_TF32, _ROUNDING_OF_HALF = 1e-4, 1e-2, 0.2
+# The same, where passes are of one shape and the token is at one place: a product's rows are then rounded alike. Which
+# kernel computes an expert may depend on how many of the tokens are sent to it; and some kernels add up in any order.
+_ROUNDING_IN_PLACE, _ROUNDING_OF_CHANCE = 2e-3, 0.02
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configs
+_SAME = slice(0, None, 2)  # places in such passes of what stays
+_MIXED = "a token's logits depend on which other tokens stand beside it, or on its place in the row"
 
 _Seen = tuple[tuple[object, ...], ...]
 _known: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()  # what was tried and found good
@@ -100,7 +106,7 @@ def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module], attention: 
     compiled = Uncompiled(modules)
     try:
         with (
-            torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
+            _random_numbers_kept(model),
             torch.no_grad(),
             swap.applied(attention),
             compiled.applied(),
@@ -112,6 +118,11 @@ def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module], attention: 
         swap.restore()
         torch.set_grad_enabled(grad_mode)
         use_context(context)
+
+
+def _random_numbers_kept(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """While the block runs, torch's random numbers go on from where they are; then they are there again."""
+    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
 
 
 class _EachByItself:
@@ -152,13 +163,20 @@ def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
     found: list[torch.Tensor] = []  # of each pass, the logits of the tokens that are the same
 
     allowed = _rounding(model)
+    config = model.config.get_text_config(decoder=True)
+    has_experts = any(getattr(config, each, 0) for each in _EXPERTS)
+    loosely, exact = min(allowed, _ROUNDING_OF_CHANCE), not has_experts
     # In half precision rounding may send a token to another expert; what mixes tokens shows in most of them.
     share = 0.5 if allowed == _ROUNDING_OF_HALF else 0.0
 
-    def far(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def far(one: torch.Tensor, other: torch.Tensor, allowed: float = allowed) -> bool:
         one, other = one.float(), other.float()
         apart = (one - other).norm(dim=-1) > allowed * one.norm(dim=-1)
         return bool(apart.float().mean() > share)
+
+    def from_one_state() -> torch.Tensor:
+        with _random_numbers_kept(model):
+            return _run(model, in_order, order)
 
     try:
         for order in _ORDERS:
@@ -166,13 +184,27 @@ def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
             in_order = [tokens[place] for place in order]
             logits = _run(model, in_order, order)
             found.append(logits[[order.index(place) for place in range(len(same))]])
-            if far(logits, _run(model, in_order, order)):
-                return None  # it draws random numbers, or keeps state: nothing can be said
-        alone = [_run(model, [token], [place]) for place, token in enumerate(same)]
+            again = _run(model, in_order, order)
+            exact = exact and torch.equal(logits, again)
+            if far(logits, again, loosely):
+                if far(from_one_state(), from_one_state(), loosely):
+                    return (
+                        "it gives other logits for the same tokens from pass to pass: it counts passes, keeps another "
+                        "state, or draws random numbers that torch.manual_seed does not reach"
+                    )
+                return None  # it draws random numbers, as dropout does: no two passes are alike, whatever the tokens
+        one, other = (_run(model, _mixed(same, model, generator), range(_TOKENS))[_SAME] for _ in range(2))
     except Exception:  # a call will show the error
         return None
-    if any(far(found[0], each) for each in [*found[1:], torch.cat(alone)]):
-        return "a token's logits depend on which other tokens stand beside it, or on its place in the row"
+    in_place = far(one, other, min(allowed, _ROUNDING_IN_PLACE) if exact else loosely)
+    if in_place or any(far(found[0], each) for each in found[1:]):
+        return _MIXED
+    try:
+        alone = [_run(model, [token], [place]) for place, token in enumerate(same)]
+    except Exception as error:  # steps of one token are usual
+        return f"its forward pass fails with a single token ({error})"
+    if far(found[0], torch.cat(alone)):
+        return _MIXED
     if selects_rows:
         for kept in (_KEPT[:1], _KEPT):
             try:
@@ -182,6 +214,12 @@ def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
             if rows.shape[0] != len(kept) or far(logits[list(kept)], rows):
                 return "its forward pass takes `logits_to_keep` and does not give the logits of those places"
     return None
+
+
+def _mixed(same: Sequence[int], model: PreTrainedModel, generator: torch.Generator) -> list[int]:
+    """The same tokens, each between two others."""
+    others = _some_tokens(model, generator, _TOKENS - len(same))
+    return [token for pair in zip(same, others, strict=True) for token in pair]
 
 
 def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
