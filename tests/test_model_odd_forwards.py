@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,5 +56,11 @@ def test_a_forward_that_drops_the_rows_asked_for_gives_all(made: Any) -> None:
 
 
 def test_where_the_rows_matter_to_attention_the_reason_says_so() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Mine has a `forward` .* does not pass `logits_to_keep` on"):
-        BatchGenerator(of_subclass(SHARED, keeps_every_row))
+    model, why = of_subclass(SHARED, keeps_every_row), ""
+    try:
+        generator = BatchGenerator(model)
+    except UnsupportedModelError as error:
+        why = str(error)
+    else:  # an older transformers hands all layers the same masks
+        assert tokens(generator) == tokens_alone(model)
+    assert not why or re.search(r"Mine has a `forward` .* does not pass `logits_to_keep` on", why)
