@@ -45,9 +45,10 @@ a field, and the cache of `model.generate` does not. Each was tried with each cl
 
 **Code of your own in a model** (a layer, a `forward`, a subclass, code that comes with a checkpoint) is tried on a few
 tokens, and refused where tokens depend on their neighbours. Some code passes that trial and may still be wrong here:
-code that acts on rare token ids, on long sequences or on certain values alone; a count or another state that acts
-only after some passes; a mixing of tokens that moves logits by less than 0.2 % (in half precision; 2 % with experts,
-where half of the tokens must show it). Nothing tells you: compare a few answers with `model.generate`.
+code that acts on rare token ids, on certain values alone, or on more than 300 tokens at a time; a count or another
+state that acts only after some passes; a mixing of tokens that moves logits by less than 0.2 % (in half precision; 2 %
+with experts, where half of the tokens must show it). Nothing tells you: compare a few answers with
+`model.generate`.
 
 | class | outcome |
 |---|---|

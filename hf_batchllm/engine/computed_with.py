@@ -6,20 +6,20 @@ import torch
 from torch import nn
 
 from ..inputs.base_model import base_model
-from ..model.owners_code import is_theirs
+from ..model.architecture import Architecture
 from ..model.owners_state import OwnersState
 from ..model.owners_warnings import has_owners_hooks
-from ..model.token_by_token import answers_of_own_code
 from ..model.weights_digest import Digest
 
 
 class ComputedWith:
     """The model as it is when a call begins."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._state = OwnersState(model, device)
+    def __init__(self, model: nn.Module, architecture: Architecture) -> None:
+        self._own_code = architecture.own_code
+        self._state = OwnersState(model, architecture.device)
         self._digest = Digest(self._state.tensors())
-        self._answers = _answers(model)
+        self._answers = self._answers_of(model)
         self._change: str | None = None
         self._digests: list[Digest] = []  # of later looks; compared in the end, as a GPU has to be waited for
 
@@ -32,7 +32,7 @@ class ComputedWith:
     def look_again(self, model: nn.Module, adapters: bool) -> None:
         """Something has been computed since the last look. ``adapters``: with those that the owner has activated."""
         self._change = self._change or self._state.change(model, adapters=adapters, written=True)
-        if self._change is None and not _alike(self._answers, _answers(model)):
+        if self._change is None and not _alike(self._answers, self._answers_of(model)):
             self._change = "what its owner's code computes"
         if self._change is None:
             self._digests.append(Digest(self._state.tensors()))
@@ -44,9 +44,8 @@ class ComputedWith:
         self._digests.clear()
         return self._change
 
-
-def _answers(model: nn.Module) -> torch.Tensor | None:
-    return answers_of_own_code(base_model(model), has_owners_hooks(model), is_theirs)
+    def _answers_of(self, model: nn.Module) -> torch.Tensor | None:
+        return self._own_code.answers(base_model(model), has_owners_hooks(model))
 
 
 def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -130,7 +130,7 @@ class KVMemory:
     def _drop_what_another_model_computed(self) -> None:
         now, holds = None, False
         try:
-            now = ComputedWith(self._model, self.architecture.device)
+            now = ComputedWith(self._model, self.architecture)
             holds = self._computed_with is not None and self._computed_with.holds_for(self._model, now)
         except Exception as error:  # copies of weights that do not lie in order
             if not is_out_of_memory(error):

@@ -34,10 +34,11 @@ from .architecture_refusals import (
 from .code_in_use import CodeInUse, code_in_use, has_changed
 from .generation_methods import refuse_positions_from_elsewhere
 from .kv_storage import AttentionShape, kv_dtype
+from .own_code import AsMade, as_made
 from .owners_code import is_theirs, refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_sharded
-from .token_by_token import refuse_mixed_tokens
+from .token_by_token import TokenByToken
 from .unpacking import unpack
 
 _BYPASSES = (
@@ -50,8 +51,9 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 _Noted = tuple[list[AttentionCall], bool]  # the calls of a pass, and whether the model selects rows
 # Of architectures looked at before; they hold no memory, as they come from copies without data.
-_SEEN: dict[tuple[object, ...], _Noted] = {}
+_SEEN: dict[tuple[object, ...], tuple[_Noted, AsMade]] = {}
 _MOST_ARCHITECTURES_KEPT = 16
+_POSITIONS_IF_UNKNOWN = 1024
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Architecture:
     attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
     selects_rows: bool  # whether the model can be told which tokens to compute logits of
     look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
+    own_code: TokenByToken = field(repr=False, compare=False)
     head_rows: int | None = None  # ids that have logits, where the head of the model tells
 
 
@@ -88,13 +91,16 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
-    calls, selects_rows = _attention_calls(inner, name, look)
+    (calls, selects_rows), made = _attention_calls(inner, name, look)
     _refuse_by_calls(inner, name, calls)
     refuse_positions_from_elsewhere(inner, name, is_theirs)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
-    refuse_mixed_tokens(inner, modules, name, is_theirs, selects_rows)
     config = inner.config.get_text_config(decoder=True)
+    max_positions, of_rope = _learned_positions(inner), rope_limit(inner, _rope_limit(config))
+    longest = _longest_position(config, max_positions, of_rope)
+    own_code = TokenByToken(name, made, longest, selects_rows, is_theirs)
+    own_code.refuse_mixed_tokens(inner, modules)
     shapes = tuple(_shape_of(call, calls) for call in calls)
     values = sum(shape.kv_values for shape in shapes if shape.source is None)
     return Architecture(
@@ -103,12 +109,13 @@ def inspect_model(model: nn.Module) -> Architecture:
         kv_values_per_token=values,
         kv_bytes_per_token=values * inner.dtype.itemsize,
         vocab_size=_vocab_size(inner),
-        max_positions=_learned_positions(inner),
-        rope_limit=rope_limit(inner, _rope_limit(config)),
+        max_positions=max_positions,
+        rope_limit=of_rope,
         device=device,
         attention=shapes,
         selects_rows=selects_rows,
         look=look,
+        own_code=own_code,
         head_rows=_head_rows(inner),
     )
 
@@ -134,7 +141,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
                 f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
             )
     else:
-        refuse_mixed_tokens(inner, modules, architecture.name, is_theirs, architecture.selects_rows)
+        architecture.own_code.refuse_mixed_tokens(inner, modules)
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
@@ -238,31 +245,33 @@ class _NoteTaker:
         return torch.zeros(*call.q.shape[:2], call.v.shape[2], dtype=call.q.dtype, device=call.q.device)
 
 
-def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> _Noted:
+def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> tuple[_Noted, AsMade | None]:
     """The calls of one pass, from a copy of the architecture without weights where that can be made and run."""
     # Such a copy depends on this alone. Making and running it takes half a second where there are many layers.
     key = look.architecture
     if key in _SEEN:
         return _SEEN[key]
+    made = None
     try:
         # The copy's weights are never filled in, yet making them may draw random numbers: the caller's must not move.
         # In bfloat16: on the meta device the grouped products of experts are defined for that type alone.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             skeleton: nn.Module = type(model)(copy.deepcopy(model.config))
             skeleton = skeleton.to(torch.bfloat16).eval()
+        made = as_made(skeleton)
         with made_like(skeleton, model, name) as alike:
             noted = _noted_passes(skeleton, torch.device("meta"), name)
             alike.check(noted[0])
         if len(_SEEN) >= _MOST_ARCHITECTURES_KEPT:
             _SEEN.pop(next(iter(_SEEN)), None)
-        _SEEN[key] = noted
-        return noted
+        _SEEN[key] = noted, made
+        return noted, made
     except UnsupportedModelError:
         raise
     except Exception:
         # Some architectures read values of tensors (which expert, how long): the model itself runs over two tokens.
         try:
-            return _noted_passes(model, next(model.parameters()).device, name)
+            return _noted_passes(model, next(model.parameters()).device, name), made
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -360,6 +369,13 @@ def _learned_positions(model: PreTrainedModel) -> int | None:
                 if isinstance(table := beside[name], nn.Embedding):
                     return table.num_embeddings - getattr(table, "offset", 0)
     return None
+
+
+def _longest_position(config: PreTrainedConfig, *limits: int | None) -> int:
+    """How many positions the model knows, and computes alike whatever the longest among them is."""
+    stated = getattr(config, "max_position_embeddings", None)
+    known = [each for each in (stated, *limits) if isinstance(each, int) and each > 0]
+    return min(known, default=_POSITIONS_IF_UNKNOWN)
 
 
 def _rope_limit(config: PreTrainedConfig) -> int | None:

@@ -85,7 +85,8 @@ class PlainReads:
     ``now()`` is equal for as long as they are. Empty, and free, for a model without such classes.
     """
 
-    def __init__(self, model: nn.Module, is_theirs: Callable[[Any], bool]) -> None:
+    def __init__(self, model: nn.Module, is_theirs: Callable[[Any], bool], functions: Iterable[Any] = ()) -> None:
+        """functions: what else runs, such as the ``forward`` of a single module."""
         modules = every_module(model)
         kinds = dict.fromkeys(map(type, modules))
         bases = {base: None for kind in kinds for base in kind.__mro__ if not _is_theirs(base.__module__)}
@@ -94,6 +95,12 @@ class PlainReads:
         for kind in kinds:  # of a known library's class, where its ``forward`` was replaced
             if (forward := getattr(kind, "forward", None)) is not None and not is_theirs(forward):
                 roots += functions_behind(forward)
+        self._objects: list[Any] = []
+        for each in functions:
+            roots += functions_behind(each)
+            if not isinstance(each, FunctionType | type):  # a method, or an object that can be called
+                roots += functions_behind(vars(type(each)).get("__call__"))
+                self._objects.append(getattr(each, "__self__", each))
         self._functions = reached_from(roots)
         self._modules = [weakref.ref(each) for each in modules if not _is_theirs(type(each).__module__)]
         self._spaces = list(_spaces_of(self._functions))
@@ -101,14 +108,16 @@ class PlainReads:
     def __bool__(self) -> bool:
         return bool(self._functions)
 
-    def now(self) -> tuple[object, ...]:
+    def now(self, tensors: list[torch.Tensor] | None = None) -> tuple[object, ...]:
+        """tensors: takes the tensors among what is read."""
         if not self._functions:
             return ()
-        note = _Notes()
+        note = _Notes(tensors)
         found: list[object] = []
         for function in self._functions:
             found += [note(held) for held in (*_closure(function), function.__defaults__, function.__kwdefaults__)]
         found += [note(space.get(name)) for space, name in self._spaces]
+        found += [note(each) for each in self._objects]
         for base in self._classes:
             found += [note(value) for value in vars(base).values()]
         for module in (ref() for ref in self._modules):
@@ -141,8 +150,9 @@ def _spaces_of(functions: Iterable[FunctionType]) -> Iterator[tuple[Mapping[str,
 class _Notes:
     """Notes of values: equal for equal plain values, and elsewhere for the same objects."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         self._left = _MOST
+        self._tensors = tensors
 
     def __call__(self, value: Any, depth: int = _DEPTH) -> object:
         kind = type(value)
@@ -150,6 +160,8 @@ class _Notes:
         if kind in _PLAIN:
             return kind, value
         if isinstance(value, torch.Tensor):
+            if self._tensors is not None:
+                self._tensors.append(value)
             return id(value), _address(value)
         if self._left <= 0 or not depth:
             return id(value)

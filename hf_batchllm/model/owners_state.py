@@ -135,6 +135,16 @@ class OwnersState:
                 return "the model's config"
         return self._code.change()
 
+    def pass_over_changes_since(self, before: OwnersState) -> None:
+        """Attributes that passes have written since then are no changes of the owner's: counters, records."""
+        if len(before._modules) == len(self._modules):
+            for entry, other in zip(self._modules, before._modules, strict=True):
+                entry.written = {
+                    key
+                    for key, value in entry.own.items()
+                    if key in other.own and not _equal(value, other.own[key]) and not isinstance(value, nn.Module)
+                }
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, buffers and other tensors of the modules, each once."""
         seen: set[int] = set()
@@ -148,7 +158,19 @@ class OwnersState:
 class _ModuleState:
     """A module, what it holds and what it is made of."""
 
-    __slots__ = ("buffers", "children", "hooks", "kind", "module", "name", "notes", "own", "parameters", "plain")
+    __slots__ = (
+        "buffers",
+        "children",
+        "hooks",
+        "kind",
+        "module",
+        "name",
+        "notes",
+        "own",
+        "parameters",
+        "plain",
+        "written",
+    )
 
     def __init__(self, name: str, module: nn.Module) -> None:
         held = module.__dict__
@@ -156,6 +178,7 @@ class _ModuleState:
         self.module = weakref.ref(module)
         self.kind = type(module)
         self.own = {key: _frozen(value) for key, value in held.items() if key not in _NOT_OWN}
+        self.written: set[str] = set()  # attributes that are not compared
         self.notes = _notes_in(held)
         self.plain = [key for key, value in self.own.items() if isinstance(value, torch.Tensor)]
         self.hooks = _hooks_in(held)
@@ -168,7 +191,9 @@ class _ModuleState:
         if module is None or type(module) is not self.kind:
             return True
         held = module.__dict__
-        if not _same({key: value for key, value in held.items() if key not in _NOT_OWN}, self.own):
+        now = {key: value for key, value in held.items() if key not in _NOT_OWN}
+        now.update((key, self.own[key]) for key in self.written)
+        if not _same(now, self.own):
             return True
         if _hooks_in(held) != self.hooks or (adapters and _notes_in(held) != self.notes):
             return True

@@ -1,18 +1,17 @@
 """Code of an owner's inside a model must treat every token by itself: the engine's row holds many prompts.
 
 Only attention, which the engine does itself, may bring tokens together. A module may mix tokens (a shift by one place,
-a mean over the row), count positions by itself, or pass over which rows of logits are asked for. Its code does not say.
-So the model runs over a few tokens, among other neighbours each time, with an attention that sees none of them: each
-token must give the same logits. Models that run transformers' code alone are not run.
+a mean over the row), count positions by itself, ask how much a cache holds, or pass over which rows of logits are asked
+for. Its code does not say. So the model runs over some tokens, among other neighbours each time, with an attention that
+sees none of them: each token must give the same logits. Models that run transformers' code alone are not run.
 
-Nor can be seen what such code reads: a number in a closure, a tensor in a list. ``answers_of_own_code`` shows it.
+A trial counts for as long as nothing that can be seen of the code, and nothing in the model, has changed.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,28 +19,33 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..patches.attention_interface import (
-    ATTENTION_NAME,
-    AttentionCall,
-    attention_context,
-    autocast_dtype,
-    context_in_use,
-    use_context,
-)
-from ..patches.attention_swap import AttentionSwap
+from ..notices import Notices
+from ..patches.attention_interface import autocast_dtype
 from ..patches.mask_probe import MASK_PROBE_NAME, attention_masks_noted
-from ..patches.uncompiled import Uncompiled, every_module, own_forward
+from ..patches.uncompiled import every_module
 from .batch_dependent import depends_on_batch
+from .code_reach import PlainReads
 from .matmul_precision import multiplies_exactly
-
-# Their modules treat tokens alike; where one does not, ``batch_dependent`` says so.
-_THEIRS = frozenset(
-    ["transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
+from .own_code import AsMade, OwnCode, OwnCodeFinder, shortest_table
+from .owners_state import OwnersState
+from .trial_passes import (
+    MadeUp,
+    Row,
+    each_by_itself,
+    in_eval_mode,
+    logits_after,
+    logits_of,
+    random_numbers_kept,
 )
+from .weights_digest import Digest
+
 _TOKENS = 8
 # Places in the row of each pass's tokens; the first half of the tokens is the same in all passes.
 _ORDERS = ((0, 1, 2, 3, 4, 5, 6, 7), (6, 3, 0, 5, 2, 7, 4, 1), (7, 6, 5, 4, 3, 2, 1, 0))
 _KEPT = (2, 5)  # rows asked for by `logits_to_keep`
+_LONG = 300  # tokens of a row in which code that acts in long rows alone does so
+_NEAR = 16  # tokens at the first positions; as many lie further off
+_PASTS = (0, 5, _LONG)  # tokens in a cache
 # How far logits of the same token may be apart, of their size: rounding, which adds up over many layers.
 _ROUNDING, _ROUNDING_OF_TF32, _ROUNDING_OF_HALF = 1e-4, 1e-2, 0.2
 # The same, where passes are of one shape and the token is at one place: a product's rows are then rounded alike. Which
@@ -50,176 +54,302 @@ _ROUNDING_IN_PLACE, _ROUNDING_OF_CHANCE = 2e-3, 0.02
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configs
 _SAME = slice(0, None, 2)  # places in such passes of what stays
 _MIXED = "a token's logits depend on which other tokens stand beside it, or on its place in the row"
+_BY_LENGTH = "a token's logits depend on how many other tokens there are, or on the longest position among them"
+_BY_CACHE = "a token's logits depend on whether there is a cache, or on how much it holds; passes here are given none"
+_CHANGING = (
+    "it gives other logits for the same tokens from pass to pass: it counts passes, keeps another state, or draws "
+    "random numbers that torch.manual_seed does not reach"
+)
 
-_Seen = tuple[tuple[object, ...], ...]
-_known: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()  # what was tried and found good
 
+class TokenByToken:
+    """Whether one model's code treats tokens so: tried where there is code of the owner's, and again where it changed.
 
-def refuse_mixed_tokens(
-    model: PreTrainedModel,
-    modules: Sequence[nn.Module],
-    name: str,
-    is_theirs: Callable[[Any], bool],
-    selects_rows: bool,
-) -> None:
-    """Tries the model where code in it is neither transformers' nor a known library's, once for the same code.
-
-    modules: all of the model's.
+    longest: positions that the model knows; all lie below.
     """
-    own = _own_code(modules, is_theirs)
-    if not own or _known.get(model) == own or depends_on_batch(model) is not None:
-        return
-    with _by_itself(model, modules):
-        why = _difference(model, selects_rows)
-    if why is None and _hides_tokens(model, modules):
-        why = "it hides tokens by an attention mask of its own making"
-    if why is not None:
-        raise UnsupportedModelError(
-            f"{name} runs code that is not transformers' own ({_place_of(model, own)}). Tried on a few tokens, {why}. "
-            "Here many prompts stand side by side in one row, and only attention may bring tokens together: use "
-            "model.generate, or take that code out"
-        )
-    _known[model] = own
 
+    def __init__(
+        self,
+        name: str,
+        made: AsMade | None,
+        longest: int,
+        selects_rows: bool,
+        is_theirs: Callable[[Any], bool],
+    ) -> None:
+        self._name = name
+        self._longest = max(longest, 1)
+        self._selects_rows = selects_rows
+        self._is_theirs = is_theirs
+        self._finder = OwnCodeFinder(made, is_theirs)
+        self._good: _State | None = None
+        self._notices = Notices()
 
-def answers_of_own_code(model: PreTrainedModel, hooked: bool, is_theirs: Callable[[Any], bool]) -> torch.Tensor | None:
-    """Logits of a few tokens, which change with nearly all that an owner's code reads; not numbers where it fails.
-
-    None for models without such code. ``hooked``: whether an owner's hooks are on the model.
-    """
-    modules = every_module(model)
-    if not hooked and not _own_code(modules, is_theirs):
-        return None
-    with _by_itself(model, modules):
+    def refuse_mixed_tokens(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
+        """modules: all of the model's."""
+        own = self._finder.find(model, modules)
+        if not own or depends_on_batch(model, modules) is not None:
+            return
+        if self._good is not None and self._good.holds_for(model, own):
+            return
+        self._good = before = None
+        with suppress(Exception):  # tensors that cannot be read: it is tried in each call
+            before = _State(model, own, self._is_theirs)
         try:
-            ids = _some_tokens(model, torch.Generator().manual_seed(1), _TOKENS)
-            logits: torch.Tensor = _run(model, ids, range(_TOKENS)).clone()
-            return logits
-        except Exception:
-            return torch.full((1,), torch.nan, dtype=torch.float32, device="cpu")
+            why = self._tried(model, modules, own)
+        except _Unclear as unclear:
+            if unclear.error is not None:
+                self._notices(
+                    "untried",
+                    f"{self._name} runs code that is not transformers' own ({_place_of(model, own)}), and it could not "
+                    f"be tried on a few tokens ({type(unclear.error).__name__}: {unclear.error}). Here many prompts "
+                    "stand side by side in one row: if that code mixes tokens, results are wrong. Compare a few with "
+                    "model.generate",
+                )
+            return  # not remembered: another call may tell
+        if why is not None:
+            raise UnsupportedModelError(
+                f"{self._name} runs code that is not transformers' own ({_place_of(model, own)}). Tried on a few "
+                f"tokens, {why}. Here many prompts stand side by side in one row, and only attention may bring tokens "
+                "together: use model.generate, or take that code out"
+            )
+        if before is not None:
+            self._good = before.after_passes(model)
 
+    def answers(self, model: PreTrainedModel, hooked: bool) -> torch.Tensor | None:
+        """Of a long row, numbers that change with nearly all that an owner's code reads; not numbers where it fails.
 
-@contextmanager
-def _by_itself(model: PreTrainedModel, modules: Sequence[nn.Module], attention: str = ATTENTION_NAME) -> Iterator[None]:
-    """While the block runs, the model runs with an attention in which tokens do not see each other."""
-    swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
-    compiled = Uncompiled(modules)
-    try:
-        with (
-            _random_numbers_kept(model),
-            torch.no_grad(),
-            swap.applied(attention),
-            compiled.applied(),
-            attention_context(_EachByItself(takes_masks=attention == MASK_PROBE_NAME)),
-        ):
-            yield
-    finally:  # once more: an interrupt may have come while the block above restored things
-        compiled.restore()
-        swap.restore()
-        torch.set_grad_enabled(grad_mode)
-        use_context(context)
-
-
-def _random_numbers_kept(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """While the block runs, torch's random numbers go on from where they are; then they are there again."""
-    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
-
-
-class _EachByItself:
-    """Attention in which a token sees itself alone, at its position."""
-
-    def __init__(self, takes_masks: bool) -> None:
-        self.takes_masks = takes_masks
-        self.calls = 0
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:  # [tokens, heads, v_dim]
-        self.calls += 1
-        # A product of q and k would not show the position: both are rotated alike.
-        shares = call.q.shape[1] // call.k.shape[1]
-        keys, values = (each.repeat_interleave(shares, dim=1) for each in (call.k, call.v))
-        of_q, of_k = (each.float().cumsum(-1).mean(-1, keepdim=True).tanh() for each in (call.q, keys))
-        return values * (1 + of_q + of_k).to(values.dtype)
-
-
-def _some_tokens(model: PreTrainedModel, generator: torch.Generator, count: int) -> list[int]:
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    found: list[int] = torch.randint(vocabulary, (count,), generator=generator, device="cpu").tolist()
-    return found
-
-
-def _run(
-    model: Any, tokens: Sequence[int], places: Sequence[int], use_cache: bool = False, **more: Any
-) -> torch.Tensor:
-    ids, positions = (torch.tensor([[*each]], device=model.device) for each in (tokens, places))
-    output = model(input_ids=ids, position_ids=positions, use_cache=use_cache, return_dict=True, **more)
-    logits: torch.Tensor = output.logits[0]
-    return logits  # [tokens, vocabulary]
-
-
-def _difference(model: PreTrainedModel, selects_rows: bool) -> str | None:
-    """In words that follow "tried on a few tokens"; None if each token is treated by itself."""
-    generator = torch.Generator().manual_seed(0)
-    same = _some_tokens(model, generator, _TOKENS // 2)
-    found: list[torch.Tensor] = []  # of each pass, the logits of the tokens that are the same
-
-    allowed = _rounding(model)
-    config = model.config.get_text_config(decoder=True)
-    has_experts = any(getattr(config, each, 0) for each in _EXPERTS)
-    loosely, exact = min(allowed, _ROUNDING_OF_CHANCE), not has_experts
-    # In half precision rounding may send a token to another expert; what mixes tokens shows in most of them.
-    share = 0.5 if allowed == _ROUNDING_OF_HALF else 0.0
-
-    def far(one: torch.Tensor, other: torch.Tensor, allowed: float = allowed) -> bool:
-        one, other = one.float(), other.float()
-        apart = (one - other).norm(dim=-1) > allowed * one.norm(dim=-1)
-        return bool(apart.float().mean() > share)
-
-    def from_one_state() -> torch.Tensor:
-        with _random_numbers_kept(model):
-            return _run(model, in_order, order)
-
-    try:
-        for order in _ORDERS:
-            tokens = same + _some_tokens(model, generator, _TOKENS // 2)
-            in_order = [tokens[place] for place in order]
-            logits = _run(model, in_order, order)
-            found.append(logits[[order.index(place) for place in range(len(same))]])
-            again = _run(model, in_order, order)
-            exact = exact and torch.equal(logits, again)
-            if far(logits, again, loosely):
-                if far(from_one_state(), from_one_state(), loosely):
-                    return (
-                        "it gives other logits for the same tokens from pass to pass: it counts passes, keeps another "
-                        "state, or draws random numbers that torch.manual_seed does not reach"
-                    )
-                return None  # it draws random numbers, as dropout does: no two passes are alike, whatever the tokens
-        one, other = (_run(model, _mixed(same, model, generator), range(_TOKENS))[_SAME] for _ in range(2))
-    except Exception:  # a call will show the error
-        return None
-    in_place = far(one, other, min(allowed, _ROUNDING_IN_PLACE) if exact else loosely)
-    if in_place or any(far(found[0], each) for each in found[1:]):
-        return _MIXED
-    try:
-        alone = [_run(model, [token], [place]) for place, token in enumerate(same)]
-    except Exception as error:  # steps of one token are usual
-        return f"its forward pass fails with a single token ({error})"
-    if far(found[0], torch.cat(alone)):
-        return _MIXED
-    if selects_rows:
-        for kept in (_KEPT[:1], _KEPT):
+        None for models without such code. ``hooked``: whether an owner's hooks are on the model.
+        """
+        modules = every_module(model)
+        own = self._finder.find(model, modules)
+        if not hooked and not own:
+            return None
+        made_up = MadeUp(model, seed=1)
+        spread = _spread(self._positions(model, own), _LONG)
+        with each_by_itself(model, modules):
             try:
-                rows = _run(model, in_order, order, logits_to_keep=torch.tensor(kept, device=model.device))
+                positions = [spread[place] for place in made_up.places(_LONG, _LONG)]
+                parts = logits_of(model, made_up.tokens(_LONG), positions).split(64)
+                each = [torch.stack([part.double().mean(-1), part.double().norm(dim=-1)]) for part in parts]
+                return torch.cat(each, dim=1)
+            except Exception:
+                return torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
+
+    def _positions(self, model: PreTrainedModel, own: OwnCode) -> int:
+        """How many positions the model knows, and its owner's code with it."""
+        return min(self._longest, shortest_table(model, own) or self._longest)
+
+    def _tried(self, model: PreTrainedModel, modules: Sequence[nn.Module], own: OwnCode) -> str | None:
+        """In words that follow "tried on a few tokens"; None if each token is treated by itself."""
+        longest = self._positions(model, own)
+        try:
+            with each_by_itself(model, modules):
+                why = _Trial(model, longest).difference(self._selects_rows)
+        except _Unclear as unclear:
+            if unclear.error is not None or not any(module.training for module in modules):
+                raise
+            # Random numbers, which dropout may draw: without it, the code shows what it does.
+            with in_eval_mode(modules), each_by_itself(model, modules):
+                why = _Trial(model, longest).difference(self._selects_rows)
+            if why is None:
+                raise
+        if why is None and _hides_tokens(model, modules):
+            why = "it hides tokens by an attention mask of its own making"
+        return why
+
+
+class _Unclear(Exception):
+    """Nothing can be said: the code draws random numbers, or a pass fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _State:
+    """All that a trial depends on, as far as it can be seen."""
+
+    def __init__(self, model: PreTrainedModel, own: OwnCode, is_theirs: Callable[[Any], bool]) -> None:
+        self._code = own.shows()
+        self._device = model.device
+        self._owners = OwnersState(model, model.device)
+        self._reads = PlainReads(model, is_theirs, own.functions)
+        self._values, self._digest = self._read()
+        self._written = self._values
+
+    def after_passes(self, model: PreTrainedModel) -> _State | None:
+        """With what the code has written meanwhile, such as a list of what it has seen: that does not count."""
+        owners = OwnersState(model, self._device)
+        owners.pass_over_changes_since(self._owners)
+        self._owners, self._written = owners, self._read()[0]
+        return self
+
+    def holds_for(self, model: PreTrainedModel, own: OwnCode) -> bool:
+        if own.shows() != self._code or model.device != self._device:
+            return False
+        if self._owners.change(model, written=True) is not None:
+            return False
+        try:
+            values, digest = self._read()
+            return _same_but_written(self._values, self._written, values) and digest == self._digest
+        except Exception:  # values that cannot be compared
+            return False
+
+    def _read(self) -> tuple[object, Digest]:
+        held: list[torch.Tensor] = []
+        values = self._reads.now(held)
+        return values, Digest([*self._owners.tensors(), *held])
+
+
+def _same_but_written(before: object, after: object, now: object) -> bool:
+    """Whether values are those ``after`` passes, as far as the passes left them as they were ``before``."""
+    if before == after:
+        return now == after
+    if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(now, tuple)):
+        return True
+    return not len(before) == len(after) == len(now) or all(map(_same_but_written, before, after, now))
+
+
+class _Trial:
+    """Passes of the model, compared. They run ``each_by_itself``."""
+
+    def __init__(self, model: PreTrainedModel, longest: int) -> None:
+        self._model = model
+        self._longest = longest
+        self._made_up = MadeUp(model, seed=0)
+        self._allowed = _rounding(model)
+        config = model.config.get_text_config(decoder=True)
+        self._exact = not any(getattr(config, each, 0) for each in _EXPERTS)
+        self._loosely = min(self._allowed, _ROUNDING_OF_CHANCE)
+        # In half precision rounding may send a token to another expert; what mixes tokens shows in most of them.
+        self._share = 0.5 if self._allowed == _ROUNDING_OF_HALF else 0.0
+
+    def difference(self, selects_rows: bool) -> str | None:
+        return self._in_short_rows(selects_rows) or self._in_long_rows() or self._with_cache()
+
+    def _in_short_rows(self, selects_rows: bool) -> str | None:
+        same = self._made_up.tokens(_TOKENS // 2)
+        found: list[torch.Tensor] = []  # of each pass, the logits of the tokens that are the same
+        for order in _ORDERS:
+            tokens = same + self._made_up.tokens(_TOKENS // 2)
+            row = [(tokens[place], self._position(place)) for place in order]
+            logits = self._run(row)
+            found.append(logits[[order.index(place) for place in range(len(same))]])
+            if (why := self._changes(row, logits)) is not None:
+                return why
+        one, other = (self._run(self._between_others(same))[_SAME] for _ in range(2))
+        if self._far(one, other, self._in_place) or any(self._far(found[0], each) for each in found[1:]):
+            return _MIXED
+        try:
+            alone = [logits_of(self._model, [token], [self._position(place)]) for place, token in enumerate(same)]
+        except Exception as error:  # steps of one token are usual
+            return f"its forward pass fails with a single token ({error})"
+        if self._far(found[0], torch.cat(alone)):
+            return _MIXED
+        return self._in_rows_asked_for(row, logits) if selects_rows else None
+
+    def _in_rows_asked_for(self, row: Row, logits: torch.Tensor) -> str | None:
+        for kept in (_KEPT[:1], _KEPT):
+            places = torch.tensor(kept, device=self._model.device)
+            tokens, positions = zip(*row, strict=True)
+            try:
+                rows = logits_of(self._model, tokens, positions, logits_to_keep=places)
             except Exception as error:
                 return f"its forward pass fails with a tensor of places as `logits_to_keep` ({error})"
-            if rows.shape[0] != len(kept) or far(logits[list(kept)], rows):
+            if rows.shape[0] != len(kept) or self._far(logits[list(kept)], rows):
                 return "its forward pass takes `logits_to_keep` and does not give the logits of those places"
-    return None
+        return None
+
+    def _in_long_rows(self) -> str | None:
+        near = list(zip(self._made_up.tokens(_NEAR), map(self._position, range(_NEAR)), strict=True))
+        away = list(zip(self._made_up.tokens(_NEAR), _spread(self._longest, _NEAR), strict=True))
+        same = near + away
+        places, other_places = (self._made_up.places(_LONG, len(same)) for _ in range(2))
+
+        def run(at: list[int]) -> tuple[list[tuple[int, int]], torch.Tensor]:
+            row = self._made_up.row(_LONG, self._longest)
+            for place, entry in zip(at, same, strict=True):
+                row[place] = entry
+            return row, self._run(row)
+
+        row, logits = run(places)
+        if (why := self._changes(row, logits)) is not None:
+            return why
+        first = logits[places]
+        del logits  # as large as the vocabulary
+        if self._far(first, run(places)[1][places], self._in_place):
+            return _MIXED
+        if self._far(first, run(other_places)[1][other_places]):
+            return _MIXED
+        # A shorter row, in which no position lies far off.
+        few = [*reversed(near), *self._made_up.row(_TOKENS, min(_NEAR, self._longest))]
+        if self._far(first[:_NEAR], self._run(few)[:_NEAR].flip(0)):
+            return _BY_LENGTH
+        return None
+
+    def _with_cache(self) -> str | None:
+        for past in _PASTS:
+            past = min(past, max(self._longest - _TOKENS, 0))
+            tokens = self._made_up.tokens(_TOKENS)
+            row = [(token, self._position(past + place)) for place, token in enumerate(tokens)]
+            for part in (row, row[:1]) if past else (row,):
+                try:
+                    cached = logits_after(self._model, past, part, self._made_up)
+                except UnsupportedModelError:
+                    raise
+                except Exception as error:
+                    raise _Unclear(error) from error
+                if self._far(self._run(part), cached, self._in_place):
+                    return _BY_CACHE
+        return None
+
+    def _run(self, row: Row) -> torch.Tensor:  # [tokens, vocabulary]
+        tokens, positions = zip(*row, strict=True)
+        try:
+            return logits_of(self._model, tokens, positions)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise _Unclear(error) from error
+
+    def _position(self, place: int) -> int:
+        return place % self._longest
+
+    def _between_others(self, same: Sequence[int]) -> Row:
+        """The same tokens, each between two others."""
+        others = self._made_up.tokens(_TOKENS - len(same))
+        tokens = [token for pair in zip(same, others, strict=True) for token in pair]
+        return [(token, self._position(place)) for place, token in enumerate(tokens)]
+
+    def _changes(self, row: Row, logits: torch.Tensor) -> str | None:
+        """Whether another pass over the same row gives other logits."""
+        again = self._run(row)
+        self._exact = self._exact and torch.equal(logits, again)
+        if not self._far(logits, again, self._loosely):
+            return None
+        with random_numbers_kept(self._model):
+            one = self._run(row)
+        with random_numbers_kept(self._model):
+            other = self._run(row)
+        if self._far(one, other, self._loosely):
+            return _CHANGING
+        raise _Unclear  # it draws random numbers, as dropout does: no two passes are alike, whatever the tokens
+
+    @property
+    def _in_place(self) -> float:
+        return min(self._allowed, _ROUNDING_IN_PLACE) if self._exact else self._loosely
+
+    def _far(self, one: torch.Tensor, other: torch.Tensor, allowed: float | None = None) -> bool:
+        if one.shape != other.shape:
+            return True
+        one, other = one.float(), other.float()
+        apart = (one - other).norm(dim=-1) > (self._allowed if allowed is None else allowed) * one.norm(dim=-1)
+        return bool(apart.float().mean() > self._share)
 
 
-def _mixed(same: Sequence[int], model: PreTrainedModel, generator: torch.Generator) -> list[int]:
-    """The same tokens, each between two others."""
-    others = _some_tokens(model, generator, _TOKENS - len(same))
-    return [token for pair in zip(same, others, strict=True) for token in pair]
+def _spread(longest: int, count: int) -> list[int]:
+    """Positions from the first to the last that the model knows."""
+    return [place * (longest - 1) // (count - 1) for place in range(count)]
 
 
 def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
@@ -228,10 +358,10 @@ def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
     special = (config.pad_token_id, config.eos_token_id, config.bos_token_id)
     flat = [each for given in special for each in (given if isinstance(given, list) else [given])]
     known = [each for each in flat if isinstance(each, int) and 0 <= each < config.vocab_size]
-    tokens = [*_some_tokens(model, torch.Generator().manual_seed(2), _TOKENS), *known]
+    tokens = [*MadeUp(model, seed=2).tokens(_TOKENS), *known]
     try:
-        with _by_itself(model, modules, MASK_PROBE_NAME), attention_masks_noted() as masks:
-            _run(model, tokens, range(len(tokens)), use_cache=True)
+        with each_by_itself(model, modules, MASK_PROBE_NAME), attention_masks_noted() as masks:
+            logits_of(model, tokens, range(len(tokens)), use_cache=True)
     except Exception:  # a call will show the error
         return False
     return any(mask.given is not None and not bool(mask.given.bool().all()) for mask in masks.values())
@@ -244,28 +374,10 @@ def _rounding(model: PreTrainedModel) -> float:
     return _ROUNDING if multiplies_exactly(model.device) else _ROUNDING_OF_TF32
 
 
-def _own_code(modules: Sequence[nn.Module], is_theirs: Callable[[Any], bool]) -> _Seen:
-    """Each module with code of its owner's, by what would show another one in its place."""
-    classes: dict[type, object] = {}  # the `forward` of a class, where it is not theirs; else None
-    own: list[tuple[object, ...]] = []
-    for module in modules:
-        cls = type(module)
-        if cls not in classes:
-            forward = getattr(cls, "forward", None)
-            known = cls.__module__.partition(".")[0] in _THEIRS and is_theirs(forward)
-            classes[cls] = None if known else forward or cls
-        code = classes[cls]
-        if "forward" in module.__dict__ and (set_on_it := own_forward(module)) is not None:
-            code = code if is_theirs(set_on_it) else set_on_it
-        if code is not None:
-            own.append((id(module), cls, id(code), getattr(code, "__code__", None)))
-    return tuple(own)
-
-
-def _place_of(model: nn.Module, own: _Seen) -> str:
-    known = {entry[0] for entry in own}
+def _place_of(model: nn.Module, own: OwnCode) -> str:
+    known = {id(module) for module, _ in own.modules}
     # The innermost first: what is around it may be a class of the owner's as well.
     for path, module in reversed(list(model.named_modules())):
         if id(module) in known:
             return f"{f'`{path}`, ' if path else ''}{type(module).__module__}.{type(module).__qualname__}"
-    return type(model).__qualname__
+    return ", ".join(own.of_torch) or type(model).__qualname__
