@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support_families import PROMPT_KINDS, build, family_params, gaps, logits_of_rows, random_prompts, reference_steps
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.inputs.base_model import base_model
 from hf_batchllm.model.kv_storage import KVStorage
+from hf_batchllm.model.runner import ModelRunner
 
 Row = tuple[int, ...]
 NEAR_TIE = 1e-3  # where the two best logits are closer, rounding decides and nothing can be said
@@ -166,20 +167,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @contextmanager
 def counted_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
-    """The number of tokens of each pass through the model, counted where ids become vectors."""
+    """The number of tokens of each of the engine's passes through the model.
+
+    Nothing is put on the model or on PyTorch: kept prefixes go when a model gets a hook, or when a mode is on.
+    """
     sizes: list[int] = []
-    with _CountedIds(model.get_input_embeddings(), sizes):
+    forward = ModelRunner.forward
+
+    def counted(self: ModelRunner, input_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        if base_model(self.model) is base_model(model):
+            sizes.append(input_ids.numel())
+        return forward(self, input_ids, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", counted)
         yield sizes
-
-
-class _CountedIds(TorchFunctionMode):
-    """No hook, and no function in the place of PyTorch's: kept prefixes go when a model gets one."""
-
-    def __init__(self, table: Any, sizes: list[int]) -> None:
-        super().__init__()
-        self._table, self._sizes = table, sizes
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.nn.functional.embedding and args[1] is self._table.weight:
-            self._sizes.append(args[0].numel())
-        return function(*args, **(kwargs or {}))

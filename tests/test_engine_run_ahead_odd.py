@@ -95,12 +95,12 @@ def test_the_report_of_a_stream_that_was_left_counts_no_step_ahead_as_computed_p
 
 
 def test_the_bar_ends_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[float, float, int]] = []
     step = Progress.step
 
     def noted(self: Progress, *rest: Any) -> None:
         step(self, *rest)
-        seen.append((self._bar.n, self._bar.total, self._new_tokens))
+        seen.append((self._bar.n, self._bar.total, self._written))
 
     monkeypatch.setattr(Progress, "step", noted)
     generator = BatchGenerator(build("llama"), steps_per_sync=8)

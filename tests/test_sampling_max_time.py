@@ -182,7 +182,7 @@ def test_the_bar_ends_full(clock: Clock, capsys: pytest.CaptureFixture[str]) -> 
     generator = BatchGenerator(build(FAMILY), max_batch_tokens=16)
     generator.generate(PROMPTS, max_new_tokens=30, max_time=8, progress=True)
     last = capsys.readouterr().err.rpartition("\r")[2]
-    assert last.startswith("100%") and f"{len(PROMPTS)}/{len(PROMPTS)} prompts" in last
+    assert last.startswith("100%") and f"{len(PROMPTS)} / {len(PROMPTS)} done" in last
 
 
 # -- schedulers ------------------------------------------------------------------------------------------------

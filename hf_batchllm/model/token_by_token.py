@@ -234,6 +234,8 @@ class _Trial:
             tokens = same + self._made_up.tokens(_TOKENS // 2)
             row = [(tokens[place], self._position(place)) for place in order]
             logits = self._run(row)
+            if len(logits) != len(row):
+                return f"its forward pass gives {len(logits)} rows of logits for {len(row)} tokens"
             found.append(logits[[order.index(place) for place in range(len(same))]])
             if (why := self._changes(row, logits)) is not None:
                 return why
