@@ -45,6 +45,13 @@ class Notices:
     def was_given(self, kind: str) -> bool:
         return kind in self._given
 
+    def of_prompts(self, kind: str, message: str) -> None:
+        """For a warning that names prompts: the prompts of the next call are others, and have a warning of their own.
+
+        Where prompts have names, they are parts of one long list: it has one warning.
+        """
+        self(kind if self._name is not None else f"{kind}: {message}", message)
+
     def __call__(self, kind: str, message: str) -> None:
         if kind not in self._given:
             warn_user(message)

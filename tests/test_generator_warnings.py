@@ -7,6 +7,7 @@ import linecache
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,13 @@ def test_each_kind_is_said_once_and_points_at_the_caller(
     assert warning.filename == __file__
     assert "getattr(made, door)" in linecache.getline(__file__, warning.lineno)
     assert len(caught(lambda: list(getattr(making(), door)(prompts, **options)))) == 1  # another generator, another ear
+
+
+def test_another_option_without_effect_is_named_too() -> None:
+    made = make()
+    for options, says in (({"top_k": 5}, "`top_k` has"), ({"temperature": 0.7}, "`temperature` has")):
+        (warning,) = caught(partial(made.generate, IDS, **GREEDY, **options), times=2)
+        assert str(warning.message).startswith(says)
 
 
 def test_other_doors_point_at_the_caller_too(monkeypatch: pytest.MonkeyPatch) -> None:

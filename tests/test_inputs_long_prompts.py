@@ -66,7 +66,11 @@ def test_a_prompt_beyond_the_context_is_named_once(generator: BatchGenerator) ->
         f"prompt 1 has 60 tokens, more than {made_for}. Results may be poor there: set `max_prompt_tokens` (to 31, "
         "say) or shorten what is too long"
     ]
-    assert warnings(generator, [long], max_new_tokens=10) == []
+    assert warnings(generator, [[5], long], max_new_tokens=10) == []
+    # Another list has other prompts, also after a call that was refused.
+    with pytest.raises(PromptError):
+        generator.generate([long], max_new_tokens=10**9)
+    assert len(warnings(generator, [long], max_new_tokens=10)) == 1
 
     def others(prompts: Any, **options: Any) -> str:
         (text,) = warnings(BatchGenerator(generator.model), prompts, **options)
@@ -140,8 +144,8 @@ def test_what_was_cut_is_said_once(generator: BatchGenerator) -> None:
     assert warnings(generator, [LONG, [5], TEXT], max_prompt_tokens=3) == [
         "2 of 3 prompts have more tokens than `max_prompt_tokens` and were cut (prompts 0, 2; the longest has 10)"
     ]
-    assert warnings(generator, [LONG], max_prompt_tokens=3) == []
-    one = warnings(BatchGenerator(generator.model), [LONG], max_prompt_tokens=3)
+    assert warnings(generator, [LONG, [5], TEXT], max_prompt_tokens=3) == []
+    one = warnings(generator, [LONG], max_prompt_tokens=3)
     assert one == ["prompt 0 has 10 tokens, more than `max_prompt_tokens`, and was cut"]
     assert warnings(generator, [LONG], truncation_side="left") == [
         "`truncation_side` has no effect without `max_prompt_tokens`: set it, too"

@@ -41,7 +41,7 @@ def warn_of_cuts(lengths: Mapping[int, int], count: int, notices: Notices) -> No
             f"{len(lengths):,} of {count:,} prompts have more tokens than `max_prompt_tokens` and were cut "
             f"({notices.places(sorted(lengths))}; the longest has {longest:,})"
         )
-    notices("cut", what)
+    notices.of_prompts("cut", what)
 
 
 # -- the context -------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def warn_beyond_context(
                 f"{len(may_grow):,} of {count:,} {what}s may grow beyond {than}: {whose}; the longest may have "
                 f"{most.tokens + most.new_tokens:,} tokens"
             )
-    notices("context", f"{'. '.join(parts)}. Results may be poor there: {_remedy(beyond, context)}")
+    notices.of_prompts("context", f"{'. '.join(parts)}. Results may be poor there: {_remedy(beyond, context)}")
 
 
 def _remedy(beyond: Sequence[Reach], context: int) -> str:

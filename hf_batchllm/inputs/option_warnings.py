@@ -23,16 +23,18 @@ def warn_of_options(
 ) -> None:
     """Warn of options that were set in this call and have no effect.
 
+    A later call may set others, which have a warning of their own.
+
     ``asked``: the keyword arguments; ``was_asked`` says whether an option was set by one, or in the call's config.
     """
     if not config.do_sample:
         idle = [name for name in _FOR_SAMPLING if was_asked(name) and TABLE[name].asks(getattr(config, name))]
         if idle:
-            notices("greedy", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
+            notices(f"greedy: {idle}", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
     for name in _PROBABILITIES:
         value = getattr(config, name)
         if config.do_sample and value is not None and was_asked(name) and not 0 <= value <= 1:
-            notices(name, f"`{name}` is {value}, and has no effect: it is a probability, from 0 to 1")
+            notices(f"{name}: {value}", f"`{name}` is {value}, and has no effect: it is a probability, from 0 to 1")
     idle = [
         name
         for name in _SPECULATION
@@ -40,14 +42,15 @@ def warn_of_options(
     ]
     if idle:
         notices(
-            "speculation", f"{_have(idle)} no effect: speculation changes the speed of `generate`, never its results"
+            f"speculation: {idle}",
+            f"{_have(idle)} no effect: speculation changes the speed of `generate`, never its results",
         )
     idle = [name for name in _EXTRA_OUTPUTS if was_asked(name) and getattr(config, name)]
     if idle and not config.return_dict_in_generate:
-        notices("outputs", f"{_have(idle)} no effect without `return_dict_in_generate=True`, as in `generate`")
+        notices(f"outputs: {idle}", f"{_have(idle)} no effect without `return_dict_in_generate=True`, as in `generate`")
     idle = [] if (config.num_beams or 1) > 1 else [name for name in _FOR_BEAMS if was_asked(name)]
     if idle := [name for name in idle if TABLE[name].asks(getattr(config, name))]:
-        notices("beams", f"{_have(idle)} no effect without beams: set `num_beams` to more than 1")
+        notices(f"for beams: {idle}", f"{_have(idle)} no effect without beams: set `num_beams` to more than 1")
     if config.cache_implementation == "quantized":
         notices(
             "quantized",
