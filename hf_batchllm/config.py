@@ -28,6 +28,18 @@ _FROM_ELSEWHERE = {
         "is not an option here: the model runs on its own device, in its own dtype. Set it when you load the model",
     ),
     **dict.fromkeys(
+        ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"),
+        "is not needed: the adapters are those of the model (PEFT), and `adapter` of generate() chooses among them",
+    ),
+    "enforce_eager": "is called `cuda_graphs=False` here",
+    **dict.fromkeys(
+        ("swap_space", "cpu_offload_gb"), "is not needed: what does not fit in memory waits, or is computed anew"
+    ),
+    **dict.fromkeys(
+        ("trust_remote_code", "load_format", "revision", "tokenizer_mode", "download_dir"),
+        "is not an option here: pass it to from_pretrained, when you load the model or its tokenizer",
+    ),
+    **dict.fromkeys(
         "generation_config seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
         "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
         "goes into generate(), with the prompts",
@@ -140,6 +152,11 @@ class BatchConfig:
         if size <= 0:
             raise ConfigError(f"`kv_memory` must be more than 0, not {self.kv_memory!r}")
         return int(size)
+
+
+def elsewhere(name: str) -> str | None:
+    """What to do instead of an option that engines like this one have, in words that follow its name."""
+    return _FROM_ELSEWHERE.get(name)
 
 
 def _unknown_field(name: str, names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -98,7 +99,9 @@ def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str]) -> None:
                 "model.load_adapter)",
             )
         if name not in configs:
-            raise OptionValueError("adapter", f"is {shown(name)}; the model has {_listed(configs)}")
+            near = difflib.get_close_matches(name, configs, n=1)
+            hint = f"; did you mean {shown(near[0])}?" if near else ""
+            raise OptionValueError("adapter", f"is {shown(name)}; the model has {_listed(configs)}{hint}")
 
 
 def _refuse_unsupported(model: nn.Module, names: Iterable[str]) -> None:

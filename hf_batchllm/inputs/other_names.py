@@ -34,7 +34,7 @@ FROM_ELSEWHERE = {
         "is called `num_return_sequences` here",
     ),
     **dict.fromkeys(("stop_words", "stop_sequences", "stop_sequence"), "is called `stop_strings` here"),
-    "stop_token_ids": "is called `eos_token_id` here: a token id, or a list of them",
+    "stop_token_ids": "is called `eos_token_id` here, and replaces the model's own: list that one as well",
     "ignore_eos": "is not an option here: pass `eos_token_id=None`",
     **dict.fromkeys(("sampling_params", "params"), "is not an option here: pass each option as a keyword argument"),
     **dict.fromkeys(("use_tqdm", "show_progress", "progress_bar", "verbose", "disable_tqdm"), _PROGRESS),
@@ -83,6 +83,11 @@ FROM_ELSEWHERE = {
         ("guided_decoding", "structured_outputs", "response_format", "guided_json", "guided_regex", "grammar"),
         "is not an option of transformers: pass `logits_processor=factory`, where factory(index, prompt_token_ids) "
         "makes the processors of one sequence (docs/generate.md)",
+    ),
+    "guided_choice": "is not an option here: `score(prompts, choices=[...])` says how likely each choice is",
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "no_stop_trim"),
+        "is not an option here: as in transformers, a `text` ends with the stop string that ended it",
     ),
     "logits_processors": "is called `logits_processor` here: a list for all prompts, or a callable that makes one",
     "logit_bias": "is called `sequence_bias` here, and maps tuples of token ids to a bias",

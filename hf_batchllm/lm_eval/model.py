@@ -20,7 +20,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
-from ..config import BatchConfig
+from ..config import BatchConfig, elsewhere
 from ..engine.unfinished import part_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..generator import BatchGenerator
@@ -34,6 +34,8 @@ _FIELDS = [field.name for field in dataclasses.fields(BatchConfig)]
 _HARNESS_BACKENDS = ("default", "causal", "seq2seq")  # the harness's values of `backend`; others are a BatchConfig's
 _HARNESS_ARGUMENTS = inspect.signature(HFLM.__init__).parameters
 _KNOWN = [*_FIELDS, *(name for name in _HARNESS_ARGUMENTS if name not in ("self", "kwargs"))]
+# Engines like this one have options of these names, and so has transformers.
+_OF_FROM_PRETRAINED = ("device_map", "torch_dtype", "quantization", "attn_implementation", "generation_config")
 _SIMILARITY = 0.8  # of a misspelt name; arguments of from_pretrained() are less like these
 _FLOAT32 = (None, "float32", torch.float32)
 
@@ -161,6 +163,10 @@ def _refuse(pretrained: Any, given: dict[str, Any]) -> None:
         raise UnsupportedModelError("`tp_plan` spreads a model over devices, which is not supported: use --model hf")
     if isinstance(pretrained, str):
         for name in given:  # others may be for from_pretrained(), which takes the fields of any config
+            if name not in _HARNESS_ARGUMENTS and name not in _OF_FROM_PRETRAINED:
+                why = "is called `max_length` here" if name == "max_model_len" else elsewhere(name)
+                if why is not None:
+                    raise ConfigError(f"`{name}` {why}")
             near = (
                 []
                 if name in (*_HARNESS_ARGUMENTS, "max_memory")
