@@ -216,9 +216,9 @@ class BatchGenerator:
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
 
-        A prompt that does not fit into the KV cache is found when the first result is asked for. An interrupt raises a
-        plain KeyboardInterrupt, as finished results have been handed out already. A bar is shown with ``progress=True``
-        only.
+        A prompt that does not fit into the KV cache is found when the first result is asked for. A bar is shown with
+        ``progress=True`` only. A stream keeps nothing in ``interrupted``, as each result was handed out: put them into
+        a list as they come. An interrupt raises a plain KeyboardInterrupt.
         """
 
         options = dict(generate_kwargs)

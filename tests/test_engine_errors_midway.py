@@ -64,7 +64,8 @@ def test_what_had_finished_is_in_the_error_and_in_the_generator() -> None:
     part = error.result  # type: ignore[attr-defined]
     assert isinstance(part, BatchResult) and part is generator.interrupted
     assert part.token_ids == whole.token_ids[:3] and part.report.finished == 3
-    assert error.__notes__ == ["3 of 8 results had finished: they are in error.result and in gen.interrupted"]
+    said = "3 of 8 results had finished: they are in error.result and in gen.interrupted"
+    assert error.__notes__[-1] == f"{said}, not aligned with the prompts: use `.index`"
     assert generator.generate(GIVEN, LENGTHS).token_ids == whole.token_ids and generator.interrupted is None
     assert fingerprint(model) == before
 
@@ -107,7 +108,7 @@ def test_an_error_with_a_result_of_its_own_keeps_that(error: Any) -> None:
         generator.generate(GIVEN, LENGTHS, logits_processor=[failing_at(30, error)])
     assert caught.value is error and error.result == "its own"
     assert generator.interrupted is not None and len(generator.interrupted) == 3
-    assert error.__notes__ == ["3 of 8 results had finished: they are in gen.interrupted"]
+    assert error.__notes__[-1].startswith("3 of 8 results had finished: they are in gen.interrupted, ")
 
 
 def test_the_same_error_again_tells_of_the_latest_call() -> None:
