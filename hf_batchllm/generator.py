@@ -23,7 +23,7 @@ from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, at
 from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
-from .inputs.named_options import GenerateOptions, shows_options
+from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
 from .inputs.preparing import bars_wanted
@@ -258,7 +258,7 @@ class BatchGenerator:
     @with_short_tracebacks
     def score(
         self,
-        contexts: Any,
+        contexts: Any = LEFT_OUT,
         continuations: Any = None,
         *,
         choices: Any = None,
