@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, BatchResult, ScoreResult, accelerated, run_file
 from hf_batchllm.engine.device_loop.run_ahead import RunAhead
-from hf_batchllm.errors import PromptError
+from hf_batchllm.errors import OptionValueError, PromptError
 from hf_batchllm.model.device_memory import CudaMemory, is_device_error, is_out_of_memory
 from hf_batchllm.model.runner import ModelRunner
 
@@ -117,7 +117,38 @@ def test_the_same_error_again_tells_of_the_latest_call() -> None:
         with pytest.raises(OfMine):
             generator.generate(GIVEN, LENGTHS, logits_processor=[failing_at(call, error)])
         assert len(error.result) == finished  # type: ignore[attr-defined]
-        assert [note.partition(" had")[0] for note in error.__notes__] == [f"{finished} of 8 results"]
+        assert len(error.__notes__) == 2 and error.__notes__[1].startswith(f"{finished} of 8 results had finished")
+
+
+def only_at(prompt: int, error: Exception) -> Callable[..., Any]:
+    """A factory of one callable, which fails for this prompt."""
+
+    def mine(ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        raise error
+
+    return lambda index, ids: [mine] if index == prompt else []
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_note_says_where_in_the_users_code_it_was_raised(beams: int) -> None:
+    def fails(*given: Any) -> Any:
+        raise OfMine
+
+    cases: dict[str, dict[str, Any]] = {
+        "the logits processor mine, at prompt 5": {"logits_processor": only_at(5, OfMine())},
+        "a stopping criterion (mine), at prompt 5": {"stopping_criteria": only_at(5, OfMine())},
+        "the factory of `logits_processor` (fails), at prompt 0": {"logits_processor": fails},
+        "the factory of `stopping_criteria` (fails), at prompt 0": {"stopping_criteria": fails},
+        "`prefix_allowed_tokens_fn`, at prompt 0": {"prefix_allowed_tokens_fn": fails},
+    }
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=6, scheduler="fifo")
+    for where, options in cases.items():
+        with pytest.raises(OfMine) as caught:
+            generator.generate(GIVEN, max_new_tokens=2, num_beams=beams, **options)
+        assert caught.value.__notes__[0] == f"raised in your code, in {where}"
+    with pytest.raises(OptionValueError) as refused:
+        generator.generate(GIVEN, max_new_tokens=2, num_beams=beams, logits_processor=[lambda ids, scores: None])
+    assert not any("your code" in note for note in getattr(refused.value, "__notes__", []))
 
 
 def test_a_stream_leaves_the_model_and_the_generator_as_they_were() -> None:

@@ -38,7 +38,7 @@ def test_the_right_name_is_told(generator: BatchGenerator, name: str, given: tup
 
 
 def test_contexts_left_out(generator: BatchGenerator) -> None:
-    with pytest.raises(PromptsTypeError, match="^`contexts` is missing: .* or None to score whole texts$"):
+    with pytest.raises(PromptsTypeError, match=r"^`contexts` is missing: .* or None to score whole texts$"):
         generator.score(choices=[[7], [8]])
     assert len(generator.score(None, [[5, 6, 7]])) == 1
 

@@ -101,7 +101,7 @@ def prompt_options_alone(
 ) -> dict[str, Any]:
     """The checked options of a call that takes no others.
 
-    call: its name. arguments: the names in its signature. called: names in other calls and libraries, and the name here.
+    call: its name. arguments: the names in its signature. called: other names of these.
     chats_alone: the options are only those for chats.
     """
     allowed = FOR_CHATS if chats_alone else PROMPT_OPTIONS
