@@ -27,7 +27,7 @@ def test_an_interrupted_result_looks_like_none_of_all_prompts() -> None:
         "BatchResult of 2 generations, a slice; interrupted, 3 of 60 generations had finished"
     )
     page = view_of(interrupted()).text
-    assert "3 of 60 sequences had finished. Rows are not aligned with the prompts: use .index" in page
+    assert "3 of 60 sequences had finished. Rows are not aligned with the list that was passed: use .index" in page
     where = GenerationInterrupted(interrupted(), 3, 60)._render_traceback_()[1]
     assert where.endswith("They are not aligned with the prompts: use `.index`.")
 
@@ -36,7 +36,7 @@ def test_interrupted_scores() -> None:
     scores = [Score(4, 0, "a", [1], [-1.0], True), Score(4, 1, "b", [1], [-2.0], True)]
     report = report_of(plan_of([[at] for at in range(60)]), finished=2, scored_tokens=2)
     part = ScoreResult(scores, report, complete=False)
-    assert lines(part)[0] == "ScoreResult, interrupted: 2 of 60 scores, not aligned with the prompts (see .index)"
+    assert lines(part)[0] == "ScoreResult, interrupted: 2 of 60 scores, not aligned with the contexts (see .index)"
     assert "The whole call: in 1.50 s" in view_of(part).text
     assert lines(ScoreResult(scores, report))[0] == "ScoreResult of 2 scores"
 

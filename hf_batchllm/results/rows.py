@@ -48,4 +48,5 @@ def headline(kind: str, count: int, thing: str, report: HasReport | None, is_sli
     total = counted(report.sequences, thing)
     if is_slice:
         return f"{kind} of {counted(count, thing)}, a slice; interrupted, {report.finished:,} of {total} had finished"
-    return f"{kind}, interrupted: {count:,} of {total}, not aligned with the prompts (see .index)"
+    given = "contexts" if thing == "score" else "prompts"
+    return f"{kind}, interrupted: {count:,} of {total}, not aligned with the {given} (see .index)"

@@ -9,7 +9,7 @@ from .timeline import phases_bar, timeline_panels
 
 _DRAWN = ("time",)  # lines of the text that a picture shows better
 
-ROWS_ARE_NOT_PROMPTS = ". Rows are not aligned with the prompts: use .index"
+BY_INDEX = ". Rows are not aligned with the list that was passed: use .index"
 
 
 def report_html(report: ShownReport) -> str:

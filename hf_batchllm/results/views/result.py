@@ -7,7 +7,7 @@ from typing import Any
 
 from .markup import clean, percent, seconds, several, shorter, text, view
 from .protocols import ShownGeneration, ShownGenerations
-from .report import ROWS_ARE_NOT_PROMPTS, interrupted
+from .report import BY_INDEX, interrupted
 
 _FIRST_ROWS, _LAST_ROWS = 15, 5  # shown; all rows if there are no more than these together
 _PROMPT_START, _PROMPT_END = 80, 100  # characters shown of a long prompt
@@ -24,7 +24,7 @@ Decode = Callable[[list[int]], str | None]
 def result_html(result: ShownGenerations, decode: Decode | None, is_slice: bool = False) -> str:
     generations = list(result)
     title = f'<div class="hfb-title">{text(several(len(generations), "generation"))}</div>'
-    report = "" if result.report is None else interrupted(result.report, ROWS_ARE_NOT_PROMPTS)
+    report = "" if result.report is None else interrupted(result.report, BY_INDEX)
     rows = _rows(generations, decode)
     return view(f"{title}{report}{rows}{_headline(result, is_slice)}", repr(result))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .markup import one_line, percent, seconds, several, text, view
 from .protocols import ShownScore, ShownScores
-from .report import ROWS_ARE_NOT_PROMPTS, interrupted
+from .report import BY_INDEX, interrupted
 
 _ROWS_SHOWN = 40
 _TEXT_CHARACTERS = 160
@@ -22,7 +22,7 @@ def scores_html(result: ShownScores) -> str:
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
-        body += interrupted(report, ROWS_ARE_NOT_PROMPTS)
+        body += interrupted(report, BY_INDEX)
     body += _table(result)
     if report is not None:
         whole = "" if result.complete else "The whole call: in"
