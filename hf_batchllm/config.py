@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 from .wording import a_kind, either, is_whole, shown
@@ -46,9 +48,25 @@ _FROM_ELSEWHERE = {
     ),
     "attn_implementation": "is not an option here: attention is this library's own (see `backend`)",
 }
+C = TypeVar("C")
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*")
 
 
+def _refuses_other_fields(config: type[C]) -> type[C]:
+    """A wrong field's name gets the same words from the class as from ``BatchGenerator``, instead of a TypeError."""
+    made: Any = config.__init__
+
+    @functools.wraps(made)
+    def checked(self: Any, *values: Any, **fields: Any) -> None:
+        _check_names(type(self), fields)
+        made(self, *values, **fields)
+
+    checked.__signature__ = inspect.signature(made)  # type: ignore[attr-defined]
+    config.__init__ = checked  # type: ignore[method-assign]
+    return config
+
+
+@_refuses_other_fields
 @dataclass(frozen=True)
 class BatchConfig:
     """How the engine runs. The defaults suit nearly everybody.
@@ -121,10 +139,7 @@ class BatchConfig:
         if config is not None and not isinstance(config, cls):
             hint = f": pass BatchConfig(**{called}), or the fields by name" if isinstance(config, dict) else ""
             raise ConfigError(f"`{called}` must be a BatchConfig, not {a_kind(config)}{hint}")
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in names:
-                raise ConfigError(f"`{name}` {_unknown_field(name, names)}")
+        _check_names(cls, fields)
         return dataclasses.replace(config or cls(), **fields)
 
     def kv_bytes(self, free: int) -> int | None:
@@ -157,6 +172,13 @@ class BatchConfig:
 def elsewhere(name: str) -> str | None:
     """What to do instead of an option that engines like this one have, in words that follow its name."""
     return _FROM_ELSEWHERE.get(name)
+
+
+def _check_names(config: type[BatchConfig], fields: dict[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(config)]
+    for name in fields:
+        if name not in names:
+            raise ConfigError(f"`{name}` {_unknown_field(name, names)}")
 
 
 def _unknown_field(name: str, names: list[str]) -> str:

@@ -147,6 +147,9 @@ class OutputWriteError(FilesError, OSError):
         self.errno = number
 
 
+_BY_INDEX = "not aligned with the prompts: use `.index`"
+
+
 class GenerationInterrupted(KeyboardInterrupt):
     """Ctrl-C during a call. ``result`` holds the sequences that had finished by then."""
 
@@ -159,7 +162,7 @@ class GenerationInterrupted(KeyboardInterrupt):
         elif not finished:
             message = f"interrupted: none of {total:,} sequences had finished"
         else:
-            message = f"interrupted: {finished:,} of {total:,} sequences had finished; they are in .result"
+            message = f"interrupted: {finished:,} of {total:,} sequences had finished; they are in .result, {_BY_INDEX}"
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
@@ -167,7 +170,7 @@ class GenerationInterrupted(KeyboardInterrupt):
         message, _, results = str(self).partition("; ")
         also = "`gen.interrupted` (`gen`: your BatchGenerator) until its next call, and in "
         places = f"{also if self.caller_has_generator else ''}`sys.last_value.result` until the next error"
-        where = f"Their results are in {places}."
+        where = f"Their results are in {places}. They are {_BY_INDEX}."
         first = f"{type(self).__name__}: {message}"
         return [first, where] if results else [first]
 

@@ -23,7 +23,7 @@ from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, at
 from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
-from .inputs.named_options import GenerateOptions, shows_options
+from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
 from .inputs.preparing import bars_wanted
@@ -216,9 +216,9 @@ class BatchGenerator:
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once.
 
-        A prompt that does not fit into the KV cache is found when the first result is asked for. An interrupt raises a
-        plain KeyboardInterrupt, as finished results have been handed out already. A bar is shown with ``progress=True``
-        only.
+        A prompt that does not fit into the KV cache is found when the first result is asked for. A bar is shown with
+        ``progress=True`` only. A stream keeps nothing in ``interrupted``, as each result was handed out: put them into
+        a list as they come. An interrupt raises a plain KeyboardInterrupt.
         """
 
         options = dict(generate_kwargs)
@@ -258,7 +258,7 @@ class BatchGenerator:
     @with_short_tracebacks
     def score(
         self,
-        contexts: Any,
+        contexts: Any = LEFT_OUT,
         continuations: Any = None,
         *,
         choices: Any = None,

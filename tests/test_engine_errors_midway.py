@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, BatchResult, ScoreResult, accelerated, run_file
 from hf_batchllm.engine.device_loop.run_ahead import RunAhead
-from hf_batchllm.errors import PromptError
+from hf_batchllm.errors import OptionValueError, PromptError
 from hf_batchllm.model.device_memory import CudaMemory, is_device_error, is_out_of_memory
 from hf_batchllm.model.runner import ModelRunner
 
@@ -64,7 +64,8 @@ def test_what_had_finished_is_in_the_error_and_in_the_generator() -> None:
     part = error.result  # type: ignore[attr-defined]
     assert isinstance(part, BatchResult) and part is generator.interrupted
     assert part.token_ids == whole.token_ids[:3] and part.report.finished == 3
-    assert error.__notes__ == ["3 of 8 results had finished: they are in error.result and in gen.interrupted"]
+    said = "3 of 8 results had finished: they are in error.result and in gen.interrupted"
+    assert error.__notes__[-1] == f"{said}, not aligned with the prompts: use `.index`"
     assert generator.generate(GIVEN, LENGTHS).token_ids == whole.token_ids and generator.interrupted is None
     assert fingerprint(model) == before
 
@@ -107,7 +108,7 @@ def test_an_error_with_a_result_of_its_own_keeps_that(error: Any) -> None:
         generator.generate(GIVEN, LENGTHS, logits_processor=[failing_at(30, error)])
     assert caught.value is error and error.result == "its own"
     assert generator.interrupted is not None and len(generator.interrupted) == 3
-    assert error.__notes__ == ["3 of 8 results had finished: they are in gen.interrupted"]
+    assert error.__notes__[-1].startswith("3 of 8 results had finished: they are in gen.interrupted, ")
 
 
 def test_the_same_error_again_tells_of_the_latest_call() -> None:
@@ -116,7 +117,38 @@ def test_the_same_error_again_tells_of_the_latest_call() -> None:
         with pytest.raises(OfMine):
             generator.generate(GIVEN, LENGTHS, logits_processor=[failing_at(call, error)])
         assert len(error.result) == finished  # type: ignore[attr-defined]
-        assert [note.partition(" had")[0] for note in error.__notes__] == [f"{finished} of 8 results"]
+        assert len(error.__notes__) == 2 and error.__notes__[1].startswith(f"{finished} of 8 results had finished")
+
+
+def only_at(prompt: int, error: Exception) -> Callable[..., Any]:
+    """A factory of one callable, which fails for this prompt."""
+
+    def mine(ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        raise error
+
+    return lambda index, ids: [mine] if index == prompt else []
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_note_says_where_in_the_users_code_it_was_raised(beams: int) -> None:
+    def fails(*given: Any) -> Any:
+        raise OfMine
+
+    cases: dict[str, dict[str, Any]] = {
+        "the logits processor mine, at prompt 5": {"logits_processor": only_at(5, OfMine())},
+        "a stopping criterion (mine), at prompt 5": {"stopping_criteria": only_at(5, OfMine())},
+        "the factory of `logits_processor` (fails), at prompt 0": {"logits_processor": fails},
+        "the factory of `stopping_criteria` (fails), at prompt 0": {"stopping_criteria": fails},
+        "`prefix_allowed_tokens_fn`, at prompt 0": {"prefix_allowed_tokens_fn": fails},
+    }
+    generator = BatchGenerator(build(FAMILY), max_batch_tokens=6, scheduler="fifo")
+    for where, options in cases.items():
+        with pytest.raises(OfMine) as caught:
+            generator.generate(GIVEN, max_new_tokens=2, num_beams=beams, **options)
+        assert caught.value.__notes__[0] == f"raised in your code, in {where}"
+    with pytest.raises(OptionValueError) as refused:
+        generator.generate(GIVEN, max_new_tokens=2, num_beams=beams, logits_processor=[lambda ids, scores: None])
+    assert not any("your code" in note for note in getattr(refused.value, "__notes__", []))
 
 
 def test_a_stream_leaves_the_model_and_the_generator_as_they_were() -> None:
@@ -126,7 +158,7 @@ def test_a_stream_leaves_the_model_and_the_generator_as_they_were() -> None:
     got = []
     with pytest.raises(OfMine):
         got += list(iter(lambda: next(stream), None))
-    assert not hasattr(error, "result")  # they were handed out
+    assert not hasattr(error, "result") and generator.interrupted is None  # they were handed out
     assert fingerprint(model) == before
     assert len(generator.generate(GIVEN, LENGTHS)) == 8
 

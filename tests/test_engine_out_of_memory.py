@@ -175,7 +175,7 @@ def test_processors_that_may_keep_state_are_not_called_twice() -> None:
     generator, processor = BatchGenerator(build(FAMILY)), Stateful(fail=True)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         generator.generate(PROMPTS, max_new_tokens=5, logits_processor=[processor])
-    assert "may keep state" in caught.value.__notes__[0] and processor.calls == 9
+    assert any("may keep state" in note for note in caught.value.__notes__) and processor.calls == 9
     processor = Stateful(fail=False)
     with failing(Fails(7)) as hook:
         got = generator.generate(PROMPTS, max_new_tokens=5, logits_processor=[processor])

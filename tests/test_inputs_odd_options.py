@@ -223,6 +223,10 @@ def test_a_setting_that_cannot_be_used_is_named(fields: dict[str, Any], says: st
     with pytest.raises(ConfigError) as caught:
         make(**fields)
     assert says in str(caught.value)
+    if "config" not in fields:
+        with pytest.raises(ConfigError) as of_the_class:
+            BatchConfig(**fields)
+        assert str(of_the_class.value) == str(caught.value)
 
 
 def test_settings_may_be_numpys_and_fields_go_on_top_of_a_config() -> None:

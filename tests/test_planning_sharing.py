@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_html import report_of, view_of
 
 from hf_batchllm.errors import PromptError
 from hf_batchllm.inputs.prompts import Prompt
@@ -254,6 +255,18 @@ def test_node_that_does_not_pay_dissolves_into_what_is_below():
     plan = plan_rows(rows, min_shared_tokens=32)
     assert sorted((s.start, s.end, s.members) for s in plan.segments) == [(0, 41, 3), (0, 61, 3)]
     assert plan.depth == 1
+
+
+def test_beginnings_too_short_to_be_shared_are_named():
+    alike = [[1, *range(10, 22), 50 + at] for at in range(3)]
+    plan = plan_prompts(alike)
+    said = "Prompts begin alike for up to 13 tokens: too few to share (`min_shared_tokens` is 32)."
+    assert plan.saving == 0 and said in " ".join(str(plan).split()) and max(map(len, str(plan).splitlines())) < 80
+    assert said in str(report_of(plan)) and said in view_of(plan).text
+    assert view_of(report_of(plan)).text.count(said) >= 1
+    for rows in (alike * 3, [[1, 5], [1, 6]], [[4, 5], [7, 8]], [], [[5]]):  # shared, BOS alone, nothing
+        assert plan_prompts(rows).why_nothing == ""
+    assert plan_sharing(as_prompts(alike), share=False).why_nothing == "", "not for that reason"
 
 
 def test_levels_nest_as_deep_as_they_pay():

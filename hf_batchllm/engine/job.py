@@ -27,6 +27,7 @@ from ..inputs.prompt_lengths import length_problem
 from ..inputs.prompt_options import prompt_options_alone, take_prompt_options
 from ..inputs.prompts import Prompt, as_list, check_prompts
 from ..inputs.resolve_options import resolve_each
+from ..inputs.score_names import checked_score_names
 from ..inputs.seeds import Seeds, checked_seeds
 from ..inputs.tokenizer import TokenizerLoader
 from ..model.architecture import Architecture
@@ -185,8 +186,8 @@ class JobChecks:
         chat_options: dict[str, Any],
     ) -> ScoreInputs:
         """The checked call of ``score``."""
+        chat_options = checked_score_names(contexts, chat_options)
         check_on_error(on_error)
-        chat_options = prompt_options_alone(chat_options, "score", chats_alone=True)
         self._warn_of_random_parts()
         read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
         adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)
@@ -203,7 +204,9 @@ class JobChecks:
         self, architecture: Architecture, prompts: Any, adapter: Any, options: dict[str, Any]
     ) -> list[Prompt]:
         """The checked prompts of ``plan``."""
-        checked, problems = self._prompts(prompts, architecture, prompt_options_alone(options, "plan"))
+        checked, problems = self._prompts(
+            prompts, architecture, prompt_options_alone(options, "plan", ("prompts", "adapter"))
+        )
         if problems:
             raise PromptError(problems)
         adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)

@@ -43,7 +43,9 @@ class FinishedScores(Finished[Score]):
 def note_of(finished: int, expected: int, at_hand: bool) -> str:
     """What an error says of the results. ``at_hand``: whether the caller holds the generator."""
     where = "error.result and in gen.interrupted" if at_hand else "error.result"
-    return f"{finished:,} of {expected:,} {_HAD_FINISHED}: they are in {where}"
+    return (
+        f"{finished:,} of {expected:,} {_HAD_FINISHED}: they are in {where}, not aligned with the prompts: use `.index`"
+    )
 
 
 def attach(error: BaseException, part: BatchResult | ScoreResult, note: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import LogitsProcessor, StoppingCriteria
 
-from ..errors import OptionValueError
+from ..errors import BatchLLMError, OptionValueError
 from ..wording import a_kind
+
+_RAISED_IN = "raised in your code, in "
 
 Factory = Callable[[int, list[int]], Sequence[Any]]  # a prompt's place in the list, its token ids -> a list
 
@@ -56,7 +59,11 @@ def check_list_or_factory(option: CallableOption, given: Any) -> None:
 
 def call_factory(option: CallableOption, factory: Factory, index: int, prompt_token_ids: list[int]) -> list[Any]:
     """The factory's list for one sequence, checked."""
-    made = factory(index, prompt_token_ids)
+    try:
+        made = factory(index, prompt_token_ids)
+    except Exception as error:
+        say_where(error, f"the factory of `{option.name}` ({callable_name(factory)})", index)
+        raise
     if not isinstance(made, list | tuple):
         why = (
             f"is called as {callable_name(factory)}(index, prompt_token_ids) and must give a list of {option.plural}, "
@@ -65,6 +72,17 @@ def call_factory(option: CallableOption, factory: Factory, index: int, prompt_to
         raise OptionValueError(option.name, why)
     _check_each(option, made, f"({callable_name(factory)}) gave a list that holds")
     return list(made)
+
+
+def say_where(error: Exception, what: str, index: int) -> None:
+    """Note on an error out of a function of the user's which one raised it, and at which prompt."""
+    if isinstance(error, BatchLLMError):
+        return  # it says so itself
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list):  # the same object may have come out of an earlier call
+        notes[:] = [note for note in notes if not str(note).startswith(_RAISED_IN)]
+    with suppress(Exception):  # its class may do anything
+        error.add_note(f"{_RAISED_IN}{what}, at prompt {index:,}")
 
 
 def callable_name(function: Any) -> str:

@@ -92,13 +92,26 @@ def take_prompt_options(options: dict[str, Any], tensors: bool = False) -> dict[
     return given
 
 
-def prompt_options_alone(options: dict[str, Any], call: str, chats_alone: bool = False) -> dict[str, Any]:
-    """The checked options of a call that takes no others. ``call``: its name. ``chats_alone``: only those for chats."""
+def prompt_options_alone(
+    options: dict[str, Any],
+    call: str,
+    arguments: Sequence[str] = (),
+    called: Mapping[str, str] | None = None,
+    chats_alone: bool = False,
+) -> dict[str, Any]:
+    """The checked options of a call that takes no others.
+
+    call: its name. arguments: the names in its signature. called: other names of these.
+    chats_alone: the options are only those for chats.
+    """
     allowed = FOR_CHATS if chats_alone else PROMPT_OPTIONS
     for name in options:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else f"; options for prompts are {', '.join(allowed)}"
+            named = (*arguments, *allowed)
+            if called is not None and name in called:
+                raise UnsupportedOptionError(name, f"is called `{called[name]}` in {call}()")
+            near = difflib.get_close_matches(name, named, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else f", which takes {', '.join(named)}"
             raise UnsupportedOptionError(name, f"is not an option of {call}(){hint}")
     return take_prompt_options(options)
 

@@ -105,7 +105,11 @@ def _plan(prompts: Sequence[Prompt], lengths: np.ndarray, decode: np.ndarray, sh
     segments = tuple(map(Segment, range(len(kept)), *(column[listed].tolist() for column in columns)))
     for result in (parents, order, lengths):
         result.flags.writeable = False
-    return SharingPlan(segments, parents, order, int(lengths.sum()), int(cost.sum()), lengths)
+    longest = 0 if segments else max(shared)
+    total, computed = int(lengths.sum()), int(cost.sum())
+    return SharingPlan(
+        segments, parents, order, total, computed, lengths, longest_unshared=longest, min_shared_tokens=fee
+    )
 
 
 def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]:

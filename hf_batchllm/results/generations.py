@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
+from .rows import headline, picked
 from .run_report import RunReport
 from .short_values import short_ids, short_text
 
@@ -87,9 +88,13 @@ class BatchResult(Sequence[Generation]):
 
     A slice is a BatchResult with the same report, which is that of the whole call. Two are equal if their generations
     are, whatever their reports; a list of the same generations is equal, too.
+
+    After an interrupt there are only the generations that had finished: row ``k`` is then any prompt's, and
+    ``result[k].index`` says which.
     """
 
     _decode: Callable[[list[int]], str | None] | None = None  # for the prompts that a notebook shows
+    _is_slice = False  # then the report is about more rows than these
 
     def __init__(
         self,
@@ -110,8 +115,12 @@ class BatchResult(Sequence[Generation]):
     @overload
     def __getitem__(self, index: slice) -> BatchResult: ...
     def __getitem__(self, index: int | slice) -> Generation | BatchResult:
-        found = self._generations[index]
-        return found if isinstance(found, Generation) else BatchResult(found, self.report, self._decode)
+        found = picked(self._generations, index)
+        if isinstance(found, Generation):
+            return found
+        part = BatchResult(found, self.report, self._decode)
+        part._is_slice = self._is_slice or len(found) < len(self)
+        return part
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BatchResult):
@@ -190,22 +199,31 @@ class BatchResult(Sequence[Generation]):
 
     def __repr__(self) -> str:
         shown = [
-            f"  [{place}] {_short(generation)}"
-            for place, generation in enumerate(self._generations[:_GENERATIONS_SHOWN])
+            f"  [{place}] {whose}{_short(generation, len(whose))}"
+            for place, (generation, whose) in enumerate(zip(self._generations, self._whose_rows(), strict=False))
         ]
         hidden = len(self) - len(shown)
         if hidden:
             shown.append(f"  ... and {hidden:,} more")
-        return "\n".join([f"BatchResult of {len(self):,} generation{'' if len(self) == 1 else 's'}", *shown])
+        return "\n".join([headline("BatchResult", len(self), "generation", self.report, self._is_slice), *shown])
+
+    def _whose_rows(self) -> list[str]:
+        """Of the rows shown: whose each is, if the row's number does not say that."""
+        sampled = any(row.sample for row in self._generations)
+        shown = self._generations[:_GENERATIONS_SHOWN]
+        if not sampled and all(row.index == place for place, row in enumerate(self._generations)):
+            return [""] * len(shown)
+        return [f"prompt {row.index}{f', sample {row.sample}' if sampled else ''}: " for row in shown]
 
     def _repr_html_(self) -> str:
         from .views.result import result_html  # imported only when shown
 
-        return result_html(self, self._decode)
+        return result_html(self, self._decode, self._is_slice)
 
 
-def _short(generation: Generation) -> str:
-    """One line for a terminal."""
+def _short(generation: Generation, before: int) -> str:
+    """One line for a terminal, after ``before`` characters."""
     what = generation.error or (repr(generation.text) if generation.text is not None else str(generation.token_ids))
     line = f"{generation.finish_reason}: {what}"
-    return line if len(line) <= 70 else line[:67] + "..."
+    most = max(70 - before, 40)
+    return line if len(line) <= most else line[: most - 3] + "..."

@@ -86,6 +86,8 @@ class RunReport:
         ]
         if self.timeline is not None and self.timeline.longest_phases:
             lines.insert(3, f"time       {self.timeline.longest_phases}")
+        if self.plan.why_nothing:
+            lines.insert(2, f"shared     {self.plan.why_nothing}")
         if self.scored_tokens:
             lines.append(f"scores     read from {len(self.plan.order):,} sequences that were run")
         if self.device_memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from ..errors import OptionValueError
 from ..wording import either, shown
 from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
+from .rows import headline, picked
 from .run_report import RunReport
 from .short_values import short_ids, short_text
 
@@ -105,7 +107,7 @@ class ScoreResult(Sequence[Score]):
     @overload
     def __getitem__(self, index: slice) -> list[Score]: ...
     def __getitem__(self, index: int | slice) -> Score | list[Score]:
-        return self._scores[index]
+        return picked(self._scores, index)
 
     def __len__(self) -> int:
         return len(self._scores)
@@ -140,7 +142,9 @@ class ScoreResult(Sequence[Score]):
         if not self.complete:
             raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
         if not isinstance(per, str) or per not in _PER:
-            raise OptionValueError("per", f"must be {either(map(repr, _PER))}, not {shown(per)}")
+            near = difflib.get_close_matches(str(per), _PER, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OptionValueError("per", f"must be {either(map(repr, _PER))}, not {shown(per)}{hint}")
         if per in ("character", "byte") and any(score.text is None and not score.error for score in self._scores):
             raise OptionValueError("per", f"is {per!r}, and there is no text to measure: pass a tokenizer")
         value = _PER[per]
@@ -201,7 +205,7 @@ class ScoreResult(Sequence[Score]):
         hidden = len(self) - len(lines)
         if hidden:
             lines.append(f"  ... and {hidden:,} more")
-        return "\n".join([f"ScoreResult of {len(self):,} score{'' if len(self) == 1 else 's'}", *lines])
+        return "\n".join([headline("ScoreResult", len(self), "score", None if self.complete else self.report), *lines])
 
     def _repr_html_(self) -> str:
         from .views.scores import scores_html  # imported only when shown

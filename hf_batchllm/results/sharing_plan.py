@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +70,8 @@ class SharingPlan:
     lengths: np.ndarray  # [prompts] tokens of each
     labels: dict[int, str] = field(default_factory=dict)  # segment -> its first words, where it saves much
     of_sequences: bool = False  # the plan of a run: each prompt once per sample, without those that could not run
+    longest_unshared: int = 0  # where nothing is computed once: tokens of the longest beginning that prompts share
+    min_shared_tokens: int = 0  # the setting that the plan was made with
 
     @property
     def prompt_tokens(self) -> int:
@@ -83,6 +86,16 @@ class SharingPlan:
     def saving(self) -> float:
         """The fraction of the tokens that need not be computed, from 0 to 1."""
         return self.saved_tokens / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def why_nothing(self) -> str:
+        """A sentence, where prompts begin alike and yet nothing is saved; else empty."""
+        if self.segments or self.longest_unshared < 2:  # a BOS token is no beginning to speak of
+            return ""
+        return (
+            f"Prompts begin alike for up to {self.longest_unshared:,} tokens: too few to share "
+            f"(`min_shared_tokens` is {self.min_shared_tokens:,})."
+        )
 
     @cached_property
     def _levels(self) -> list[int]:
@@ -174,6 +187,8 @@ class SharingPlan:
     def __str__(self) -> str:
         lines = ["What the prompts share"]
         lines += [f"  {what:<18}{amount:>18}{share:>9}".rstrip() for what, amount, share in self._totals()]
+        if self.why_nothing:
+            lines += ["", *textwrap.wrap(self.why_nothing, 78, initial_indent="  ", subsequent_indent="  ")]
         if self.segments:
             lines.append("")
             for size, groups, count, shared in [self.HISTOGRAM_COLUMNS, *self.histogram()]:

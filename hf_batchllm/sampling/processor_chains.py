@@ -23,7 +23,7 @@ from ..errors import OptionValueError
 from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
 from ..inputs.options import Options, make_processors
-from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_of, shared_list
+from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_of, say_where, shared_list
 from ..model.transfers import to_device
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
@@ -219,7 +219,7 @@ class _ChainMaker:
         return replace(
             given,
             logits_processor=own,
-            prefix_allowed_tokens_fn=None if allowed is None else _allowed_in(row, allowed),
+            prefix_allowed_tokens_fn=None if allowed is None else _allowed_in(row, allowed, index),
             negative_prompt_ids=self._row_of(given.negative_prompt_ids, index),
             negative_prompt_attention_mask=self._row_of(given.negative_prompt_attention_mask, index),
         )
@@ -241,9 +241,15 @@ class _SharedWatermark:
         return copy.copy(self._made)  # this one is never called, so the copy gets a state of its own
 
 
-def _allowed_in(row: int, allowed: Callable[[int, torch.Tensor], Any]) -> Callable[[int, torch.Tensor], Any]:
+def _allowed_in(
+    row: int, allowed: Callable[[int, torch.Tensor], Any], index: int
+) -> Callable[[int, torch.Tensor], Any]:
     def allowed_in_row(_: int, ids: torch.Tensor) -> Any:
-        tokens = allowed(row, ids)
+        try:
+            tokens = allowed(row, ids)
+        except Exception as error:
+            say_where(error, "`prefix_allowed_tokens_fn`", index)
+            raise
         if len(tokens) == 0:
             why = f"gave no token for batch_id {row} (after {len(ids):,} tokens): nothing could follow"
             raise OptionValueError("prefix_allowed_tokens_fn", why)
@@ -329,7 +335,12 @@ def apply_looking_back(
             for row in range(0, len(chains), together):
                 ids = torch.cat([history(each) for each in range(row, row + together)])
                 own_one = chains[row].looking_back[place]
-                done.append(own_one(ids, scores[row : row + together].clone()))  # it may write to them
+                try:
+                    done.append(own_one(ids, scores[row : row + together].clone()))  # it may write to them
+                except Exception as error:
+                    if isinstance(own_one, UserProcessor):
+                        say_where(error, f"the logits processor {own_one.name}", requests[row].index)
+                    raise
             scores = torch.cat(done)
     return scores
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from ..inputs.processors_and_criteria import CRITERIA, call_factory
+from ..inputs.processors_and_criteria import CRITERIA, call_factory, callable_name, say_where
 from ..model.runner import current_device
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
+from ..wording import either
 from .host_sampler import NothingToDrawError
 from .stop_rules import StopRules
 from .stop_strings import StopStringSearch
@@ -144,10 +145,19 @@ class Endings:
         ids = to_device(np.concatenate([prompt, request.generated, tokens]).astype(np.int64)[None], self._device)
         for has in range(1, len(tokens) + 1):
             scores = None if self._scores is None else self._scores(request, len(request.generated) + has)
-            if bool(own(ids[:, : before + has], scores).all()):
+            if bool(self._asked(own, request, ids[:, : before + has], scores).all()):
                 self._own_criteria.pop(request, None)
                 return has
         return None
+
+    @staticmethod
+    def _asked(own: StoppingCriteriaList, request: Request, ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        try:
+            return own(ids, scores)  # type: ignore[no-any-return]
+        except Exception as error:
+            names = either([callable_name(each) for each in own])
+            say_where(error, f"a stopping criterion ({names})", request.index)
+            raise
 
     def _prompt(self, request: Request) -> np.ndarray:
         return request.prompt_ids if self._rows is None else self._rows[request.index]

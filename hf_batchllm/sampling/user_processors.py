@@ -31,6 +31,10 @@ class UserProcessor(LogitsProcessor):
         self._warn = warn
         self._calls = 0
 
+    @property
+    def name(self) -> str:
+        return callable_name(self.processor)
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         shape = list(scores.shape)
         watched = self._warn is not None and 0 < self._calls <= _WATCHED_CALLS  # the first may prepare it

@@ -29,6 +29,6 @@ class BeamEndings(Endings):
             with torch.no_grad(), current_device(self._device), torch.cuda.stream(self._stream):
                 scores = None if self._scores is None else self._scores(group.root, group.made + 1)
                 # Copied within the stream: another one would not wait for the criteria.
-                ends = own(torch.from_numpy(ids).to(self._device), scores).cpu().numpy()
+                ends = self._asked(own, group.root, torch.from_numpy(ids).to(self._device), scores).cpu().numpy()
             stops |= np.broadcast_to(ends, stops.shape)
         return stops

@@ -26,6 +26,8 @@ def plan_html(plan: ShownPlan) -> str:
 def plan_body(plan: ShownPlan, thing: str = "prompt") -> str:
     """``thing``: "prompt", or "sequence" for the plan of a run, where each sample of a prompt counts."""
     parts = [tiles(_figures(plan, thing))]
+    if plan.why_nothing:
+        parts.append(f'<div class="hfb-caption">{text(plan.why_nothing)}</div>')
     if len(plan.order):
         parts.append(_picture(plan, thing))
     if plan.segments:

@@ -9,6 +9,8 @@ from .timeline import phases_bar, timeline_panels
 
 _DRAWN = ("time",)  # lines of the text that a picture shows better
 
+BY_INDEX = ". Rows are not aligned with the list that was passed: use .index"
+
 
 def report_html(report: ShownReport) -> str:
     parts = ['<div class="hfb-title">How the run went</div>', interrupted(report), tiles(figures(report))]
@@ -34,11 +36,11 @@ def figures(report: ShownReport) -> list[tuple[str, str]]:
     ]
 
 
-def interrupted(report: ShownReport) -> str:
-    """A warning; empty for a run that went to its end."""
+def interrupted(report: ShownReport, and_so: str = "") -> str:
+    """A warning, with ``and_so`` at its end; empty for a run that went to its end."""
     if report.finished >= report.sequences:
         return ""
-    warning = f"Interrupted: {report.finished:,} of {several(report.sequences, 'sequence')} had finished"
+    warning = f"Interrupted: {report.finished:,} of {several(report.sequences, 'sequence')} had finished{and_so}"
     return f'<div class="hfb-title hfb-warn">{text(warning)}</div>'
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .markup import clean, percent, seconds, several, shorter, text, view
 from .protocols import ShownGeneration, ShownGenerations
-from .report import interrupted
+from .report import BY_INDEX, interrupted
 
 _FIRST_ROWS, _LAST_ROWS = 15, 5  # shown; all rows if there are no more than these together
 _PROMPT_START, _PROMPT_END = 80, 100  # characters shown of a long prompt
@@ -21,20 +21,21 @@ _NO_PROMPT = '<span class="hfb-dim">–</span>'
 Decode = Callable[[list[int]], str | None]
 
 
-def result_html(result: ShownGenerations, decode: Decode | None) -> str:
+def result_html(result: ShownGenerations, decode: Decode | None, is_slice: bool = False) -> str:
     generations = list(result)
     title = f'<div class="hfb-title">{text(several(len(generations), "generation"))}</div>'
-    report = "" if result.report is None else interrupted(result.report)
+    report = "" if result.report is None else interrupted(result.report, BY_INDEX)
     rows = _rows(generations, decode)
-    return view(f"{title}{report}{rows}{_headline(result)}", repr(result))
+    return view(f"{title}{report}{rows}{_headline(result, is_slice)}", repr(result))
 
 
-def _headline(result: ShownGenerations) -> str:
+def _headline(result: ShownGenerations, is_slice: bool) -> str:
     report = result.report
     if report is None:
         return ""
+    before = "The whole call: " if is_slice or report.finished < report.sequences else ""
     headline = (
-        f"{report.new_tokens:,} new tokens in {seconds(report.seconds)} ({report.tokens_per_second:,.0f} / s), "
+        f"{before}{report.new_tokens:,} new tokens in {seconds(report.seconds)} ({report.tokens_per_second:,.0f} / s), "
         f"{percent(report.saving)} of prompt tokens saved. More in .report"
     )
     return f'<div class="hfb-caption">{text(headline)}</div>'
@@ -51,9 +52,7 @@ def _rows(generations: Sequence[ShownGeneration], decode: Decode | None) -> str:
         lines.append(f'<tr class="hfb-more"><td colspan="{5 + sampled}">… {hidden:,} more</td></tr>')
         lines += _grouped(generations[-_LAST_ROWS:], decode, sampled)
     sample = '<th class="hfb-num">sample</th>' if sampled else ""
-    titles = (
-        f'<th class="hfb-num">#</th><th>prompt</th>{sample}<th>answer</th><th>ended</th><th class="hfb-num">tokens</th>'
-    )
+    titles = f'<th colspan="2">prompt</th>{sample}<th>answer</th><th>ended</th><th class="hfb-num">tokens</th>'
     return f'<table class="hfb-rows"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .markup import one_line, percent, seconds, several, text, view
 from .protocols import ShownScore, ShownScores
-from .report import interrupted
+from .report import BY_INDEX, interrupted
 
 _ROWS_SHOWN = 40
 _TEXT_CHARACTERS = 160
@@ -22,10 +22,13 @@ def scores_html(result: ShownScores) -> str:
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
-        body += interrupted(report)
+        body += interrupted(report, BY_INDEX)
     body += _table(result)
     if report is not None:
-        headline = f"In {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
+        whole = "" if result.complete else "The whole call: in"
+        headline = (
+            f"{whole or 'In'} {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
+        )
         body += f'<div class="hfb-caption">{text(headline)}</div>'
     return view(body, repr(result))
 
@@ -48,8 +51,8 @@ def _table(result: ShownScores) -> str:
     if len(result) > shown:
         columns = 5 + named + compared
         lines.append(f'<tr class="hfb-more"><td colspan="{columns}">… {len(result) - shown:,} more</td></tr>')
-    head = '<th class="hfb-num">#</th>'
-    head += "".join(f"<th>{title}</th>" for title in [*(["context"] if named else []), "continuation"])
+    head = '<th colspan="2">context</th>' if named else '<th class="hfb-num">index</th>'
+    head += "<th>continuation</th>"
     head += _figures(_FIGURES if compared else _FIGURES[1:], "th")
     return f'<table class="hfb-scores"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
