@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from ..config import BatchConfig
-from ..files.records.settings import NAMES
+from ..files.records.setting_names import NAMES
 from .prompt_flags import PROMPT_FLAGS
 
 _OF_SETTINGS = {  # options of this command -> their names in ``generate``

@@ -22,7 +22,8 @@ from .record_loop import run_records
 from .records.line_configs import settings_in_config
 from .records.prompt_records import ALL_FIELDS, RecordLayout
 from .records.run_identity import run_identity
-from .records.settings import NAMES, read_settings
+from .records.setting_names import NAMES
+from .records.settings import read_settings
 from .records.templates import Template
 from .run_options import RunOptions
 from .store.sources import open_source

@@ -104,7 +104,12 @@ class RecordReader:
         template = self.layout.template
         data = ("id", self.layout.prompt_field) if template is None else ("id", *template.fields)
         try:
-            own = settings_in_record(record, cells=self.cells, data=[name for name in data if name is not None])
+            own = settings_in_record(
+                record,
+                cells=self.cells,
+                data=[name for name in data if name is not None],
+                kept=() if self.layout.keep == ALL_FIELDS else self.layout.keep,
+            )
         except SettingError as error:
             raise RecordError(str(error), error.name) from None
         return self.base if own is NO_SETTINGS else own.over(self.base)
