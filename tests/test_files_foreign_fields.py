@@ -13,7 +13,8 @@ from support_adapters import build as adapted
 from support_families import build
 from support_word_tokenizer import word_tokenizer
 
-from hf_batchllm import BatchGenerator, run_file
+from hf_batchllm import BatchGenerator, BatchLLMError, run_file
+from hf_batchllm.errors import InputFileError
 from hf_batchllm.inputs.other_names import FROM_ELSEWHERE
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 3, "seed": 5, "progress": False}
@@ -66,3 +67,58 @@ def test_results_name_the_adapter(tmp_path: Path) -> None:
         lines[1]["do_sample"] = True
         found = answered(gen, tmp_path, lines)
     assert [each["adapter"] for each in found] == [name, name]
+
+
+@pytest.mark.parametrize("written", ["NaN", "Infinity", "-Infinity"])
+def test_settings_of_a_line_are_finite(tmp_path: Path, generator: BatchGenerator, written: str) -> None:
+    lines = [
+        f'{{"prompt": "w5", "temperature": {written}}}',
+        f'{{"prompt": "w5", "settings": {{"top_p": {written}}}}}',
+        f'{{"prompt": "w5", "sequence_bias": [[[5], {written}]]}}',
+        f'{{"prompt": "w5", "score_of_mine": {written}}}',
+    ]
+    *bad, good = answered(generator, tmp_path, lines)
+    for each, name in zip(bad, ("temperature", "top_p", "sequence_bias"), strict=True):
+        assert f"`{name}` must be a number, not {written}" in each["error"]
+    assert good["new_tokens"] == 3
+    body = f'{{"prompt": "w5", "temperature": {written}}}'
+    request = f'{{"custom_id": "a", "url": "/v1/completions", "body": {body}}}'
+    (refused,) = answered(generator, tmp_path, [request], restart=True)
+    assert f"`temperature` must be a number, not {written}" in refused["response"]["body"]["error"]["message"]
+
+
+def test_ranges_hold_in_lines_requests_and_calls(tmp_path: Path, generator: BatchGenerator) -> None:
+    wrong: dict[str, Any] = {"top_p": 3, "min_p": -0.5, "top_k": -2, "repetition_penalty": 0}
+    for name, value in wrong.items():
+        (found,) = answered(generator, tmp_path, [{"prompt": "w5", "do_sample": True, name: value}], restart=True)
+        assert f"line 1: `{name}` is {value}" in found["error"]
+        with pytest.raises(BatchLLMError, match=f"`{name}` is {value}"):
+            answered(generator, tmp_path, [{"prompt": "w5"}], do_sample=True, **{name: value})
+    request = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "w5", "top_p": 3}}
+    (refused,) = answered(generator, tmp_path, [request], restart=True)
+    assert "`top_p` is 3: it is a probability" in refused["response"]["body"]["error"]["message"]
+
+
+def test_a_prompt_that_all_lines_lack_comes_before_their_settings(tmp_path: Path, generator: BatchGenerator) -> None:
+    lines: list[dict[str, Any]] = [{"question": "w5"}] * 5 + [{"question": "w5", "max_new_tokens": 0}]
+    with pytest.raises(InputFileError, match="--prompt-field question"):
+        answered(generator, tmp_path, lines)
+
+
+def test_misspelt_prompts_get_a_hint(tmp_path: Path, generator: BatchGenerator) -> None:
+    chat = [{"role": "user", "content": "w5"}]
+    lines = [{"prompt": "w5"}, {"promt": "w5"}, {"message": chat}, {"Prompt": "w5"}]
+    _, one, two, three = answered(generator, tmp_path, lines)
+    assert "did you mean `prompt` by `promt`?" in one["error"]
+    assert "did you mean `messages` by `message`?" in two["error"]
+    assert "did you mean `prompt` by `Prompt`?" in three["error"]
+    with pytest.raises(InputFileError, match="did you mean --prompt-field question"):
+        answered(generator, tmp_path, [{"question": "w5"}], prompt_field="qestion", restart=True)
+
+
+def test_messages_have_the_names_of_the_line(tmp_path: Path, generator: BatchGenerator) -> None:
+    aliased, own = answered(
+        generator, tmp_path, [{"prompt": "w5", "n": 2}, {"prompt": "w5", "num_return_sequences": 2}]
+    )
+    assert "`n` is 2" in aliased["error"]
+    assert "`num_return_sequences` is 2" in own["error"]

@@ -17,7 +17,6 @@ from ..files.records.settings import GenerationSettings, read_assignments, read_
 from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
-from ..inputs.option_ranges import out_of_range
 from .flag_names import flag_of
 from .messages import UsageError
 from .prompt_flags import PROMPT_FLAGS, prompt_flags
@@ -115,10 +114,6 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
         settings = read_settings(flags)
     except BatchLLMError as error:
         raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS])) from error
-    for name, value in settings.options.items():
-        why = out_of_range(name, value) if isinstance(value, int | float) else None
-        if why is not None:
-            raise UsageError(f"{flag_of(name)} {why}")
     return settings.over(_config_file(asked.generation_config))
 
 

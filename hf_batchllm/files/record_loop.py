@@ -171,7 +171,7 @@ class _FileRun:
             settings = record.settings
             why = self._configs.problem(settings)
             if why is not None:
-                self._write_error(record, why if record.request is None else in_openai_names(why))
+                self._write_error(record, settings.as_written(why) if record.request is None else in_openai_names(why))
                 continue
             # The model's own config may ask for beams, too.
             beams = self._configs.beams(settings) > 1

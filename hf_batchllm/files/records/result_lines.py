@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 _OURS = ("index", "id", "text", "finish_reason", "prompt_tokens", "new_tokens", "samples", "token_ids", "logprobs")
-_TAKEN = frozenset((*_OURS, "adapter", "score", "warning", "error", "key"))  # a kept field of such a name gets "input_" before it
+_TAKEN = frozenset(
+    (*_OURS, "adapter", "score", "warning", "error", "key")
+)  # a kept field of such a name gets "input_" before it
 
 
 class ResultWriter:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import BatchLLMError, OptionValueError
-from ...inputs.option_ranges import ZERO_TEMPERATURE
+from ...inputs.option_ranges import ZERO_TEMPERATURE, out_of_range
 from ...inputs.option_row import Takes
 from ...inputs.option_table import TABLE
 from ...inputs.other_names import ALIASES, FROM_ELSEWHERE, wanted_logprobs
@@ -42,6 +42,7 @@ class GenerationSettings:
     adapter: str | None = None
     prompt_options: Mapping[str, Any] = field(default_factory=dict)  # how the prompt becomes tokens
     implies_sampling: str | None = None  # an option that has no effect without sampling, and so asks for it
+    written: Mapping[str, str] = field(default_factory=dict, compare=False)  # options under another name: that name
 
     @property
     def call_key(self) -> tuple[bool, bool, bool]:
@@ -74,7 +75,14 @@ class GenerationSettings:
             self.seed if self.seed is not None else base.seed,
             self.adapter if self.adapter is not None else base.adapter,
             _merged(self.prompt_options, base.prompt_options),
+            written=self.written,
         )
+
+    def as_written(self, why: str) -> str:
+        """A problem with these settings, by the names that they have in the line."""
+        for known, name in self.written.items():
+            why = why.replace(f"`{known}`", f"`{name}`")
+        return why
 
 
 NO_SETTINGS = GenerationSettings()
@@ -109,12 +117,17 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             options[known] = _checked(name, known, value)
     if settle:
         _settle_temperature(options)
+    for known, value in options.items():
+        why = out_of_range(known, value) if isinstance(value, int | float) else None
+        if why is not None:
+            raise SettingError(written[known], why)
     return GenerationSettings(
         options,
         wanted_logprobs(beside.get("logprobs"), beside.get("top_logprobs"), SettingError),
         _seed(beside.get("seed")),
         _adapter(beside.get("adapter")),
         {name: _prompt_option(name, beside[name]) for name in PROMPT_OPTIONS if name in beside},
+        written={known: name for known, name in written.items() if known != name},
     )
 
 
@@ -200,7 +213,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _checked(name: str, known: str, value: Any) -> Any:
-    """Checks the type alone; ``generate`` checks the ranges of its options."""
+    """Checks the type, and the least value of a length."""
     takes = TABLE[known].takes
     if isinstance(value, str) and takes in _NUMBERS:
         raise SettingError(name, f"must be {takes.value}, not {shown(value)}")
