@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from support_families import build
 from support_word_tokenizer import word_tokenizer
 
 from hf_batchllm import BatchGenerator, BatchLLMError, run_file
-from hf_batchllm.errors import InputFileError
+from hf_batchllm.errors import InputFileError, OutputFileError
 from hf_batchllm.inputs.other_names import FROM_ELSEWHERE
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 3, "seed": 5, "progress": False}
@@ -122,3 +124,70 @@ def test_messages_have_the_names_of_the_line(tmp_path: Path, generator: BatchGen
     )
     assert "`n` is 2" in aliased["error"]
     assert "`num_return_sequences` is 2" in own["error"]
+
+
+def warned_of(folder: Path, lines: list[Any], **settings: Any) -> list[str]:
+    made = BatchGenerator(build("llama"), word_tokenizer(97, template=True))
+    with made, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        answered(made, folder, lines, **settings)
+    return [str(each.message) for each in warned]
+
+
+def test_idle_options_of_chats_name_their_lines(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "w5"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    lines = [
+        {"messages": chat, "tools": tools},
+        {"prompt": "w5", "tools": tools},
+        {"messages": chat, "chat_template_kwargs": {"enable_thinkin": False}},
+    ]
+    said = warned_of(tmp_path, lines)
+    assert "`tools` is for chats, and line 2 is no chat: no effect there" in said
+    assert any("`enable_thinkin` in the chat_template_kwargs of line 3 has no effect" in each for each in said)
+
+
+def test_options_for_all_lines_are_not_called_idle(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    lines = [{"messages": [{"role": "user", "content": "w5"}]}, {"prompt": "w5"}]
+    assert not [each for each in warned_of(tmp_path, lines, tools=tools) if "is for chats" in each]
+
+
+def test_where_a_table_that_was_stopped_keeps_its_results(
+    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w5"}\n')
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_batchllm.files.run_file.run_records", interrupted)
+        with pytest.raises(KeyboardInterrupt, match=r"out\.csv\.part\.jsonl \(.*out\.csv itself comes at the end\)"):
+            run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.csv", **SETTINGS)
+        with pytest.raises(KeyboardInterrupt, match=r"are in .*out\.jsonl, and the same call continues"):
+            run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
+
+
+def test_renamed_results_need_their_record(tmp_path: Path, generator: BatchGenerator) -> None:
+    answered(generator, tmp_path, [{"prompt": "w5"}])
+    (tmp_path / "out.jsonl").rename(tmp_path / "new.jsonl")
+    with pytest.raises(OutputFileError, match=r"If you renamed the results, rename their \.run\.json, too"):
+        run_file(generator, tmp_path / "in.jsonl", tmp_path / "new.jsonl", **SETTINGS)
+
+
+def test_seconds_are_those_of_the_whole_run_without_loading(
+    tmp_path: Path, generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing, and all else beside the model, counts."""
+    tokenizer = generator.tokenizer
+    real = type(tokenizer).__call__
+
+    def slow(self: Any, *given: Any, **named: Any) -> Any:
+        time.sleep(0.3)
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", slow)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w5"}\n')
+    began = time.perf_counter()
+    report = run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
+    assert 0.3 <= report.seconds <= time.perf_counter() - began

@@ -26,6 +26,7 @@ from .records.setting_names import NAMES
 from .records.settings import read_settings
 from .records.templates import Template
 from .run_options import RunOptions
+from .store.open_output import kept_in
 from .store.sources import open_source
 
 
@@ -132,9 +133,9 @@ def run_file(
                 note=warn_user,
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"interrupted: the finished results are in {os.fspath(target)}, and the same call continues from them"
-            ) from None
+            place = kept_in(os.fspath(target), output_format)
+            kept = f": the finished results are {place}, and the same call continues from them" if place else ""
+            raise KeyboardInterrupt(f"interrupted{kept}") from None
 
 
 def _model_state(gen: BatchGenerator) -> dict[str, Any]:
