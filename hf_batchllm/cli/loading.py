@@ -61,6 +61,8 @@ class Loader:
 
             torch.set_num_threads(asked.threads)
         check_folder(asked.model)
+        if is_peft_folder(asked.model):
+            check_hub_name(base_of(asked.model), f"--model {asked.model}, whose base is")
         stop_strings = self._base.options.get("stop_strings")
         needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
         tokenizer = load_tokenizer(asked, needed)
@@ -118,7 +120,8 @@ def check_template(tokenizer: Any, name: str, first: str) -> None:
     if getattr(tokenizer, "chat_template", None) is None:
         raise UsageError(
             f"the tokenizer of {name} has no chat template, and the file has chats, from {first} on: load a chat "
-            "model, or pass the --tokenizer of a model that was trained with the same template. Prompts that are text need no template"
+            "model, or pass the --tokenizer of a model that was trained with the same template. Prompts that are text "
+            "need no template"
         )
 
 
