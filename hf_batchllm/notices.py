@@ -34,6 +34,11 @@ class Notices:
         finally:
             self._name = before
 
+    @property
+    def has_names(self) -> bool:
+        """Whether prompts have names of their own: they are the lines of a file."""
+        return self._name is not None
+
     def places(self, indices: Sequence[int], what: str = "prompt") -> str:
         """``prompt 3``, ``prompts 0-2, 7``, or by the names of the prompts. ``what``: the noun for one."""
         if self._name is None:

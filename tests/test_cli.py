@@ -271,7 +271,7 @@ def test_a_tokenizer_that_is_missing_or_has_no_template(
         tokenizer.chat_template = template
     written({"prompt": "w5"})
     said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
-    assert "has no chat template, and the file has chats" in said
+    assert "has no chat template, and the file has chats, from line 1 on" in said
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

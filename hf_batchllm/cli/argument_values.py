@@ -17,7 +17,6 @@ from ..files.records.settings import GenerationSettings, read_assignments, read_
 from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
-from ..inputs.option_ranges import out_of_range
 from .flag_names import flag_of
 from .messages import UsageError
 from .prompt_flags import PROMPT_FLAGS, prompt_flags
@@ -30,8 +29,9 @@ class FirstRecords:
     """What the first records hold, and so which tokenizer is needed."""
 
     have_texts: bool  # or chats: a tokenizer is needed
-    have_chats: bool  # the tokenizer needs a chat template
+    only_chats: bool  # the tokenizer needs a chat template, or all of them are errors
     name_adapters: bool = False
+    place: str = ""  # of the first of them, as a person names it
 
 
 def layout_from(asked: argparse.Namespace) -> RecordLayout:
@@ -89,8 +89,12 @@ def _refuse_with_batches(asked: argparse.Namespace) -> None:
 def first_records(reader: RecordReader, source: Source, limit: int | None = None) -> FirstRecords:
     records = check_first_records(reader, source, limit)
     texts = any(isinstance(each.prompt, str) for each in records)
-    chats = any(is_chat(each.prompt) for each in records)
-    return FirstRecords(texts or chats, chats, any(each.settings.adapter is not None for each in records))
+    return FirstRecords(
+        texts or any(is_chat(each.prompt) for each in records),
+        bool(records) and all(is_chat(each.prompt) and not each.settings.brings_template for each in records),
+        any(each.settings.adapter is not None for each in records),
+        source.where(records[0].number) if records else "",
+    )
 
 
 def settings_from(asked: argparse.Namespace) -> GenerationSettings:
@@ -115,10 +119,6 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
         settings = read_settings(flags)
     except BatchLLMError as error:
         raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS])) from error
-    for name, value in settings.options.items():
-        why = out_of_range(name, value) if isinstance(value, int | float) else None
-        if why is not None:
-            raise UsageError(f"{flag_of(name)} {why}")
     return settings.over(_config_file(asked.generation_config))
 
 

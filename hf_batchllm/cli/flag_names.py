@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from ..config import BatchConfig
-from ..files.records.settings import NAMES
+from ..files.records.setting_names import NAMES
 from .prompt_flags import PROMPT_FLAGS
 
 _OF_SETTINGS = {  # options of this command -> their names in ``generate``
@@ -28,6 +28,7 @@ _ADVICE = {  # what to do is said in the command's words, whoever gave the wrong
     "Set `max_new_tokens`": "Set --max-new-tokens",
     "or set `max_new_tokens`": "or set --max-new-tokens",
 }
+_IN_TEMPLATES = re.compile(r"`(\w+)` in `chat_template_kwargs`")
 _FIELD = re.compile(r"`?BatchConfig\.([a-z_]+)`?")
 
 
@@ -53,6 +54,9 @@ def in_flags(asked: argparse.Namespace) -> Callable[[str], str]:
             message = message.replace(ours, theirs)
         message = _FIELD.sub(lambda found: flags.get(found[1], found[0]), message)
         for name, flag in flags.items():
+            found = _IN_TEMPLATES.search(message) if name == "chat_template_kwargs" else None
+            if found is not None and f'"{found[1]}"' not in (getattr(asked, name, None) or ""):
+                continue  # it is a line's
             message = message.replace(f"`{name}`", flag).replace(f"`{name}=", f"`{flag} ")
         return message
 

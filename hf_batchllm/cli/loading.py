@@ -15,6 +15,7 @@ from ..errors import BatchLLMError
 from ..files.records.settings import GenerationSettings
 from ..notices import Notices
 from .argument_values import FirstRecords
+from .hub_names import check_hub_name
 from .messages import UsageError, reason
 from .peft_adapters import base_of, has_tokenizer, is_peft_folder, with_adapters
 
@@ -60,11 +61,13 @@ class Loader:
 
             torch.set_num_threads(asked.threads)
         check_folder(asked.model)
+        if is_peft_folder(asked.model):
+            check_hub_name(base_of(asked.model), f"--model {asked.model}, whose base is")
         stop_strings = self._base.options.get("stop_strings")
         needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
         tokenizer = load_tokenizer(asked, needed)
-        if self._first.have_chats and not self._base.brings_template:
-            check_template(tokenizer, asked.tokenizer or asked.model)
+        if self._first.only_chats and not self._base.brings_template:
+            check_template(tokenizer, asked.tokenizer or asked.model, self._first.place)
         model = with_adapters(load_model(asked, device), asked, self._adapters, device)
         generator = self._generator(model, tokenizer)
         self.loaded = True
@@ -99,6 +102,8 @@ def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
     option = "--tokenizer" if asked.tokenizer else "--model"
     if is_peft_folder(name) and not has_tokenizer(name):
         name = base_of(name)
+    if asked.tokenizer and not asked.tokenizer.startswith((".", "/", "~")):
+        check_hub_name(asked.tokenizer, option)
     revision = {} if asked.tokenizer or getattr(asked, "revision", None) is None else {"revision": asked.revision}
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=asked.trust_remote_code, **revision)
@@ -110,11 +115,13 @@ def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
         raise UsageError(f"{option} {name}: {why}{needs}") from error
 
 
-def check_template(tokenizer: Any, name: str) -> None:
+def check_template(tokenizer: Any, name: str, first: str) -> None:
+    """For a file of chats alone. (In a mixed file, chats are errors of their lines.) ``first``: the first line."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise UsageError(
-            f"the tokenizer of {name} has no chat template, and the file has chats: load a chat model, or pass the "
-            "--tokenizer of a model that was trained with the same template. Prompts that are text need no template"
+            f"the tokenizer of {name} has no chat template, and the file has chats, from {first} on: load a chat "
+            "model, or pass the --tokenizer of a model that was trained with the same template. Prompts that are text "
+            "need no template"
         )
 
 
@@ -158,6 +165,7 @@ def check_folder(name: str) -> None:
             raise UsageError(f"--model {name}: it is a file: give the folder that it is in")
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise UsageError(f"--model {name}: there is no such folder")
+        check_hub_name(name, "--model")
         return
     files = set(os.listdir(path))
     if not files & {"config.json", "adapter_config.json"}:

@@ -103,8 +103,8 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
 
         if first.have_texts:
             loaded = tokenizer()
-            if first.have_chats and not base.brings_template:
-                check_template(loaded, asked.tokenizer)
+            if first.only_chats and not base.brings_template:
+                check_template(loaded, asked.tokenizer, first.place)
         numbers = np.arange(min(source.count, asked.limit or source.count))
         file_plan = FilePlan()
         for prompts in _windows(source, reader, numbers, window, tokenizer, file_plan):

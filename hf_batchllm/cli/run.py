@@ -12,6 +12,7 @@ from ..errors import BatchLLMError, OutputFileError, OutputWriteError
 from ..files.records.run_identity import run_identity
 from ..files.run_options import RunOptions
 from ..files.store.formats import format_of
+from ..files.store.open_output import kept_in
 from ..files.store.sources import open_source
 from ..files.store.stream_output import is_stream
 from .argument_values import first_records, layout_from, reader_from, settings_from, size_from
@@ -64,12 +65,12 @@ def main(arguments: Sequence[str]) -> int:
                 source.close()
         except KeyboardInterrupt:
             begun = loader is not None and loader.loaded
-            console.error(f"interrupted.{_kept(asked.target) if begun else ''}")
+            console.error(f"interrupted.{_kept(asked) if begun else ''}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
             stopped = begun and not isinstance(error, BatchLLMError | OSError)
-            console.error(_why(error, begun) + (f".{_kept(asked.target)}" if stopped else ""), error)
+            console.error(_why(error, begun) + (f".{_kept(asked)}" if stopped else ""), error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
         finally:
             if loader is not None:
@@ -134,8 +135,9 @@ def _why(error: Exception, begun: bool) -> str:
     return f"{'the run was stopped by' if begun else 'failed with'} {reason(error)} (--traceback shows where)"
 
 
-def _kept(target: str) -> str:
-    return f" The finished results are in {target}: the same command continues from them"
+def _kept(asked: argparse.Namespace) -> str:
+    place = kept_in(asked.target, asked.output_format)
+    return f" The finished results are {place}: the same command continues from them" if place else ""
 
 
 def _closed_pipe(error: Exception) -> bool:

@@ -18,7 +18,8 @@ class FileReport:
     written: how many results this run has written.
     errors: how many of all results are errors, those of earlier runs included.
     beyond_context: how many of this run's results have more tokens, with their prompts, than the model was made for.
-    prompt_tokens, computed_tokens, new_tokens, seconds: of this run, summed over its calls.
+    prompt_tokens, computed_tokens, new_tokens: of this run, summed over its calls.
+    seconds: of this run, from its beginning to its end, without the time in which the model was loaded.
     """
 
     path: str
@@ -47,7 +48,6 @@ class FileReport:
             self.prompt_tokens += report.prompt_tokens
             self.computed_tokens += report.computed_tokens
             self.new_tokens += report.new_tokens
-            self.seconds += report.seconds
 
     def figures(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name not in ("path", "errors_in")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -33,11 +34,10 @@ from .records.result_layout import RESULT_LAYOUT
 from .records.result_lines import ResultWriter
 from .records.token_texts import TokenTexts
 from .run_options import RunOptions
-from .store.open_output import open_output
+from .store.open_output import kept_in, open_output
 from .store.output import Output
 from .store.run_record import RunRecord
 from .store.sources import Source, record_key
-from .store.stream_output import is_stream
 from .weights_fingerprint import fingerprint
 
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
@@ -58,7 +58,7 @@ def run_records(
     note: Callable[[str], None],
 ) -> FileReport:
     """``gen``: a generator, or a function that makes one and is called only if there are records to run."""
-    limit = options.limit
+    limit, began, loading = options.limit, time.perf_counter(), 0.0
     with ExitStack() as opened:
         output = opened.enter_context(
             open_output(
@@ -85,7 +85,9 @@ def run_records(
             if isinstance(gen, BatchGenerator):
                 generator = gen
             else:
+                loads = time.perf_counter()
                 generator = gen()
+                loading = time.perf_counter() - loads
                 opened.callback(generator.close)
             output.confirm_weights(fingerprint(generator.model))
             writer = ResultWriter(
@@ -102,14 +104,17 @@ def run_records(
                 run.run_windows(todo)
             except Exception as error:
                 kept = report.before + report.written
-                if kept and not isinstance(error, FilesError) and not is_stream(target):
+                place = kept_in(target, options.output_format)
+                if kept and not isinstance(error, FilesError) and place:
                     error.add_note(
-                        f"{kept:,} of {report.records:,} results are in {target}: run the same again, and it goes on "
+                        f"{kept:,} of {report.records:,} results are {place}: run the same again, and it goes on "
                         "from them"
                     )
                 raise
+        report.seconds = time.perf_counter() - began - loading
         if not report.left:
             output.finish(order=options.order, figures=report.figures())
+            report.seconds = time.perf_counter() - began - loading
         return report
 
 
@@ -171,7 +176,7 @@ class _FileRun:
             settings = record.settings
             why = self._configs.problem(settings)
             if why is not None:
-                self._write_error(record, why if record.request is None else in_openai_names(why))
+                self._write_error(record, settings.as_written(why) if record.request is None else in_openai_names(why))
                 continue
             # The model's own config may ask for beams, too.
             beams = self._configs.beams(settings) > 1

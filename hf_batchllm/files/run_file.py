@@ -22,9 +22,11 @@ from .record_loop import run_records
 from .records.line_configs import settings_in_config
 from .records.prompt_records import ALL_FIELDS, RecordLayout
 from .records.run_identity import run_identity
-from .records.settings import NAMES, read_settings
+from .records.setting_names import NAMES
+from .records.settings import read_settings
 from .records.templates import Template
 from .run_options import RunOptions
+from .store.open_output import kept_in
 from .store.sources import open_source
 
 
@@ -131,9 +133,9 @@ def run_file(
                 note=warn_user,
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"interrupted: the finished results are in {os.fspath(target)}, and the same call continues from them"
-            ) from None
+            place = kept_in(os.fspath(target), output_format)
+            kept = f": the finished results are {place}, and the same call continues from them" if place else ""
+            raise KeyboardInterrupt(f"interrupted{kept}") from None
 
 
 def _model_state(gen: BatchGenerator) -> dict[str, Any]:

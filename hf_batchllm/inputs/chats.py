@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,16 +132,37 @@ _Group = tuple[list[int], ChatEncoder]
 
 
 def warn_of_idle_options(
-    options: Sequence[PromptOptions], chats: Sequence[int], tokenizer: Any, notices: Notices
+    options: Sequence[PromptOptions],
+    chats: Sequence[int],
+    tokenizer: Any,
+    notices: Notices,
+    for_each: Collection[str] = (),
 ) -> None:
-    """Warn of options of prompts that change nothing. ``options``: of each prompt; ``chats``: those of them."""
+    """Warn of options of prompts that change nothing. ``options``: of each prompt; ``chats``: those of them.
+
+    ``for_each``: the options that were given to each prompt by itself; another may be meant for some of the prompts.
+    """
     groups = {id(options[index]): options[index] for index in chats}
-    for each in groups.values():
-        _warn_of_template(each, tokenizer, notices)
-    used = {(name, repr(getattr(each, name))) for each in groups.values() for name in each.for_chats}
-    idle: dict[int, list[str]] = {}  # the options that no chat has; one that is for all prompts may be for some chats
+    unknown: dict[str, tuple[str, set[int]]] = {}  # a template's option -> a hint, the groups that have it
+    for group, each in groups.items():
+        for name, hint in _warn_of_template(each, tokenizer, notices):
+            unknown.setdefault(name, (hint, set()))[1].add(group)
+    for name, (hint, having) in unknown.items():
+        places = [index for index in chats if id(options[index]) in having]
+        where = "`chat_template_kwargs`"
+        if len(places) < len(options):  # without marks, as it is not what was given for all
+            where = f"the chat_template_kwargs of {notices.places(places)}"
+        what = f"`{name}` in {where} has no effect"
+        notices(f"template {name}", f"{what}: the tokenizer's chat template does not name it{hint}")
+    used = {
+        (name, repr(getattr(each, name))) for each in groups.values() for name in each.for_chats if name not in for_each
+    }
+    idle: dict[int, list[str]] = {}
     alone: dict[str, list[int]] = {}
+    are_chats = set(chats)
     for index, each in enumerate(options):
+        if index in are_chats:
+            continue
         if id(each) not in idle:
             idle[id(each)] = [name for name in each.for_chats if (name, repr(getattr(each, name))) not in used]
         for name in idle[id(each)]:
@@ -155,8 +176,8 @@ def warn_of_idle_options(
         )
 
 
-def _warn_of_template(options: PromptOptions, tokenizer: Any, notices: Notices) -> None:
-    """A template passes over what it does not know, a misspelt name for one."""
+def _warn_of_template(options: PromptOptions, tokenizer: Any, notices: Notices) -> Iterator[tuple[str, str]]:
+    """A template passes over what it does not know, a misspelt name for one: (the name, a hint that follows)."""
     if not options.tools and not options.chat_template_kwargs:
         return
     given = dict(options.chat_template_kwargs or {})
@@ -174,6 +195,4 @@ def _warn_of_template(options: PromptOptions, tokenizer: Any, notices: Notices) 
     for name in given:
         if name not in words and (name not in parameters or name == "documents"):
             near = difflib.get_close_matches(name, sorted(words), n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            what = f"`{name}` in `chat_template_kwargs` has no effect"
-            notices(f"template {name}", f"{what}: the tokenizer's chat template does not name it{hint}")
+            yield name, f"; did you mean `{near[0]}`?" if near else ""

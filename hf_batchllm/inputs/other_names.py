@@ -76,7 +76,16 @@ FROM_ELSEWHERE = {
     ),
     "apply_chat_template": "is not an option here: chats get the tokenizer's template, and strings none",
     **dict.fromkeys(
-        ("lora_request", "adapter_name", "adapter_names", "lora", "lora_name", "lora_path"),
+        (
+            "lora_request",
+            "adapter_name",
+            "adapter_names",
+            "lora",
+            "lora_name",
+            "lora_path",
+            "lora_adapter",
+            "peft_adapter",
+        ),
         "is called `adapter` here: the name of a PEFT adapter that the model has, or a list with one for each prompt",
     ),
     **dict.fromkeys(

@@ -139,6 +139,11 @@ def options_of_each(given: Mapping[str, Any], count: int) -> list[PromptOptions]
     return found
 
 
+def names_for_each(given: Mapping[str, Any]) -> list[str]:
+    """The options that are lists with one for each prompt."""
+    return [name for name, value in given.items() if _is_for_each(name, value)]
+
+
 def _is_for_each(name: str, value: Any) -> bool:
     """Whether the value is a list with one for each prompt."""
     if not isinstance(value, list | tuple):
@@ -220,13 +225,19 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 # -- one call, prompts with options of their own -----------------------------------------------------------------------
 
 
-def as_lists(options: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The options of each prompt as those of one call: a list for each option that any of them has."""
+def as_lists(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options of each prompt as those of one call: a list for each option that any of them has.
+
+    An option that all share (the same object, not an equal one) was given for all, and is passed so.
+    """
     return dict(_lists(options))
 
 
-def _lists(options: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+def _lists(options: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name in PROMPT_OPTIONS:
         values = [each.get(name) for each in options]
-        if any(value is not None for value in values):
+        if len(values) > 1 and all(value is values[0] for value in values):
+            if values[0] is not None:
+                yield name, values[0]
+        elif any(value is not None for value in values):
             yield name, values

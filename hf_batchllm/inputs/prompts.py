@@ -22,7 +22,7 @@ from ..wording import a_kind, first_line, is_array, is_bool, is_number, kind, sh
 from .chats import NO_TEMPLATE, chat_problem, in_groups, is_bare_chat, is_chat, is_message, warn_of_idle_options
 from .long_prompts import shortened, warn_of_cuts
 from .preparing import tokenizing_bar
-from .prompt_options import options_of_each
+from .prompt_options import names_for_each, options_of_each
 
 A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
 _PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
@@ -140,7 +140,10 @@ def check_prompts(
         if empty is not None:
             notices("empty", f"prompt {empty} is an empty string: the model sees only the tokenizer's special tokens")
     if options:
-        warn_of_idle_options(each, [index for index, prompt in enumerate(given) if is_chat(prompt)], loaded, notices)
+        all_chats = [index for index, prompt in enumerate(given) if is_chat(prompt)]
+        # Lines of a file were written one by one. Lists in a call may well be made for all prompts by one rule.
+        for_each = names_for_each(options) if notices.has_names else ()
+        warn_of_idle_options(each, all_chats, loaded, notices, for_each)
     warn_of_cuts(lengths, len(given), notices)
     return checked, problems
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from ...wording import a_kind
@@ -45,3 +47,23 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RecordError(f'is {a_kind(record)}: a record is a JSON object, such as {{"prompt": "..."}}')
     return record
+
+
+def not_finite(raw: bytes, inside: str | None = None) -> Iterator[tuple[str, float]]:
+    """The fields of a line, or of its object ``inside``, that hold NaN or Infinity, which ``parse`` makes null."""
+    if b"NaN" not in raw and b"Infinity" not in raw:
+        return
+    record = json.loads(raw)
+    if inside is not None:
+        record = record.get(inside)
+    for name, value in record.items() if isinstance(record, dict) else ():
+        found = _first_not_finite(value)
+        if found is not None:
+            yield name, found
+
+
+def _first_not_finite(value: Any) -> float | None:
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for found in map(_first_not_finite, inner) if found is not None), None)

@@ -22,7 +22,8 @@ from ...inputs.resolve_options import resolve_options
 from ...notices import Notices
 from ...sampling.stop_rules import rules_of
 from ...sampling.stop_strings import PreparedStopStrings
-from .settings import NAMES, GenerationSettings
+from .setting_names import NAMES
+from .settings import GenerationSettings
 
 if TYPE_CHECKING:
     from ...generator import BatchGenerator

@@ -10,7 +10,8 @@ from typing import Any
 from ...inputs.chats import chat_problem
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
-from .settings import GenerationSettings, SettingError, nearest, read_settings
+from .setting_names import nearest
+from .settings import GenerationSettings, SettingError, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ENDPOINTS = (CHAT, COMPLETIONS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +14,10 @@ import numpy as np
 
 from ...inputs.chats import chat_problem, is_chat
 from ...wording import a_kind, shown
-from .json_records import NoPromptError, NotJsonError, RecordError, parse
+from .json_records import NoPromptError, NotJsonError, RecordError, not_finite, parse
 from .openai_requests import prompt_of, read_request
 from .prompt_records import ALL_FIELDS, OPENAI, PLAIN, BadPromptRecord, PromptRecord, RecordLayout
+from .setting_names import TOP_LEVEL_NAMES
 from .settings import NO_SETTINGS, GenerationSettings, SettingError, settings_in_record
 from .templates import MissingField, fields_in_words
 
@@ -58,11 +61,10 @@ class RecordReader:
             if number in self._problems:
                 raise RecordError(self._problems[number])
             if self.dialect == OPENAI:
-                return self._request(number, record)
-            settings = self._settings(record)
-            return PromptRecord(
-                number, self._prompt(record), settings, record.get("id"), "id" in record, self._kept(record)
-            )
+                return self._request(number, record, raw)
+            prompt = self._prompt(record)  # first: if no record has one, an option is wrong rather than the records
+            settings = self._settings(record, raw)
+            return PromptRecord(number, prompt, settings, record.get("id"), "id" in record, self._kept(record))
         except RecordError as error:
             where = f"{self._where(number)}{error.place if isinstance(error, NotJsonError) else ''}"
             return BadPromptRecord(
@@ -88,7 +90,7 @@ class RecordReader:
             return ""
         return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
-    def _request(self, number: int, record: dict[str, Any]) -> PromptRecord:
+    def _request(self, number: int, record: dict[str, Any], raw: bytes) -> PromptRecord:
         if number in self._repeated:
             first = self._where(self._repeated[number])
             raise RecordError(
@@ -96,15 +98,30 @@ class RecordReader:
                 "custom_id",
             )
         prompt, settings, request = read_request(record)
+        for name, value in not_finite(raw, "body"):
+            if name not in ("messages", "metadata"):
+                raise RecordError(_no_number(name, value), name)
         return PromptRecord(number, prompt, settings.over(self.base), record["custom_id"], True, request=request)
 
-    def _settings(self, record: dict[str, Any]) -> GenerationSettings:
+    def _settings(self, record: dict[str, Any], raw: bytes) -> GenerationSettings:
         if not self.layout.line_settings:
             return self.base
         template = self.layout.template
         data = ("id", self.layout.prompt_field) if template is None else ("id", *template.fields)
+        if not self.cells:  # tables have NaN for missing values
+            own_names = TOP_LEVEL_NAMES.difference(name for name in data if name is not None)
+            given = [pair for pair in not_finite(raw) if pair[0] in own_names]
+            if "settings" not in data:
+                given += not_finite(raw, "settings")
+            for name, value in given:
+                raise RecordError(_no_number(name, value), name)
         try:
-            own = settings_in_record(record, cells=self.cells, data=[name for name in data if name is not None])
+            own = settings_in_record(
+                record,
+                cells=self.cells,
+                data=[name for name in data if name is not None],
+                kept=() if self.layout.keep == ALL_FIELDS else self.layout.keep,
+            )
         except SettingError as error:
             raise RecordError(str(error), error.name) from None
         return self.base if own is NO_SETTINGS else own.over(self.base)
@@ -145,16 +162,22 @@ class RecordReader:
     def _why_no_prompt(self, record: Mapping[str, Any]) -> str:
         if self.layout.prompt_field is not None:
             name = self.layout.prompt_field
-            return f"has {'nothing in' if name in record else 'no field'} {shown(name)}{fields_in_words(record)}"
+            what = f"has {'nothing in' if name in record else 'no field'} {shown(name)}{fields_in_words(record)}"
+            misspelt = None if name in record else _near_field(record, (name,))
+            return what if misspelt is None else f"{what}: did you mean --prompt-field {misspelt[0]}?"
         if any(name in record for name in _PROMPT_FIELDS):
             return "has an empty `prompt`" if "prompt" in record else "has empty `messages`"
         if "custom_id" in record and "body" in record:
             return (
                 "is a request of an OpenAI batch, but the first line of the file is not: keep the two in separate files"
             )
+        what = f"has no `prompt` and no `messages`{fields_in_words(record)}"
+        misspelt = _near_field(record, _PROMPT_FIELDS)
+        if misspelt is not None:
+            return f"{what}: did you mean `{misspelt[1]}` by `{misspelt[0]}`?"
         like = next((name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)), None)
         hint = f": pass --prompt-field {like}, or a --template" if like else ": pass --prompt-field, or a --template"
-        return f"has no `prompt` and no `messages`{fields_in_words(record)}{hint}"
+        return what + hint
 
     def _checked(self, name: str, prompt: Any) -> Any:
         if self.cells and isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
@@ -177,6 +200,20 @@ class RecordReader:
                 raise RecordError(f"has {what}", name)
             return prompt
         raise RecordError(f"has {a_kind(prompt)} as its `{name}`: a prompt is a string, token ids or a chat", name)
+
+
+def _near_field(record: Mapping[str, Any], wanted: Sequence[str]) -> tuple[str, str] | None:
+    """A field whose name seems to be a misspelt one of ``wanted``, and that one."""
+    for name, value in record.items():
+        near = difflib.get_close_matches(name.lower(), wanted, n=1, cutoff=0.82)
+        if near and name not in wanted and value not in (None, ""):
+            return name, near[0]
+    return None
+
+
+def _no_number(name: str, value: float) -> str:
+    written = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return f"`{name}` must be a number, not {written}: leave it out, or write null"
 
 
 def dialect_of(raws: Iterable[bytes]) -> str:

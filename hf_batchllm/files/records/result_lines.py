@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 _OURS = ("index", "id", "text", "finish_reason", "prompt_tokens", "new_tokens", "samples", "token_ids", "logprobs")
-_TAKEN = frozenset((*_OURS, "score", "warning", "error", "key"))  # a kept field of such a name gets "input_" before it
+_TAKEN = frozenset(
+    (*_OURS, "adapter", "score", "warning", "error", "key")
+)  # a kept field of such a name gets "input_" before it
 
 
 class ResultWriter:
@@ -58,7 +60,9 @@ class ResultWriter:
             return as_line(response(record, key, generations, self._tokens, self._model, self._created))
         line: dict[str, Any] = {"index": record.number, **_id(record)}
         samples = [self._sample(record, each) for each in generations]
-        tokens = {"prompt_tokens": len(generations[0].prompt_token_ids)}
+        tokens: dict[str, Any] = {"prompt_tokens": len(generations[0].prompt_token_ids)}
+        if generations[0].adapter is not None:
+            tokens["adapter"] = generations[0].adapter
         if len(samples) == 1:
             beside = {name: value for name, value in samples[0].items() if name not in ("text", "finish_reason")}
             line |= {"text": samples[0]["text"], "finish_reason": samples[0]["finish_reason"], **tokens, **beside}

@@ -5,49 +5,22 @@ Names are those of ``model.generate``; a few of OpenAI's interface are understoo
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from ...errors import BatchLLMError, OptionValueError
-from ...inputs.option_ranges import ZERO_TEMPERATURE
-from ...inputs.option_row import Fate, OptionKind, Takes
-from ...inputs.option_table import TABLE, names
+from ...inputs.option_ranges import ZERO_TEMPERATURE, out_of_range
+from ...inputs.option_row import Takes
+from ...inputs.option_table import TABLE
 from ...inputs.other_names import ALIASES, FROM_ELSEWHERE, wanted_logprobs
 from ...inputs.prompt_options import PROMPT_OPTIONS, checked_prompt_option
 from ...wording import shown
+from .setting_names import NAMES, NOT_FOR_FILES, NOT_IN_CONFIG, TOP_LEVEL_NAMES, mistaken_name
 
-_NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS)  # not fields of a GenerationConfig
-NAMES = frozenset(
-    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(_NOT_IN_CONFIG)
-)
-_HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(_NOT_IN_CONFIG))
-# A record's field with such a name is a setting. The other names are common words, which people use for their own data.
-TOP_LEVEL_NAMES = frozenset(name for name in NAMES if name in _HONOURED or "_" in name)
-# Names from elsewhere. To pass over them would give another answer than was asked for.
-_OTHER_NAMES = {
-    **{
-        name: FROM_ELSEWHERE[name]
-        for name in (
-            *("presence_penalty", "frequency_penalty", "repeat_penalty", "rep_penalty", "stop_sequences", "stop_words"),
-            *("num_samples", "num_generations", "best_of", "stop_token_ids"),
-        )
-    },
-    "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
-    "ignore_eos": "is not taken: set `min_new_tokens`",
-    "truncate_prompt_tokens": "is called `max_prompt_tokens` here",
-    "enable_thinking": 'goes into `chat_template_kwargs`: {"chat_template_kwargs": {"enable_thinking": false}}',
-}
-_NOT_FOR_FILES = {
-    "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
-    "prompt_logprobs": "is not for files: see BatchGenerator.generate",
-}
-_SHORTEST_GUESSED = 8  # letters of a setting's name: shorter ones are similar to too many other words
-_SIMILARITY = 0.85
+_IF_DATA = " (for a field of your own data: --keep {name}, or --no-line-settings)"
 _NUMBERS = (Takes.WHOLE, Takes.NUMBER, Takes.TOKEN, Takes.TOKENS, Takes.IDS, Takes.FLAG)
 
 
@@ -69,6 +42,7 @@ class GenerationSettings:
     adapter: str | None = None
     prompt_options: Mapping[str, Any] = field(default_factory=dict)  # how the prompt becomes tokens
     implies_sampling: str | None = None  # an option that has no effect without sampling, and so asks for it
+    written: Mapping[str, str] = field(default_factory=dict, compare=False)  # options under another name: that name
 
     @property
     def call_key(self) -> tuple[bool, bool, bool]:
@@ -101,38 +75,17 @@ class GenerationSettings:
             self.seed if self.seed is not None else base.seed,
             self.adapter if self.adapter is not None else base.adapter,
             _merged(self.prompt_options, base.prompt_options),
+            written=self.written,
         )
+
+    def as_written(self, why: str) -> str:
+        """A problem with these settings, by the names that they have in the line."""
+        for known, name in self.written.items():
+            why = why.replace(f"`{known}`", f"`{name}`")
+        return why
 
 
 NO_SETTINGS = GenerationSettings()
-
-
-@lru_cache(maxsize=4096)
-def mistaken_name(name: str) -> str | None:
-    """Why a field seems to be meant as a setting, though it has no setting's name; None for the user's own data."""
-    if name in _OTHER_NAMES or name in _NOT_FOR_FILES:
-        return (_OTHER_NAMES | _NOT_FOR_FILES)[name]
-    near = nearest(name)
-    return None if near is None else f"is not the name of a setting; did you mean `{near}`?"
-
-
-def nearest(name: str) -> str | None:
-    """The setting whose name seems to be misspelt here."""
-    bare = _bare(name)
-    for known in sorted(_HONOURED):
-        if bare == _bare(known):
-            return known
-    parts = set(name.split("_"))
-    first = name[:1].lower()
-    candidates = [known for known in sorted(_HONOURED) if len(known) >= _SHORTEST_GUESSED and known[0] == first]
-    for known in difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=_SIMILARITY):
-        if not set(known.split("_")) <= parts:  # my_temperature, max_tokens_allowed are names for own data
-            return known
-    return None
-
-
-def _bare(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter not in "_- ")
 
 
 def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: bool = True) -> GenerationSettings:
@@ -152,38 +105,47 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
             value = _from_cell(name, value)
         if value is None:
             continue
-        if name in _NOT_FOR_FILES:
-            raise SettingError(name, _NOT_FOR_FILES[name])
+        if name in NOT_FOR_FILES:
+            raise SettingError(name, NOT_FOR_FILES[name])
         known = ALIASES.get(name, name)
         if known in written and options.get(known) != value:
             raise SettingError(name, f"contradicts `{written[known]}`: keep one of them")
         written[known] = name
-        if known in _NOT_IN_CONFIG:
+        if known in NOT_IN_CONFIG:
             beside[known] = value
         else:
             options[known] = _checked(name, known, value)
     if settle:
         _settle_temperature(options)
+    for known, value in options.items():
+        why = out_of_range(known, value) if isinstance(value, int | float) else None
+        if why is not None:
+            raise SettingError(written[known], why)
     return GenerationSettings(
         options,
         wanted_logprobs(beside.get("logprobs"), beside.get("top_logprobs"), SettingError),
         _seed(beside.get("seed")),
         _adapter(beside.get("adapter")),
         {name: _prompt_option(name, beside[name]) for name in PROMPT_OPTIONS if name in beside},
+        written={known: name for known, name in written.items() if known != name},
     )
 
 
 def settings_in_record(
-    record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = ()
+    record: Mapping[str, Any], *, cells: bool = False, data: Iterable[str] = (), kept: Iterable[str] = ()
 ) -> GenerationSettings:
-    """The settings of a record, at its top level or in its ``settings``. ``data``: fields that are no settings."""
+    """The settings of a record, at its top level or in its ``settings``.
+
+    ``data``: fields that are no settings. ``kept``: fields that are data unless they have the name of a setting.
+    """
     own = set(data)
+    wanted = own.union(kept)
     top = {name: value for name, value in record.items() if name in TOP_LEVEL_NAMES and name not in own}
     for name, value in record.items():
-        if name not in NAMES and name not in own and value not in (None, ""):
+        if name not in NAMES and name not in wanted and value not in (None, ""):
             why = mistaken_name(name)
             if why is not None:
-                raise SettingError(name, why)
+                raise SettingError(name, f"{why}{_IF_DATA.format(name=name)}")
     nested = record.get("settings")
     if cells and isinstance(nested, str) and nested.lstrip().startswith("{"):
         nested = _parsed("settings", nested)
@@ -237,7 +199,7 @@ def _from_cell(name: str, value: Any) -> Any:
         if math.isnan(value):
             return None
         row = TABLE.get(ALIASES.get(name, name))
-        whole = name in _NOT_IN_CONFIG or (row is not None and row.takes is not Takes.NUMBER)
+        whole = name in NOT_IN_CONFIG or (row is not None and row.takes is not Takes.NUMBER)
         if (whole or name == "top_k") and value.is_integer():  # as in a column of whole numbers with a gap
             return int(value)
     return value
@@ -251,7 +213,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _checked(name: str, known: str, value: Any) -> Any:
-    """Checks the type alone; ``generate`` checks the ranges of its options."""
+    """Checks the type, and the least value of a length."""
     takes = TABLE[known].takes
     if isinstance(value, str) and takes in _NUMBERS:
         raise SettingError(name, f"must be {takes.value}, not {shown(value)}")

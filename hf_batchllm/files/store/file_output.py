@@ -42,7 +42,7 @@ class FileOutput(Output):
         self._layout = layout
         self._table = kind in TABLES
         self._record_path = record_path(self.path)
-        self._journal_path = f"{self.path}.part.jsonl" if self._table else self.path
+        self._journal_path = journal_path(self.path, self._table)
         self._restart = restart
         self._note = note
         self._record: RunRecord | None = None
@@ -104,7 +104,8 @@ class FileOutput(Output):
         if begun and self._record is None:
             raise OutputFileError(
                 f"{self._journal_path} is not empty, and {self._record_path}, which would say how its results were "
-                f"made, is not there: give another output, or {self._afresh}"
+                "made, is not there. If you renamed the results, rename their .run.json, too; else give another "
+                f"output, or {self._afresh}"
             )
         if self._table and not begun and os.path.exists(self.path) and os.path.getsize(self.path):
             if self._record is None or self._record.finished is None:
@@ -277,6 +278,11 @@ class FileOutput(Output):
         if self._table_written:
             sync_folder(self.path)
         self._table_written = False
+
+
+def journal_path(output: str, is_table: bool) -> str:
+    """The file that takes each result as it comes."""
+    return f"{output}.part.jsonl" if is_table else output
 
 
 def _content(path: str) -> bytes | None:

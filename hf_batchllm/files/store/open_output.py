@@ -7,13 +7,24 @@ from collections.abc import Callable
 
 from ...errors import OutputFileError
 from ...notices import warn_user
-from .file_output import FileOutput
-from .formats import format_of
+from .file_output import FileOutput, journal_path
+from .formats import TABLES, format_of
 from .output import Output, ResultLayout
+from .paths import real_path
 from .sources import Source
 from .stream_output import StreamOutput, is_stream
 from .syncing import seconds_between_syncs
 from .table_inputs import import_pyarrow
+
+
+def kept_in(path: str, format: str | None = None) -> str:
+    """Where a run that is not finished has its results, in words that follow "are"; "" where none are kept."""
+    if is_stream(path):
+        return ""
+    if format_of(path, format, OutputFileError) not in TABLES:
+        return f"in {path}"
+    named = real_path(path) if os.path.islink(path) else path
+    return f"in {journal_path(named, True)} ({path} itself comes at the end)"
 
 
 def open_output(
