@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hf_batchllm import BatchConfig, ConfigError, UnsupportedModelError
 from hf_batchllm.bench.harness import main as bench
 from hf_batchllm.lm_eval.model import BatchLM
 from hf_batchllm.lm_eval.registration import NAME
+from hf_batchllm.model.runner import ModelRunner
 
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
 
@@ -46,16 +48,15 @@ def test_what_had_finished_before_an_interrupt_is_kept(monkeypatch: pytest.Monke
     _, ours = pair(ours={"max_batch_tokens": 32, "min_shared_tokens": 8})
     kept: list[Any] = []
     monkeypatch.setattr(ours.cache_hook, "add_partial", lambda kind, asked, answer: kept.append((kind, asked, answer)))
-    forward, runs = eval_model().forward, []
+    forward, runs = ModelRunner.forward, itertools.count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(kwargs["input_ids"].numel() > 16)  # others try what was put there on a few tokens
-        if sum(runs) == 6:
+        if next(runs) == 5:
             raise KeyboardInterrupt
         return forward(*args, **kwargs)
 
     requests = [(f"{each} dog sat on the mat, and the {each}", " cat") for each in range(40)]
-    monkeypatch.setattr(eval_model(), "forward", interrupted)
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         asked(ours, "loglikelihood", requests)
     monkeypatch.undo()
