@@ -217,4 +217,5 @@ def _colour(name: str, place: int) -> int:
     """By place. The model's own time always has the first colour, which stands out."""
     if name == "model":
         return 0
-    return 1 + place % (SERIES - 1)
+    others = [each for each in PHASES if each != "model"]
+    return 1 + (others.index(name) if name in others else place) % (SERIES - 1)
