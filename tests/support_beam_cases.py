@@ -25,6 +25,13 @@ from hf_batchllm.engine.beams.loop import BeamEngine
 from hf_batchllm.model.kv_storage import KVStorage
 
 NEAR = 2e-5  # scores that are no further apart may be told apart by rounding alone
+# One list of prompts for tests of all sorts.
+FAMILY = "llama"
+RNG = random.Random(5)
+PREFIX = [RNG.randrange(101) for _ in range(23)]
+PROMPTS = [PREFIX + [RNG.randrange(101) for _ in range(RNG.randrange(1, 9))] for _ in range(4)] + [[7, 8], PREFIX]
+STOPS = [45, 50, 51, 67, 82]  # which come up
+OPTIONS: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 8, "num_return_sequences": 2}
 FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral")
 
 
@@ -191,6 +198,13 @@ def main(count: int, seed: int) -> None:
         preempted += result.report.preemptions if result.report else 0
     print(f"{count} cases, {prompts} prompts, {near} left to rounding, {failed} failed")
     print(f"{preempted} preemptions, {again} tokens computed again")
+
+
+def check(prompts: Any = PROMPTS, family: str = FAMILY, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    case = Case(family, prompts, OPTIONS | options, {"page_size": 4} if config is None else config)
+    result, near = run(case)
+    assert near <= len(prompts) // 4
+    return result
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support_beam_cases import Case, assert_as_generate, expected, run
+from support_beam_cases import FAMILY, OPTIONS, PROMPTS, Case, assert_as_generate, check, expected
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_families import build
@@ -23,20 +22,6 @@ from transformers import (
 )
 
 from hf_batchllm import BatchGenerator, UnsupportedOptionError
-
-FAMILY = "llama"
-RNG = random.Random(5)
-PREFIX = [RNG.randrange(101) for _ in range(23)]
-PROMPTS = [PREFIX + [RNG.randrange(101) for _ in range(RNG.randrange(1, 9))] for _ in range(4)] + [[7, 8], PREFIX]
-STOPS = [45, 50, 51, 67, 82]  # which come up
-OPTIONS: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 8, "num_return_sequences": 2}
-
-
-def check(prompts: Any = PROMPTS, family: str = FAMILY, config: dict[str, Any] | None = None, **options: Any) -> Any:
-    case = Case(family, prompts, OPTIONS | options, {"page_size": 4} if config is None else config)
-    result, near = run(case)
-    assert near <= len(prompts) // 4
-    return result
 
 
 def only(sequences: list[list[int]]) -> Callable[[int, torch.Tensor], list[int]]:

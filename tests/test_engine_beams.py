@@ -11,7 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support_beam_cases import FAMILIES, Case, assert_as_generate, proved, random_case, run
+from support_beam_cases import (
+    FAMILIES,
+    FAMILY,
+    OPTIONS,
+    PREFIX,
+    PROMPTS,
+    STOPS,
+    Case,
+    assert_as_generate,
+    check,
+    proved,
+    random_case,
+    run,
+)
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_distributions import SIDES, assert_drawn_from, critical_value
@@ -25,21 +38,6 @@ from hf_batchllm import BatchGenerator, GenerationInterrupted, PromptError, acce
 from hf_batchllm.engine.beams.candidates import draw_candidates
 from hf_batchllm.engine.beams.loop import BeamEngine
 from hf_batchllm.wording import shown_size
-
-FAMILY = "llama"
-RNG = random.Random(5)
-PREFIX = [RNG.randrange(101) for _ in range(23)]
-PROMPTS = [PREFIX + [RNG.randrange(101) for _ in range(RNG.randrange(1, 9))] for _ in range(4)] + [[7, 8], PREFIX]
-STOPS = [45, 50, 51, 67, 82]  # which come up
-OPTIONS: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 8, "num_return_sequences": 2}
-
-
-def check(prompts: Any = PROMPTS, family: str = FAMILY, config: dict[str, Any] | None = None, **options: Any) -> Any:
-    case = Case(family, prompts, OPTIONS | options, {"page_size": 4} if config is None else config)
-    result, near = run(case)
-    assert near <= len(prompts) // 4
-    return result
-
 
 # -- as generate -----------------------------------------------------------------------------------------------
 

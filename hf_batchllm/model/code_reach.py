@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from ..patches.uncompiled import every_module
 
 # Their code reads what ``owners_state`` compares in another way, or what does not change.
-_THEIRS = frozenset(
+_KNOWN_LIBRARIES = frozenset(
     ["transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
 )
 _PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None)])
@@ -56,12 +56,12 @@ def reached_from(roots: Iterable[FunctionType]) -> list[FunctionType]:
     waiting = list(roots)
     while waiting:
         function = waiting.pop()
-        if id(function) in found or _is_theirs(function.__globals__.get("__name__", "")):
+        if id(function) in found or is_of_a_known_library(function.__globals__.get("__name__", "")):
             continue
         found[id(function)] = function
         for value in map(function.__globals__.get, names_in(function.__code__)):
             waiting += functions_behind(value)
-            if isinstance(value, type) and not _is_theirs(value.__module__):
+            if isinstance(value, type) and not is_of_a_known_library(value.__module__):
                 waiting += [inner for held in vars(value).values() for inner in functions_behind(held)]
     return list(found.values())
 
@@ -89,7 +89,7 @@ class PlainReads:
         """functions: what else runs, such as the ``forward`` of a single module."""
         modules = every_module(model)
         kinds = dict.fromkeys(map(type, modules))
-        bases = {base: None for kind in kinds for base in kind.__mro__ if not _is_theirs(base.__module__)}
+        bases = {base: None for kind in kinds for base in kind.__mro__ if not is_of_a_known_library(base.__module__)}
         self._classes = [base for base in bases if base is not object]
         roots = [each for base in self._classes for value in vars(base).values() for each in functions_behind(value)]
         for kind in kinds:  # of a known library's class, where its ``forward`` was replaced
@@ -102,7 +102,7 @@ class PlainReads:
                 roots += functions_behind(vars(type(each)).get("__call__"))
                 self._objects.append(getattr(each, "__self__", each))
         self._functions = reached_from(roots)
-        self._modules = [weakref.ref(each) for each in modules if not _is_theirs(type(each).__module__)]
+        self._modules = [weakref.ref(each) for each in modules if not is_of_a_known_library(type(each).__module__)]
         self._spaces = list(_spaces_of(self._functions))
 
     def __bool__(self) -> bool:
@@ -138,7 +138,7 @@ def _spaces_of(functions: Iterable[FunctionType]) -> Iterator[tuple[Mapping[str,
         spaces: list[Mapping[str, Any]] = [space]
         for value in map(space.get, names):
             home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-            if isinstance(value, ModuleType | type) and not _is_theirs(home):
+            if isinstance(value, ModuleType | type) and not is_of_a_known_library(home):
                 spaces.append(vars(value))
         for each in spaces:
             for name in sorted(names):
@@ -169,7 +169,7 @@ class _Notes:
             return kind, len(value), *[self(each, depth - 1) for each in islice(value, _WIDTH)]
         if isinstance(value, dict):
             return kind, len(value), *[(id(key), self(each, depth - 1)) for key, each in islice(value.items(), _WIDTH)]
-        if isinstance(value, type | ModuleType | FunctionType | nn.Module | PreTrainedConfig) or _is_theirs(
+        if isinstance(value, type | ModuleType | FunctionType | nn.Module | PreTrainedConfig) or is_of_a_known_library(
             kind.__module__
         ):
             return id(value)
@@ -195,5 +195,5 @@ def _closure(function: FunctionType) -> list[Any]:
     return found
 
 
-def _is_theirs(home: str) -> bool:
-    return home.partition(".")[0] in _THEIRS
+def is_of_a_known_library(home: str) -> bool:
+    return home.partition(".")[0] in _KNOWN_LIBRARIES

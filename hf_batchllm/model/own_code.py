@@ -18,11 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..patches.uncompiled import every_module, own_forward
+from .code_reach import is_of_a_known_library
 
-# Their modules treat tokens alike; where one does not, ``batch_dependent`` says so.
-_THEIRS = frozenset(
-    ["transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "torchao", "hf_batchllm"]
-)
 # Wrappers and quantised layers, which stand in place of what the class makes.
 _WRAPPERS: tuple[str, ...] = ("peft.", "accelerate.", "bitsandbytes.", "compressed_tensors.", "torchao.")
 _WRAPPERS += ("transformers.integrations.", "transformers.quantizers.", "torch._dynamo.")
@@ -127,7 +124,8 @@ class OwnCodeFinder:
             cls = type(module)
             if cls not in classes:
                 forward = getattr(cls, "forward", None)
-                known = cls.__module__.partition(".")[0] in _THEIRS and self._is_theirs(forward)
+                # Their modules treat tokens alike; where one does not, ``batch_dependent`` says so.
+                known = is_of_a_known_library(cls.__module__) and self._is_theirs(forward)
                 classes[cls] = None if known else forward or cls
             code = classes[cls]
             if "forward" in module.__dict__ and (set_on_it := own_forward(module)) is not None:

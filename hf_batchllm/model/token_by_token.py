@@ -364,8 +364,10 @@ def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
     try:
         with each_by_itself(model, modules, MASK_PROBE_NAME), attention_masks_noted() as masks:
             logits_of(model, tokens, range(len(tokens)), use_cache=True)
-    except Exception:  # a call will show the error
-        return False
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _Unclear(error) from error
     return any(mask.given is not None and not bool(mask.given.bool().all()) for mask in masks.values())
 
 
