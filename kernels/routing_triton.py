@@ -1,0 +1,176 @@
+"""Which experts a token meets, and which rows an expert gets; the twins are in ``routing_torch``.
+
+A router's own code runs some ten small kernels after its product. Here it is one: each block chooses for some tokens
+and enters them with their experts, and the last block to be done cuts the experts' rows into tiles. The second kernel
+does the same for experts that other code has chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .routing_torch import SCORES, SHARES, Choice, RowsOfExperts, Rule, most_tiles
+
+_SOFTMAX, _SIGMOID, _LOGITS = (tl.constexpr(SCORES.index(name)) for name in SCORES)
+_NORMALISED, _SOFTMAX_OF_CHOSEN = (tl.constexpr(SHARES.index(name)) for name in SHARES[1:])
+_PAIRS = 256  # for each block of ``rows_of_experts``
+_TOKENS = 4  # for each block of ``choose``
+
+
+@triton.jit
+def _cut_tiles(counts, tiles, most, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """By the last block to be done; its counter stands behind the counts."""
+    tl.debug_barrier()  # all counts of the block are out before it says that it is done
+    done = tl.atomic_add(counts + EXPERTS, 1, sem="acq_rel")
+    if done == tl.num_programs(0) - 1:
+        expert = tl.arange(0, PADDED)
+        rows = tl.load(counts + expert, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
+        own = (rows + TILE - 1) // TILE
+        first = tl.cumsum(own, 0) - own
+        most_of_one = tl.max(own, 0)
+        nth = 0
+        while nth < most_of_one:
+            place = tiles + (first + nth) * 2
+            tl.store(place, expert, mask=nth < own)
+            tl.store(place + 1, nth * TILE, mask=nth < own)
+            nth += 1
+        rest = tl.sum(own, 0)
+        while rest < most:
+            tl.store(tiles + (rest + expert) * 2, -1, mask=rest + expert < most)
+            rest += PADDED
+
+
+@triton.jit
+def _enter(pairs, counts, pair, expert, tokens, inside):
+    # Where a pair comes among its expert's does not matter: a row of a product does not depend on the rows beside it.
+    place = tl.atomic_add(counts + expert, 1, mask=inside, sem="relaxed")
+    tl.store(pairs + expert.to(tl.int64) * tokens + place, pair, mask=inside)
+
+
+@triton.jit
+def _rows_of_experts(
+    indices, pairs, counts, tiles,
+    tokens, n_pairs, most, row_step, step,
+    TOP: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < n_pairs
+    expert = tl.load(indices + pair // TOP * row_step + pair % TOP * step, mask=inside, other=0).to(tl.int32)
+    _enter(pairs, counts, pair, expert, tokens, inside)
+    _cut_tiles(counts, tiles, most, EXPERTS, PADDED, TILE)
+
+
+def rows_of_experts(indices: torch.Tensor, experts: int, tile: int) -> RowsOfExperts:
+    tokens, top = indices.shape
+    pairs, counts, tiles = _empty(indices, experts, tile)
+    _rows_of_experts[(triton.cdiv(tokens * top, _PAIRS),)](
+        indices, pairs, counts, tiles, tokens, tokens * top, len(tiles), *indices.stride(),
+        TOP=top, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), TILE=tile, BLOCK=_PAIRS,
+    )  # fmt: skip
+    return RowsOfExperts(pairs, counts[:experts], tiles, tile)
+
+
+def _empty(like: torch.Tensor, experts: int, tile: int, top: int | None = None) -> tuple[torch.Tensor, ...]:
+    tokens, top = len(like), top or like.shape[1]
+    pairs = like.new_empty(experts, tokens, dtype=torch.int32)
+    counts = like.new_zeros(experts + 1, dtype=torch.int32)
+    return pairs, counts, like.new_empty(most_tiles(tokens * top, experts, tile), 2, dtype=torch.int32)
+
+
+@triton.jit
+def _best(values, columns):
+    """In each row the largest value and its column: the first of equals."""
+    best = tl.max(values, 1, keep_dims=True)
+    return best, tl.min(tl.where(values == best, columns, 1 << 30), 1, keep_dims=True)
+
+
+@triton.jit
+def _choose(
+    logits, bias, scales, pairs, counts, tiles, indices, shares,
+    tokens, most, row_step, least_sum, added_to_sum, factor,
+    SCORE: tl.constexpr, SHARE: tl.constexpr, TOP: tl.constexpr, TOP_PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    TILE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, PADDED)[None, :]
+    known = (token < tokens) & (expert < EXPERTS)
+    given = tl.load(logits + token.to(tl.int64) * row_step + expert, mask=known, other=0.0).to(tl.float32)
+    if SCORE == _SOFTMAX:
+        given = tl.where(expert < EXPERTS, given, float("-inf"))
+        score = tl.exp(given - tl.max(given, 1, keep_dims=True))
+        score = score / tl.sum(score, 1, keep_dims=True)
+    elif SCORE == _SIGMOID:
+        score = 1 / (1 + tl.exp(-given))
+    else:
+        score = given
+    compared = score
+    if bias is not None:
+        compared += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    compared = tl.where(compared == compared, compared, float("inf"))  # NaN comes first, as it does in PyTorch
+    compared = tl.where(expert < EXPERTS, compared, float("-inf"))
+    if GROUPS > 1:
+        group = expert // (EXPERTS // GROUPS)
+        value = tl.full((TOKENS, PADDED), float("-inf"), tl.float32)  # of the group of each expert
+        for nth in tl.static_range(GROUPS):
+            inside = tl.where(group == nth, compared, float("-inf"))
+            best, at = _best(inside, expert)
+            if GROUP_BEST == 2:
+                best += tl.max(tl.where(expert == at, float("-inf"), inside), 1, keep_dims=True)
+            value = tl.where((group == nth) & (expert < EXPERTS), best, value)
+        allowed = expert < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            _value, at = _best(value, expert)
+            taken = group == at // (EXPERTS // GROUPS)
+            allowed = allowed | taken
+            value = tl.where(taken, float("-inf"), value)
+        compared = tl.where(allowed, compared, float("-inf"))
+    nth = tl.arange(0, TOP_PADDED)[None, :]
+    chosen = tl.zeros((TOKENS, TOP_PADDED), tl.int32)
+    share = tl.zeros((TOKENS, TOP_PADDED), tl.float32)
+    left = expert < EXPERTS
+    for n in tl.static_range(TOP):
+        _value, at = _best(tl.where(left, compared, float("-inf")), tl.where(left, expert, 1 << 30))
+        left = left & (expert != at)
+        chosen = tl.where(nth == n, at, chosen)
+        share = tl.where(nth == n, tl.sum(tl.where(expert == at, score, 0.0), 1, keep_dims=True), share)
+    if SHARE == _NORMALISED:
+        share = share / tl.maximum(tl.sum(share, 1, keep_dims=True) + added_to_sum, least_sum)
+    elif SHARE == _SOFTMAX_OF_CHOSEN:
+        share = tl.where(nth < TOP, share, float("-inf"))
+        share = tl.exp(share - tl.max(share, 1, keep_dims=True))
+        share = share / tl.sum(share, 1, keep_dims=True)
+    share = share * factor
+    inside = (token < tokens) & (nth < TOP)
+    if scales is not None:
+        share = share * tl.load(scales + chosen, mask=inside, other=0.0).to(tl.float32)
+    pair = token * TOP + nth
+    tl.store(indices + pair, chosen, mask=inside)
+    tl.store(shares + pair, share.to(shares.dtype.element_ty), mask=inside)
+    _enter(pairs, counts, pair, chosen, tokens, inside)
+    _cut_tiles(counts, tiles, most, EXPERTS, PADDED, TILE)
+
+
+def choose(
+    logits: torch.Tensor,
+    rule: Rule,
+    tile: int,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> tuple[Choice, RowsOfExperts]:
+    tokens, experts = logits.shape
+    pairs, counts, tiles = _empty(logits, experts, tile, rule.top)
+    indices = logits.new_empty(tokens, rule.top, dtype=torch.int32)
+    shares = logits.new_empty(tokens, rule.top, dtype=dtype)
+    _choose[(triton.cdiv(tokens, _TOKENS),)](
+        logits, bias, scales, pairs, counts, tiles, indices, shares,
+        tokens, len(tiles), logits.stride(0), rule.least_sum, rule.added_to_sum, rule.factor,
+        SCORE=SCORES.index(rule.score), SHARE=SHARES.index(rule.share), TOP=rule.top,
+        TOP_PADDED=triton.next_power_of_2(rule.top), GROUPS=rule.groups, TOP_GROUPS=rule.top_groups,
+        GROUP_BEST=rule.group_best, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), TILE=tile, TOKENS=_TOKENS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return Choice(indices, shares), RowsOfExperts(pairs, counts[:experts], tiles, tile)
