@@ -87,7 +87,9 @@ def _entry(name: str) -> Iterator[str]:
 
 def _function(name: str, function: Callable[..., Any]) -> Iterator[str]:
     inner = inspect.unwrap(function)
-    if inspect.isgeneratorfunction(inner) and inner is not function:  # made by contextlib.contextmanager
+    # Made by contextlib.contextmanager, or a block of its own kind.
+    opens_block = str(inspect.signature(inner).return_annotation).startswith("AbstractContextManager")
+    if opens_block or (inspect.isgeneratorfunction(inner) and inner is not function):
         yield f"```python\nwith {_signature(name, inner, returns=False)}:\n```\n"
     else:
         yield f"```python\n{_signature(name, function)}\n```\n"

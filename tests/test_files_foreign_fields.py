@@ -96,6 +96,11 @@ def test_ranges_hold_in_lines_requests_and_calls(tmp_path: Path, generator: Batc
         assert f"line 1: `{name}` is {value}" in found["error"]
         with pytest.raises(BatchLLMError, match=f"`{name}` is {value}"):
             answered(generator, tmp_path, [{"prompt": "w5"}], do_sample=True, **{name: value})
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):  # transformers would take all memory
+        (found,) = answered(generator, tmp_path, [{"prompt": "w5", name: 10**9}], restart=True)
+        assert f"line 1: `{name}` is 1,000,000,000" in found["error"]
+        with pytest.raises(BatchLLMError, match=f"`{name}` is 1,000,000,000.* at most 1,000"):
+            generator.generate(["w5"], **{name: 10**9})
     request = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "w5", "top_p": 3}}
     (refused,) = answered(generator, tmp_path, [request], restart=True)
     assert "`top_p` is 3: it is a probability" in refused["response"]["body"]["error"]["message"]

@@ -69,6 +69,24 @@ def test_each_kind_is_said_once_and_points_at_the_caller(
     assert len(caught(lambda: list(getattr(making(), door)(prompts, **options)))) == 1  # another generator, another ear
 
 
+def test_transformers_does_not_say_it_a_second_time() -> None:
+    logger, heard = logging.getLogger("transformers.generation.configuration_utils"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
+    try:
+        (warning,) = caught(partial(make().generate, IDS, **GREEDY, temperature=0.7, length_penalty=1.0), times=2)
+        assert "`temperature` has no effect" in str(warning.message)
+        assert heard == []
+        GenerationConfig(temperature=0.7, do_sample=False)  # the owner's own: transformers' warning comes
+        assert len(heard) <= 1
+        GenerationConfig(top_p=0.4, do_sample=False)
+        assert any("top_p" in each for each in heard)
+    finally:
+        logger.removeHandler(handler)
+
+
 def test_another_option_without_effect_is_named_too() -> None:
     made = make()
     for options, says in (({"top_k": 5}, "`top_k` has"), ({"temperature": 0.7}, "`temperature` has")):

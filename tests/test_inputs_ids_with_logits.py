@@ -50,3 +50,25 @@ def test_a_head_that_is_replaced_later_counts(narrow: Any) -> None:
     narrow.lm_head = head
     with pytest.raises(PromptError, match=NO_LOGITS):
         generator.score([[1, 2]], [[[61]]])
+
+
+class OwnHead(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.weight.T
+
+
+def test_a_narrow_head_of_an_own_class_is_refused_as_early(narrow: Any) -> None:
+    head = narrow.lm_head
+    narrow.lm_head = OwnHead(head.weight.detach().clone())
+    try:
+        generator = BatchGenerator(narrow)
+        last = narrow.lm_head.weight.shape[0]
+        with pytest.raises(PromptError, match=f"token id {last}, which has no log-probability"):
+            generator.score([[5, 6]], [[last]])
+        assert generator.score([[5, 6]], [[7]])
+    finally:
+        narrow.lm_head = head

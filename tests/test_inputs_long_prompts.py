@@ -171,7 +171,9 @@ def test_a_length_without_end_is_what_is_blamed(generator: BatchGenerator) -> No
         generator.generate([[5, 6, 7]], max_new_tokens=10**9)
     why = str(caught.value)
     assert "prompt 0 has 3 tokens and may grow by 1,000,000,000, which takes " in why and "GiB of KV cache" in why
-    assert "lower `max_new_tokens` (to " in why and "bytes" not in why and "kv_memory" not in why
+    positions = generator.model.config.max_position_embeddings  # far fewer than the KV cache has room for
+    assert f"lower `max_new_tokens` (to {positions - 2:,} at most: LlamaForCausalLM was made for" in why
+    assert "bytes" not in why and "kv_memory" not in why
 
 
 @pytest.mark.parametrize("beams", [1, 3])

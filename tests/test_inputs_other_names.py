@@ -100,8 +100,66 @@ def test_what_is_refused_is_refused_everywhere_in_the_same_words(
         assert str(of_the_run.value) == str(in_python.value)
 
 
+NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repeat_penalty": 1.0,
+    "best_of": 1,
+    "n": 1,
+    "ignore_eos": False,
+    "use_beam_search": False,
+    "logit_bias": {},
+    "stop_token_ids": [],
+    "skip_special_tokens": True,
+    "response_format": {"type": "text"},
+    "stream": False,
+    "echo": False,
+    "lora_request": None,
+}
+
+
+def test_a_value_that_asks_for_nothing_passes_at_every_door(generator: BatchGenerator, tmp_path: Path) -> None:
+    (expected,) = generator.generate(["w5 w6"], max_tokens=3)
+    assert generator.generate(["w5 w6"], max_tokens=3, **NEUTRAL)[0].token_ids == expected.token_ids
+    lines = [{"prompt": "w5 w6", **NEUTRAL}, {"prompt": "w5 w6", "settings": NEUTRAL}]
+    body = {"model": "m", "prompt": "w5 w6", "max_tokens": 3, **NEUTRAL}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "batch.jsonl").write_text(json.dumps(request))
+    (tmp_path / "in.csv").write_text("prompt,presence_penalty,best_of,ignore_eos\nw5 w6,0,1.0,False\n")
+    run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=3, **NEUTRAL)
+    run_file(generator, tmp_path / "in.csv", tmp_path / "table.jsonl", max_tokens=3)
+    run_file(generator, tmp_path / "batch.jsonl", tmp_path / "batch_out.jsonl")
+    for name in ("out.jsonl", "table.jsonl"):
+        for line in (tmp_path / name).read_text().splitlines():
+            assert json.loads(line).get("text") == expected.text, line
+    (answer,) = map(json.loads, (tmp_path / "batch_out.jsonl").read_text().splitlines())
+    assert answer["response"]["body"]["choices"][0]["text"] == expected.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", False),
+        ("frequency_penalty", "0"),
+        ("best_of", True),
+        ("ignore_eos", True),
+        ("ignore_eos", 0),
+        ("logit_bias", {3: 1.0}),
+        ("response_format", {"type": "json_object"}),
+        ("use_beam_search", True),
+        ("stream", True),
+    ],
+)
+def test_a_value_that_asks_for_something_is_refused(name: str, value: Any, generator: BatchGenerator) -> None:
+    with pytest.raises(UnsupportedOptionError, match=f"`{name}` is"):
+        generator.generate([[5, 6]], max_tokens=1, **{name: value})
+
+
 def test_an_accelerated_generate_takes_what_generate_takes() -> None:
     """A call of ``model.generate`` that transformers refuses is refused by it under ``accelerated``, too."""
     model = build(FAMILY)
     with accelerated(model), pytest.raises(ValueError, match="max_tokens"):
         model.generate(torch.tensor([[5, 6]]), max_tokens=2)
+    with accelerated(model), pytest.raises(ValueError, match="presence_penalty"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, presence_penalty=0.0)

@@ -33,6 +33,7 @@ from transformers.generation import (
 )
 
 from hf_batchllm import GenerationInterrupted, GeneratorBusyError, accelerated
+from hf_batchllm.errors import UnsupportedModelError
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.sampling.host_sampler import HostSampler
 
@@ -296,6 +297,24 @@ def test_threads_take_turns(model: Any) -> None:
         for thread in threads:
             thread.join()
     assert outcomes == [True] * 27
+
+
+def test_a_block_that_is_thrown_away_says_how_to_use_it(model: Any) -> None:
+    with pytest.warns(UserWarning, match=r"does nothing by itself: write `with accelerated\(model\):`") as said:
+        accelerated(model)
+    assert [each.filename for each in said] == [__file__]
+
+    @accelerated(model)
+    def decorated() -> Any:
+        return model.last_report
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decorated() is None
+        with accelerated(model) as inside:
+            assert inside is model
+        with pytest.raises(UnsupportedModelError), accelerated(torch.nn.Linear(2, 2)):
+            pass
 
 
 # -- a real model ----------------------------------------------------------------------------------------------

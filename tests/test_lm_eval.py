@@ -35,6 +35,7 @@ from transformers import GenerationConfig
 from hf_batchllm import ConfigError, PromptError, UnsupportedOptionError
 from hf_batchllm.lm_eval import main
 from hf_batchllm.lm_eval.command import with_our_model
+from hf_batchllm.lm_eval.model import BatchLM
 from hf_batchllm.lm_eval.registration import NAME
 
 pytestmark = pytest.mark.xdist_group("lm_eval")  # the harness takes seconds to import
@@ -319,3 +320,9 @@ def test_settings_that_make_no_sense_are_named(each: dict[str, Any], error: type
 def test_an_argument_that_is_misspelt(typed: str, meant: str, saved: Path) -> None:
     with pytest.raises(ConfigError, match=f"did you mean `{meant}`"):
         simple_evaluate(model=NAME, model_args=f"pretrained={saved},{typed}", tasks=NAMES[:1])
+
+
+def test_a_wrong_folder_of_an_adapter_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    for wrong, why in ((tmp_path, "no adapter_config.json"), (tmp_path / "none", "no such folder")):
+        with pytest.raises(ConfigError, match=f"`peft` is {wrong}.*{why}"):
+            BatchLM("no/such-model", peft=str(wrong))

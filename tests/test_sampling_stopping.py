@@ -20,13 +20,21 @@ from support_kernels import plain
 from support_letter_tokenizers import EOS, letter_tokenizer
 from support_parity import mixed_prompts, pages_of_memory, reference
 from support_parity import watched as watched  # a fixture
-from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteria, StopStringCriteria
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation import EosTokenCriteria
 
 from hf_batchllm import BatchGenerator, GenerationInterrupted
 from hf_batchllm.errors import OptionValueError, TokenizerError
 from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.sampling import stop_rules
+from hf_batchllm.sampling.stop_string_tables import DecodedVocabulary, QuickStopStrings
 from hf_batchllm.sampling.stop_strings import StopStringSearch
 
 pytestmark = [plain, pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")]
@@ -178,14 +186,14 @@ def test_a_generation_config_of_the_model_may_hold_strings() -> None:
 
 
 def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers goes through the whole vocabulary to make it."""
-    made, embed = [], StopStringCriteria.clean_and_embed_tokens_with_cache
+    """The whole vocabulary is gone through to make it."""
+    made, embed = [], QuickStopStrings.clean_and_embed_tokens_with_cache
 
     def counted(self: StopStringCriteria, *given: Any) -> Any:
         made.append(self.stop_strings)
         return embed(self, *given)
 
-    monkeypatch.setattr(StopStringCriteria, "clean_and_embed_tokens_with_cache", counted)
+    monkeypatch.setattr(QuickStopStrings, "clean_and_embed_tokens_with_cache", counted)
     each: list[dict[str, Any]] = [
         {"max_new_tokens": 3 + index, "stop_strings": (["dd", "ab"], "dd", ["dd"])[index % 3]}
         for index in range(len(PROMPTS))
@@ -206,6 +214,54 @@ def test_prompts_with_the_same_strings_have_them_looked_for_by_one(monkeypatch: 
     theirs = {"stopping_criteria": [StopStringCriteria(TOKENIZER, ["c"])]}
     result = make().generate(PROMPTS, configs, progress=False, **theirs)
     assert_as_alone(result, PROMPTS, lambda index: each[index] | theirs)
+
+
+TOKENS = "a b ab ba aba Ġa Ċ Ċb Ã © Ã© ▁a ▁ ##b <0x0A> <0xC3> <0xA9> é".split()
+
+
+@pytest.mark.parametrize("decoder", ["none", "byte_level", "byte_fallback", "word_piece"])
+def test_tables_for_strings_are_those_of_transformers(decoder: str) -> None:
+    kinds = {
+        "byte_level": lambda: decoders.ByteLevel(),
+        "byte_fallback": lambda: decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        ),
+        "word_piece": lambda: decoders.WordPiece(),
+    }
+    names = ["[UNK]", "abcdef", *TOKENS]
+    tokenizer = Tokenizer(models.WordLevel({name: 3 * place for place, name in enumerate(names)}, unk_token="[UNK]"))
+    if decoder in kinds:
+        tokenizer.decoder = kinds[decoder]()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    vocabulary = DecodedVocabulary(fast)
+    for strings in [("a",), ("ab",), ("abab", "b"), ("\n", "bé"), ("a b",), ("é",), ("zzz",), ("z", "a")]:
+        try:
+            expected = StopStringCriteria(fast, list(strings))
+        except ValueError as error:
+            with pytest.raises(ValueError, match=str(error)[:40]):
+                QuickStopStrings(fast, strings, vocabulary)
+            continue
+        made = QuickStopStrings(fast, strings, vocabulary)
+        assert vars(made).keys() == vars(expected).keys()
+        for name, value in vars(expected).items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda one, other: one == other
+            assert same(getattr(made, name), value), (strings, name)
+
+
+def test_a_new_string_needs_no_new_look_at_the_vocabulary() -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    generator = BatchGenerator(build(FAMILY), tokenizer)
+    generator.generate(PROMPTS[:1], max_new_tokens=2, stop_strings="a", progress=False)
+    looks: list[int] = []
+
+    def counted() -> Any:
+        looks.append(1)
+        return type(tokenizer).get_vocab(tokenizer)
+
+    tokenizer.get_vocab = counted
+    result = generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_strings="dd", progress=False)
+    assert_as_alone(result, PROMPTS, {"stop_strings": "dd"})
+    assert not looks
 
 
 def test_many_different_strings_take_long_to_prepare_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,13 +76,16 @@ class Loader:
     def _generator(self, model: Any, tokenizer: Any) -> BatchGenerator:
         from ..files.records.line_configs import LineConfigs
         from ..generator import BatchGenerator
+        from ..inputs.preparing import bars_wanted
 
         try:
             generator = BatchGenerator(model, tokenizer, self._config)
         except BatchLLMError as error:
             raise UsageError(f"--model {self._asked.model}: {error}") from error
         # Without warnings: lines may bring settings that the command line lacks.
-        why = LineConfigs(model, generator._tokenizer.required, _Silence()).problem(self._base)
+        strings = generator._checks.known_strings
+        with bars_wanted(False):
+            why = LineConfigs(model, generator._tokenizer.required, _Silence(), strings).problem(self._base)
         if why is not None:
             generator.close()
             raise UsageError(why)

@@ -11,6 +11,8 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..errors import PromptError
+from ..inputs.base_model import base_model
+from ..inputs.long_prompts import context_of
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
 from ..model.model_in_use import ModelInUse
@@ -141,7 +143,7 @@ class Call:
         grows += f" in each of {beams:,} beams" if beams > 1 else ""
         remedies = []
         if new > 1:
-            remedies.append("lower `max_new_tokens`" + (f" (to {most:,} at most)" if most > 0 else " and shorten it"))
+            remedies.append("lower `max_new_tokens`" + self._most_new_tokens(most, prompt))
         else:
             remedies.append("shorten it")
         if needed <= self._kv.within_reach():
@@ -150,6 +152,14 @@ class Call:
             f"has {counted(prompt, 'token')}{grows}, which takes {shown_size(needed, at_least=True)} of KV cache, and "
             f"there are {shown_size(have)}, enough for {counted(room, 'token')}: {', or '.join(remedies)}"
         )
+
+    def _most_new_tokens(self, most: int, prompt: int) -> str:
+        """In words. ``most``: as many as the KV cache has room for; the model's context may be smaller."""
+        context = context_of(base_model(self._use.model).config)
+        if context is not None and 0 < context - prompt + 1 < most:
+            name = self._kv.architecture.name
+            return f" (to {context - prompt + 1:,} at most: {name} was made for {context:,} tokens)"
+        return f" (to {most:,} at most)" if most > 0 else " and shorten it"
 
     def _wire(self) -> None:
         requests, outputs = self.lineup.requests, self.outputs

@@ -96,7 +96,7 @@ class JobChecks:
         self._model = model
         self._tokenizer = tokenizer
         self._notices = notices
-        self._known_strings = PreparedStopStrings()
+        self.known_strings = PreparedStopStrings()
 
     def job(
         self,
@@ -138,7 +138,7 @@ class JobChecks:
         check_guidance(resolved, self._notices)
         check_beams(resolved)
         rules = rules_of_each(
-            self._model, resolved, self._tokenizer.required, padded is not None, self._notices, self._known_strings
+            self._model, resolved, self._tokenizer.required, padded is not None, self._notices, self.known_strings
         )
         feed = feed_for(resolved, checked, padded)
         rows = None if padded is None else padded.ids.cpu().numpy()

@@ -19,6 +19,7 @@ from ..config import BatchConfig
 from ..errors import OptionValueError, UnsupportedOptionError
 from ..wording import a_kind, is_bool, is_whole, shown
 from .call_arguments import CallArguments
+from .option_ranges import LONGEST_NGRAMS, out_of_range
 from .option_row import Takes
 from .option_table import TABLE
 from .processors_and_criteria import CRITERIA, PROCESSORS, check_list_or_factory
@@ -63,6 +64,10 @@ def check_values(options: Mapping[str, Any]) -> None:
             _check_token_ids(name, value, row.takes)
         if name in _CHECKS:
             _CHECKS[name](name, value)
+    for name in LONGEST_NGRAMS:
+        value = options.get(name)
+        if value is not None and value > 0 and (why := out_of_range(name, value)) is not None:
+            raise OptionValueError(name, why)
     if options.get("max_new_tokens") is not None and options["max_new_tokens"] <= 0:
         raise OptionValueError("max_new_tokens", f"must be greater than 0, but is {options['max_new_tokens']}")
     for name in ("num_return_sequences", "num_beams"):

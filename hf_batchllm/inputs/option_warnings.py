@@ -16,6 +16,7 @@ _SPECULATION = sorted(names(fate=Fate.NO_EFFECT, subject=Subject.SPECULATION))
 _PROBABILITIES = ("top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # transformers ignores values above 1
 _FOR_BEAMS = ("early_stopping", "length_penalty")
 _EXTRA_OUTPUTS = ("output_scores", "output_logits")
+WARNED_OF = frozenset((*_FOR_SAMPLING, *_FOR_BEAMS, *_EXTRA_OUTPUTS))  # transformers warns of these, too
 
 
 def warn_of_options(

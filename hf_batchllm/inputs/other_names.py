@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..wording import is_whole, shown
+from ..wording import is_bool, is_number, is_whole, shown
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -44,6 +44,8 @@ FROM_ELSEWHERE = {
     ),
     **dict.fromkeys(("repeat_penalty", "rep_penalty", "rep_pen"), "is called `repetition_penalty` here"),
     **dict.fromkeys(("sample", "sampling"), "is called `do_sample` here"),
+    "use_beam_search": "is not an option here: set `num_beams`",
+    "stream": "is not an option here: BatchGenerator.stream gives each result as soon as it is finished",
     "greedy": "is not an option here: pass `do_sample=False`",
     **dict.fromkeys(
         ("prompt", "text", "texts", "text_inputs", "messages", "conversations", "chats", "prompt_token_ids"),
@@ -110,6 +112,24 @@ FROM_ELSEWHERE = {
     "config": "goes into BatchGenerator(model, config=...); options of generate go into `generation_config`",
 }
 
+# Names from elsewhere -> the values that ask for nothing: what they say is what happens anyway.
+_NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("repeat_penalty", "rep_penalty", "rep_pen", "best_of"), (1,)),
+    **dict.fromkeys(("logit_bias", "stop_token_ids", "bad_words", "stop_words", "stop_sequences"), ({}, [])),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "stream", "echo", "return_full_text"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), (True,)),
+    "skip_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+}
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a name from elsewhere has the value that changes nothing: ``presence_penalty=0``, or None."""
+    if name not in _NOTHING_ASKED:
+        return value is None and name in FROM_ELSEWHERE
+    return value is None or any(_equal(value, neutral) for neutral in _NOTHING_ASKED[name])
+
 
 Refusal = Callable[[str, str], Exception]  # (name, why) -> the error to raise
 
@@ -119,6 +139,8 @@ def by_our_names(given: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
     found: dict[str, Any] = {}
     written: dict[str, str] = {}
     for name, value in given.items():
+        if asks_for_nothing(name, value):
+            continue
         known = ALIASES.get(name, name)
         if known != name and value is None:
             continue  # says nothing; a None by the option's own name may have a meaning
@@ -150,6 +172,12 @@ def wanted_logprobs(asked: Any, top: Any, refusal: Refusal) -> int | None:
         why = "must be a whole number of at least 0: how many of the likeliest tokens come besides the token itself"
         raise refusal("logprobs", f"{why}, not {shown(asked)}")
     return int(asked)
+
+
+def _equal(value: Any, neutral: Any) -> bool:
+    if isinstance(neutral, dict | list):
+        return isinstance(value, type(neutral)) and value == neutral
+    return is_number(value) and is_bool(value) == is_bool(neutral) and bool(value == neutral)
 
 
 def _same(one: Any, other: Any) -> bool:

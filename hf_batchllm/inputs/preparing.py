@@ -1,4 +1,4 @@
-"""Bars over what comes before the first step of a long list: text becomes tokens, and the plan is made.
+"""Bars over what comes before the first step: text becomes tokens, stop strings are prepared, the plan is made.
 
 They go away again when it is done. ``bars_wanted`` says for a block of code whether there are any: what makes tokens of
 texts is called from many places, most of which know nothing of bars.
@@ -16,6 +16,7 @@ from ..results.notebook import in_notebook, tqdm
 
 _MANY_TEXTS = 2048  # fewer are tokens soon
 _MANY_PROMPTS = 10_000  # fewer are planned soon
+_LARGE_VOCABULARY = 100_000  # tokens; fewer are decoded soon
 _PATIENCE = 0.5  # seconds before a bar appears
 
 _wanted: ContextVar[bool | None] = ContextVar("_wanted", default=None)
@@ -59,4 +60,12 @@ def planning_bar(prompts: int) -> Iterator[None]:
     """While the plan is made, which takes a few seconds for many prompts."""
     shown = prompts >= _MANY_PROMPTS and bars_shown(_wanted.get(), True)
     with open_bar(shown, total=1, bar_format=f"planning what {prompts:,} prompts share ...", leave=False):
+        yield
+
+
+@contextmanager
+def vocabulary_bar(tokens: int) -> Iterator[None]:
+    """While each token of a vocabulary is decoded, in which stop strings are to be found."""
+    shown = tokens >= _LARGE_VOCABULARY and bars_shown(_wanted.get(), True)
+    with open_bar(shown, total=1, bar_format="preparing stop strings ...", leave=False):
         yield

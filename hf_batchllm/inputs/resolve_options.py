@@ -24,9 +24,10 @@ from .option_checks import check_call_arguments, check_generation_config, check_
 from .option_conflicts import check_samples, check_sampling
 from .option_row import Fate, OptionKind, OptionRow, PromptForm
 from .option_table import TABLE, names
-from .option_warnings import warn_of_options
+from .option_warnings import WARNED_OF, warn_of_options
 from .options import Options, make_processors
 from .padded_batch import PaddedBatch
+from .transformers_warnings import not_warned_twice
 from .unknown_options import unknown_field, unknown_option
 
 _NO_FIELDS = names(kind=OptionKind.ARGUMENT) | names(kind=OptionKind.ADDED)
@@ -118,7 +119,8 @@ def _resolve(
     lengths = (fields.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*lengths, model.generation_config.max_length))
     own = {name: value for name, value in fields.items() if name not in _NO_FIELDS}
-    config, leftover = model._prepare_generation_config(generation_config, **own)
+    with not_warned_twice(WARNED_OF):
+        config, leftover = model._prepare_generation_config(generation_config, **own)
     for name, value in leftover.items():
         if name not in TABLE and value is not None:
             raise unknown_option(name, model)

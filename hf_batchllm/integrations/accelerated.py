@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,6 +17,7 @@ from ..engine.job import Job, JobChecks
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.call_arguments import CallArguments
+from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..sampling import processor_chains
@@ -31,10 +32,31 @@ _CALLED_WITH_ALL_ROWS = (
 _ABSENT = object()
 
 
-@contextmanager
+class _Block(_GeneratorContextManager[Model]):
+    """What ``accelerated`` returns. It warns where it is thrown away and no block was ever run with it."""
+
+    _used = False
+
+    def __enter__(self) -> Model:
+        self._used = True
+        return super().__enter__()
+
+    def __call__(self, function: Any) -> Any:  # as a decorator; each call of the function gets a block of its own
+        self._used = True
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> Any:
+        return type(self)(self.func, self.args, self.kwds)
+
+    def __del__(self) -> None:
+        if not self._used and not sys.is_finalizing():
+            kind = "pipe" if "pipeline" in type(self.args[0]).__name__.lower() else "model"
+            warn_user(f"accelerated({kind}) does nothing by itself: write `with accelerated({kind}):` around the calls")
+
+
 def accelerated(
     model: Model, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
-) -> Iterator[Model]:
+) -> AbstractContextManager[Model]:
     """While the block runs, a BatchGenerator serves ``model.generate``; afterwards the model is as it was.
 
         with accelerated(model):
@@ -54,6 +76,12 @@ def accelerated(
     A text-generation pipeline computes all inputs of a call at once, whatever its ``batch_size``. Datasets and
     generators are read to their end first. A call that cannot be served goes the pipeline's usual way.
     """
+    return _Block(_block, (model, tokenizer, config, fields), {})
+
+
+def _block(
+    model: Model, tokenizer: Any, config: BatchConfig | None, fields: dict[str, Any]
+) -> Generator[Model, None, None]:
     pipelines = sys.modules.get("transformers.pipelines")  # not loaded: no pipeline; and importing it takes long
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
         from .accelerated_pipeline import accelerated_pipeline

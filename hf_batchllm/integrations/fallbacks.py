@@ -24,7 +24,7 @@ from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
 from ..inputs.option_row import OptionKind
 from ..inputs.option_table import names
-from ..inputs.other_names import ALIASES
+from ..inputs.other_names import ALIASES, asks_for_nothing
 from ..notices import warn_user
 from ..results.run_report import RunReport
 from ..sampling import processor_chains, stop_rules
@@ -124,6 +124,9 @@ def reason_to_fall_back(given: dict[str, Any]) -> Exception | None:
     """Why arguments must go to ``generate`` itself: a BatchGenerator would understand them differently."""
     for name in _ADDED:
         if name in given:
+            return ValueError(f"`{name}` is not an option of model.generate")
+    for name, value in given.items():
+        if value is not None and asks_for_nothing(name, value):
             return ValueError(f"`{name}` is not an option of model.generate")
     for name in ("stopping_criteria", "logits_processor"):
         # A BatchGenerator would take a function for a factory of lists.

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -155,12 +156,28 @@ def _is_of_the_harness(name: str, given: dict[str, Any]) -> bool:
     return name == "backend" and given[name] in _HARNESS_BACKENDS
 
 
+def _refuse_wrong_folder(adapter: str) -> None:
+    """An adapter is looked for before the model is loaded, which takes long."""
+    folder = os.path.expanduser(adapter)
+    if os.path.isdir(folder):
+        if not os.path.isfile(os.path.join(folder, "adapter_config.json")):
+            raise ConfigError(
+                f"`peft` is {adapter}, and there is no adapter_config.json in this folder: name a PEFT folder"
+            )
+    elif os.path.exists(folder):
+        raise ConfigError(f"`peft` is {adapter}, which is a file: name the folder that it is in")
+    elif adapter.startswith((".", "/", "~")) or adapter.count("/") != 1:  # else a name on the hub
+        raise ConfigError(f"`peft` is {adapter}, and there is no such folder")
+
+
 def _refuse(pretrained: Any, given: dict[str, Any]) -> None:
     """Refuse arguments of ``hf`` that would be ignored, or that this model cannot honour."""
     if given.get("softmax_dtype") not in _FLOAT32:
         raise ConfigError("`softmax_dtype` must be float32: log-probabilities are computed in it here")
     if given.get("tp_plan") is not None:
         raise UnsupportedModelError("`tp_plan` spreads a model over devices, which is not supported: use --model hf")
+    if isinstance(given.get("peft"), str):
+        _refuse_wrong_folder(given["peft"])
     if isinstance(pretrained, str):
         for name in given:  # others may be for from_pretrained(), which takes the fields of any config
             if name not in _HARNESS_ARGUMENTS and name not in _OF_FROM_PRETRAINED:

@@ -158,7 +158,12 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 def _head_rows(model: PreTrainedModel) -> int | None:
-    rows = getattr(model.get_output_embeddings(), "out_features", None)
+    head: Any = model.get_output_embeddings()
+    rows = getattr(head, "out_features", None)
+    weight = getattr(head, "weight", None)
+    if rows is None and isinstance(weight, torch.Tensor) and weight.ndim == 2:  # a head of the owner's own class
+        hidden = model.config.get_text_config(decoder=True).hidden_size
+        rows = weight.shape[0] if weight.shape[1] == hidden and weight.shape[0] != hidden else None
     return rows if isinstance(rows, int) else None
 
 

@@ -22,7 +22,7 @@ from ..inputs.processors_and_criteria import Factory, factory_of, shared_list
 from ..notices import Notices
 from .stop_strings import PreparedStopStrings
 
-_LONG_PREPARATION = 500_000  # tokens of vocabularies to go through for stop strings: 60,000 take about a second
+_LONG_PREPARATION = 4_000_000  # tokens of vocabularies to go through for stop strings: a million take about a second
 
 # Of these it is known what they look at; all others are called for each sequence, as ``generate`` calls them.
 _KNOWN = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, StopStringCriteria)
@@ -96,11 +96,10 @@ def rules_of(
         given_tokenizer = _tokenizer_for_strings(tokenizer)
     ready = None
     try:
-        if strings is not None and not any(type(each) is StopStringCriteria for each in users):
-            ready = prepared.get(given_tokenizer, strings)
-        if ready is not None:
-            config.stop_strings = None
         with torch.device("cpu"):  # where strings are looked for; they are kept for calls under other default devices
+            if strings is not None and not any(type(each) is StopStringCriteria for each in users):
+                ready = prepared.get(given_tokenizer, strings)
+                config.stop_strings = None
             merged = inner._get_stopping_criteria(config, StoppingCriteriaList(users), given_tokenizer)
     except Exception as error:
         if strings is None:
@@ -114,8 +113,6 @@ def rules_of(
     of_strings = kinds.setdefault(StopStringCriteria, [])
     if ready is not None:
         of_strings.append(ready)
-    elif strings is not None and id(of_strings[0]) not in of_users:
-        prepared.put(given_tokenizer, strings, of_strings[0])
     lengths, times, eos = (kinds.get(kind, []) for kind in _KNOWN[:3])
     return StopRules(
         stop_tokens=frozenset(token for each in eos for token in each.eos_token_id.reshape(-1).tolist()),

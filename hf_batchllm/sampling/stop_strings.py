@@ -1,6 +1,6 @@
 """Stop strings: prepared once for each tokenizer, and looked for in new tokens.
 
-transformers goes through the whole vocabulary to prepare strings, which takes seconds: the result is kept.
+To prepare strings, the whole vocabulary is gone through: the result is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from ..inputs.preparing import vocabulary_bar
 from ..planning.requests_and_prefixes import Request
+from .stop_string_tables import DecodedVocabulary, QuickStopStrings
 
 _MOST_SETS_KEPT = 64  # of strings
 _WINDOWS_AT_ONCE = 1024  # in which strings are looked for: bounds the memory
@@ -25,25 +27,29 @@ class PreparedStopStrings:
     def __init__(self) -> None:
         # The tokenizer is kept, too: as long as it lives, no other one has its id.
         self._prepared: OrderedDict[Hashable, tuple[Any, StopStringCriteria]] = OrderedDict()
+        self._vocabulary: tuple[Hashable, Any, DecodedVocabulary] | None = None  # of the latest tokenizer
 
-    def get(self, tokenizer: Any, strings: tuple[str, ...]) -> StopStringCriteria | None:
-        key = _key(tokenizer, strings)
+    def get(self, tokenizer: Any, strings: tuple[str, ...]) -> StopStringCriteria:
+        """Criteria for these strings; what transformers raises where they cannot be looked for."""
+        of_tokenizer = _key(tokenizer)
+        key = of_tokenizer, strings
         if key not in self._prepared:
-            return None
+            if self._vocabulary is None or self._vocabulary[0] != of_tokenizer:
+                self._vocabulary = None  # before the other one is made: they are large
+                with vocabulary_bar(of_tokenizer[1] or 0):
+                    self._vocabulary = of_tokenizer, tokenizer, DecodedVocabulary(tokenizer)
+            self._prepared[key] = tokenizer, QuickStopStrings(tokenizer, strings, self._vocabulary[2])
+            if len(self._prepared) > _MOST_SETS_KEPT:
+                self._prepared.popitem(last=False)
         self._prepared.move_to_end(key)
         return self._prepared[key][1]
 
-    def put(self, tokenizer: Any, strings: tuple[str, ...], prepared: StopStringCriteria) -> None:
-        self._prepared[_key(tokenizer, strings)] = tokenizer, prepared
-        if len(self._prepared) > _MOST_SETS_KEPT:
-            self._prepared.popitem(last=False)
 
-
-def _key(tokenizer: Any, strings: tuple[str, ...]) -> Hashable:
+def _key(tokenizer: Any) -> tuple[int, int | None, str]:
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     decoded = repr(getattr(decoder, "__getstate__", lambda: None)())
     tokens = len(tokenizer) if hasattr(tokenizer, "__len__") else None
-    return id(tokenizer), tokens, decoded, strings
+    return id(tokenizer), tokens, decoded
 
 
 class StopStringSearch:

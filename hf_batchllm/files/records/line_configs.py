@@ -45,17 +45,25 @@ class _Resolved:
 class LineConfigs:
     """``tokenizer`` returns the tokenizer, or raises; it is called for stop strings."""
 
-    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], notices: Notices | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Callable[[], Any],
+        notices: Notices | None = None,
+        strings: PreparedStopStrings | None = None,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._notices = notices or Notices()
+        self._strings = strings or PreparedStopStrings()
         self._known: dict[Key, _Resolved | str] = {}
         self._finds_strings = False
 
     @classmethod
     def of(cls, generator: BatchGenerator) -> LineConfigs:
-        """Shares the generator's notices, so that each of them is given once."""
-        return cls(generator.model, generator._tokenizer.required, generator._notices)
+        """Shares the generator's notices, so that each of them is given once, and its stop strings."""
+        strings = generator._checks.known_strings
+        return cls(generator.model, generator._tokenizer.required, generator._notices, strings)
 
     def config(self, settings: GenerationSettings) -> GenerationConfig:
         """For settings without a problem. Equal settings share one config."""
@@ -99,8 +107,8 @@ class LineConfigs:
                 adapter_of_each(self._model, settings.adapter, 1, self._notices)
             self._check_tokens(settings, options)
             if config.stop_strings is not None and not self._finds_strings:
-                # Whether they can be found depends on the tokenizer alone, and the check takes seconds: once is enough.
-                rules_of(self._model, options, self._tokenizer, PreparedStopStrings())
+                # Whether they can be found depends on the tokenizer alone: one check is enough.
+                rules_of(self._model, options, self._tokenizer, self._strings)
                 self._finds_strings = True
         except (torch.OutOfMemoryError, *_DEVICE_ERRORS):
             raise

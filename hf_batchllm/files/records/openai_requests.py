@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...inputs.chats import chat_problem
+from ...inputs.other_names import asks_for_nothing
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
 from .setting_names import nearest
@@ -121,6 +122,8 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, GenerationSettings, Op
     source = "messages" if endpoint == CHAT else "prompt"
     for name, value in body.items():
         if name in (source, *_SETTINGS) or value is None:
+            continue
+        if name not in _KNOWN and asks_for_nothing(name, value):
             continue
         if name not in _KNOWN and not (name == "top_logprobs" and endpoint == CHAT):
             raise RecordError(_unknown(name, source, endpoint), name)

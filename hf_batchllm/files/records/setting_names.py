@@ -22,7 +22,7 @@ _USUAL_DATA = frozenset(
     (
         *("prompt", "text", "texts", "text_inputs", "messages", "conversations", "chats", "prompt_token_ids"),
         *("model", "config", "params", "sample", "sampling", "device", "dtype", "generator", "verbose", "timeout"),
-        *("documents", "grammar", "thinking", "tool", "adapted"),
+        *("documents", "grammar", "thinking", "tool", "adapted", "stream"),
     )
 )
 # Names from elsewhere. To pass over them would give another answer than was asked for.

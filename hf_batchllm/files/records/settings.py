@@ -15,7 +15,7 @@ from ...errors import BatchLLMError, OptionValueError
 from ...inputs.option_ranges import ZERO_TEMPERATURE, out_of_range
 from ...inputs.option_row import Takes
 from ...inputs.option_table import TABLE
-from ...inputs.other_names import ALIASES, FROM_ELSEWHERE, wanted_logprobs
+from ...inputs.other_names import ALIASES, FROM_ELSEWHERE, asks_for_nothing, wanted_logprobs
 from ...inputs.prompt_options import PROMPT_OPTIONS, checked_prompt_option
 from ...wording import shown
 from .setting_names import NAMES, NOT_FOR_FILES, NOT_IN_CONFIG, TOP_LEVEL_NAMES, mistaken_name
@@ -99,6 +99,8 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
     written: dict[str, str] = {}
     for name, value in fields.items():
         if name not in NAMES:
+            if _is_neutral(name, value, cells):
+                continue
             why = mistaken_name(name) or FROM_ELSEWHERE.get(name)
             raise SettingError(name, why or f"is not a setting{_some_names()}")
         if cells:
@@ -144,7 +146,7 @@ def settings_in_record(
     for name, value in record.items():
         if name not in NAMES and name not in wanted and value not in (None, ""):
             why = mistaken_name(name)
-            if why is not None:
+            if why is not None and not _is_neutral(name, value, cells):
                 raise SettingError(name, f"{why}{_IF_DATA.format(name=name)}")
     nested = record.get("settings")
     if cells and isinstance(nested, str) and nested.lstrip().startswith("{"):
@@ -155,6 +157,10 @@ def settings_in_record(
             raise SettingError(double, "is given twice: in `settings` and beside it")
         top |= nested
     return read_settings(top, cells=cells) if top else NO_SETTINGS
+
+
+def _is_neutral(name: str, value: Any, cells: bool) -> bool:
+    return asks_for_nothing(name, _from_cell(name, value) if cells else value)
 
 
 def _is_given(value: Any) -> bool:
