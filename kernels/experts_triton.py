@@ -80,6 +80,10 @@ def _gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, LIMITED: tl.constex
     return _rounded(gate / (1 + tl.exp(-gate)), TYPE) * up
 
 
+def rows_of_a_tile(pairs: int, experts: int, dtype: torch.dtype) -> int:
+    return tiles_for(pairs, experts, dtype).rows
+
+
 def _in_boxes(weight: torch.Tensor) -> bool:
     """Whether the card's copy engine can take it, box by box."""
     whole = weight.is_contiguous() and weight.dtype.itemsize == 2

@@ -84,7 +84,11 @@ class Stack:
 
 
 def activation_of(mlp: Mlp, family: Family) -> str | None:
-    activation = getattr(mlp, family.activation)
+    return activation_kernel(getattr(mlp, family.activation))
+
+
+def activation_kernel(activation: nn.Module) -> str | None:
+    """The name under which kernels know an activation."""
     if getattr(getattr(activation, "act", None), "__name__", "") == "_gelu_tanh_python":
         return None  # it rounds after each step of the formula
     return _ACTIVATIONS.get((type(activation).__module__, type(activation).__name__))

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from .attention_interface import AttentionCall, Rotation, context_in_use
 from .fusable_parts import heads_of
+from .fused_experts import ExpertKernels
 from .fused_families import Family
 from .module_types import Attention, DecoderLayer, Mlp, Norm
 
@@ -32,6 +33,7 @@ class FusedKernels:
 
     add_rms_norm: Callable[..., torch.Tensor]
     act_and_mul: Callable[..., torch.Tensor]
+    experts: ExpertKernels
 
 
 class Made(NamedTuple):

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from .attention_interface import autocast_dtype
+from .fusable_experts import Experts, mixtures
 from .fusable_parts import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .fused_experts import ExpertKernels, Handed, experts_forward, router_forward
 from .fused_forwards import (
     Forward,
     FusedKernels,
@@ -36,9 +38,17 @@ from .unmodified import hook_dicts
 
 
 def triton_fused_kernels() -> FusedKernels:
-    from ..kernels import layer_ops_triton
+    from ..kernels import experts_triton, layer_ops_triton, routing_triton
 
-    return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul)
+    experts = ExpertKernels(
+        routing_triton.choose,
+        routing_triton.rows_of_experts,
+        experts_triton.up_products,
+        experts_triton.down_products,
+        experts_triton.sum_of_shares,
+        experts_triton.rows_of_a_tile,
+    )
+    return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul, experts)
 
 
 class Fusion:
@@ -50,20 +60,23 @@ class Fusion:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.paused: str | None = None  # why nothing was fused in the last step, if nothing was
-        self._note([])
+        self._note([], [])
 
     def look(self) -> None:
         """Update ``reasons`` and ``summary``; the model stays as it is. Each ``merge`` does so, too."""
-        self._note(list(stacks(self.model)))
+        self._note(list(stacks(self.model)), list(mixtures(self.model)))
 
     def merge(self, kernels: FusedKernels) -> FusedLayers:
         """Prepare steps. Weights that an earlier call has laid end to end stay where they are."""
         self.paused = None
         return FusedLayers(self, kernels)
 
-    def lay_out(self) -> list[tuple[Stack, dict[tuple[int, str], Merged]]]:
-        """Merge the weights that are not merged yet. Returns each stack with its merged weights by (layer, part)."""
-        found, self._moved, full = list(stacks(self.model)), False, False
+    def lay_out(self) -> tuple[list[tuple[Stack, dict[tuple[int, str], Merged]]], list[Experts]]:
+        """Merge the weights that are not merged yet.
+
+        Returns each stack with its merged weights by (layer, part), and the mixtures of experts.
+        """
+        found, experts, self._moved, full = list(stacks(self.model)), list(mixtures(self.model)), False, False
         result = []
         for stack in found:
             weights: dict[tuple[int, str], Merged] = {}
@@ -79,8 +92,8 @@ class Fusion:
             result.append((stack, weights))
         if self._moved:
             self._give_back_memory()
-        self._note(found)
-        return result
+        self._note(found, experts)
+        return result, experts
 
     def _merged(self, layer: Layer, part: str, full: bool) -> Merged:
         """Merge one group of weights after the other, so that only the largest needs room beside the model."""
@@ -105,20 +118,26 @@ class Fusion:
         """The layers that are fused, and what keeps the rest from it, for a report."""
         if self.paused is not None:
             return f"nothing: {self.paused}"
-        layers = f"{self._whole} of {self._layers} layers" + (", but for their experts" if self._has_experts else "")
+        layers = f"{self._whole} of {self._layers} layers"
+        if self._mixtures:
+            experts = f"the experts of {self._fused_mixtures} of {self._mixtures}"
+            layers = (
+                f"{layers}, with their experts" if self._fused_mixtures == self._mixtures else f"{layers}, {experts}"
+            )
         if self._whole == self._layers and not self.reasons:
             return layers
         more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
-        if not self._fused:
+        if not self._fused and not self._fused_mixtures:
             return f"nothing: {self.reasons[0]}{more}"
         return f"{layers}; left as they are: {self.reasons[0]}{more}"
 
-    def _note(self, found: list[Stack]) -> None:
+    def _note(self, found: list[Stack], experts: list[Experts]) -> None:
         layers = [layer for stack in found for layer in stack.layers]
         self._layers = len(layers)
         self._whole = sum(not layer.why_not for layer in layers)
         self._fused = sum(any(layer.fuses(part) for part in PARTS) for layer in layers)
-        self._has_experts = any(layer.has_experts for layer in layers)
+        self._mixtures = len(experts)
+        self._fused_mixtures = sum(each.why_not is None for each in experts)
         counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
         self.reasons = [f"{part} of {count} of {len(layers)} layers: {why}" for (part, why), count in counts.items()]
         for stack in found:
@@ -129,6 +148,8 @@ class Fusion:
         if not found:
             inner = getattr(self.model, "get_base_model", lambda: self.model)()  # without PEFT's wrapper
             self.reasons = [f"there are no fused layers for {type(inner).__name__}"]
+        for why, count in Counter(each.why_not for each in experts if each.why_not is not None).items():
+            self.reasons.append(f"experts of {count} of {len(experts)} layers: {why}")
 
     def _give_back_memory(self) -> None:
         """Free the weights' old places: the allocator would keep them, in pieces too small for anything else."""
@@ -195,8 +216,12 @@ class FusedLayers:
         self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._bypassed: list[nn.Module] = []
         self._addresses: list[tuple[dict[str, Any], str, int | None]] = []
-        for stack, weights in self._fusion.lay_out():
+        laid_out, experts = self._fusion.lay_out()
+        for stack, weights in laid_out:
             self._make_stack(stack, weights)
+        for found in experts:
+            if found.why_not is None:
+                self._make_experts(found)
         self._own = [module.__dict__ for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
         self._hooks_seen = sum(map(len, self._hooks))
@@ -234,6 +259,19 @@ class FusedLayers:
             self._put(norm, final_norm_forward(norm, stack.family, kernels, self._residual))
             self._places.append((stack.owner._modules, "norm", norm))
             self._bypassed.append(norm)
+
+    def _make_experts(self, found: Experts) -> None:
+        kernels, handed = self._kernels.experts, Handed()
+        self._put(found.module, experts_forward(found, kernels, handed))
+        self._places.append((found.parent._modules, found.name, found.module))
+        for name, router, known in found.routers:
+            self._put(router, router_forward(router, known, kernels, handed))
+            self._places.append((found.parent._modules, name, router))
+            self._bypassed.append(router)
+        for owner, name in found.bypassed():
+            self._places.append((owner._modules, name, getattr(owner, name)))
+            self._bypassed.append(getattr(owner, name))
+        self._addresses += [(parameters, name, _address(parameters[name])) for parameters, name in found.weights()]
 
     def _put(self, module: nn.Module, forward: Forward) -> None:
         self._forwards.append((module.__dict__, forward))

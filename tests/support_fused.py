@@ -12,8 +12,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult
-from hf_batchllm.kernels import layer_ops_torch
+from hf_batchllm.kernels import experts_torch, layer_ops_torch, routing_torch
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.patches.fused_experts import ExpertKernels
 from hf_batchllm.patches.fused_forwards import FusedKernels
 from hf_batchllm.patches.fusion import FusedLayers, Fusion
 
@@ -32,16 +33,27 @@ def layers_of(family: str) -> int:
 
 
 def forwards_of(family: str) -> int:
-    return layers_of(family) * (2 if family in WITH_EXPERTS else 3) + 1
+    return layers_of(family) * (4 if family in WITH_EXPERTS else 3) + 1  # experts and their router in an MLP's place
 
 
 def said_of(family: str) -> str:
     """What a report says where all is fused that can be."""
     layers = layers_of(family)
-    return f"{layers} of {layers} layers" + (", but for their experts" if family in WITH_EXPERTS else "")
+    return f"{layers} of {layers} layers" + (", with their experts" if family in WITH_EXPERTS else "")
 
 
-TWINS = FusedKernels(layer_ops_torch.add_rms_norm, layer_ops_torch.act_and_mul)
+TWINS = FusedKernels(
+    layer_ops_torch.add_rms_norm,
+    layer_ops_torch.act_and_mul,
+    ExpertKernels(
+        routing_torch.choose,
+        routing_torch.rows_of_experts,
+        experts_torch.up_products,
+        experts_torch.down_products,
+        experts_torch.sum_of_shares,
+        lambda pairs, experts, dtype: 16,
+    ),
+)
 
 
 @pytest.fixture

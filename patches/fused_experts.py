@@ -1,0 +1,93 @@
+"""The forwards that mixtures of experts and their routers run in place of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.routing_torch import RowsOfExperts
+from .fusable_experts import Experts
+from .routers import Router
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ExpertKernels:
+    """The kernels, in Triton or as their twins in PyTorch."""
+
+    choose: Callable[..., Any]
+    rows_of_experts: Callable[..., RowsOfExperts]
+    up_products: Callable[..., torch.Tensor]
+    down_products: Callable[..., torch.Tensor]
+    sum_of_shares: Callable[..., torch.Tensor]
+    rows_of_a_tile: Callable[[int, int, torch.dtype], int]  # of pairs, experts, type
+
+
+class Handed:
+    """What a router's kernel has found out about its choice, for the experts that are called next with it."""
+
+    def __init__(self) -> None:
+        self._left: tuple[torch.Tensor, RowsOfExperts] | None = None
+
+    def leave(self, indices: torch.Tensor, rows: RowsOfExperts) -> None:
+        self._left = indices, rows
+
+    def take(self, indices: torch.Tensor) -> RowsOfExperts | None:
+        left, self._left = self._left, None
+        return left[1] if left is not None and left[0] is indices else None
+
+
+def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed) -> Forward:
+    experts = found.module
+    own = type(experts).forward
+
+    def forward(*given: Any, **named: Any) -> torch.Tensor:
+        weight = experts.gate_up_proj
+        if named or len(given) != 3 or given[0].ndim != 2 or given[0].dtype != weight.dtype:
+            unusual: torch.Tensor = own(experts, *given, **named)
+            return unusual
+        states, indices, shares = given  # [tokens, hidden], [tokens, top], [tokens, top]
+        (gate_up, gate_up_bias), (down, down_bias) = _tensors(experts, "gate_up_proj"), _tensors(experts, "down_proj")
+        top, count = indices.shape[1], len(gate_up)
+        rows = handed.take(indices)
+        if rows is None:
+            tile = kernels.rows_of_a_tile(indices.numel(), count, states.dtype)
+            rows = kernels.rows_of_experts(indices, count, tile)
+        made = kernels.up_products(states.contiguous(), gate_up, gate_up_bias, rows, top, found.gating())
+        return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows, top), shares)
+
+    return forward
+
+
+def _tensors(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A stack of weights as [experts, out, in], and its biases."""
+    weight = getattr(experts, name)
+    return weight.transpose(1, 2) if experts.is_transposed else weight, getattr(experts, f"{name}_bias", None)
+
+
+def router_forward(router: Any, known: Router, kernels: ExpertKernels, handed: Handed) -> Forward:
+    own = type(router).forward
+
+    def forward(hidden_states: torch.Tensor, *given: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        if named:
+            unusual: tuple[torch.Tensor, ...] = own(router, hidden_states, *given, **named)
+            return unusual
+        states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = known.logits(router, states)
+        rule, experts = known.rule(router), logits.shape[1]
+        (indices, shares), rows = kernels.choose(
+            logits,
+            rule,
+            kernels.rows_of_a_tile(len(logits) * rule.top, experts, states.dtype),
+            known.dtype(states, logits),
+            bias=known.bias(router, *given),
+            scales=known.scales(router),
+        )
+        handed.leave(indices, rows)
+        return logits.softmax(-1, torch.float32) if known.gives == "probabilities" else logits, shares, indices
+
+    return forward

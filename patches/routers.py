@@ -1,0 +1,148 @@
+"""How the routers of transformers' mixtures of experts choose, as a table.
+
+A row says which class it is for, and how that class goes from hidden states to logits, experts and shares. What a
+router holds as attributes is read in each step: it is its owner's to change.
+``tests/test_patches_experts.py`` compares each row with the class's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..kernels.routing_torch import Rule
+
+Of = Callable[..., Any]  # of a router, and of what is passed to it beside hidden states
+
+
+def _product(router: Any, states: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, experts]
+    return functional.linear(states, router.weight)
+
+
+def _product_in_float32(router: Any, states: torch.Tensor) -> torch.Tensor:
+    return functional.linear(states.float(), router.weight.float())
+
+
+def _none(router: Any, *given: Any) -> None:
+    return None
+
+
+def _of_logits(states: torch.Tensor, logits: torch.Tensor) -> torch.dtype:
+    return logits.dtype
+
+
+def _of_states(states: torch.Tensor, logits: torch.Tensor) -> torch.dtype:
+    return states.dtype
+
+
+def _float32(states: torch.Tensor, logits: torch.Tensor) -> torch.dtype:
+    return torch.float32
+
+
+def _bias_of_itself(router: Any) -> torch.Tensor:
+    bias: torch.Tensor = router.e_score_correction_bias
+    return bias
+
+
+@dataclass(frozen=True)
+class Router:
+    folder: str  # in transformers
+    name: str  # of its class
+    rule: Callable[[Any], Rule]
+    logits: Of = _product
+    dtype: Of = _of_logits  # of the shares
+    bias: Of = _none
+    scales: Of = _none
+    inner: tuple[str, ...] = ()  # names of modules that are read and not called
+    gives: str = "logits"  # what it returns first; or "probabilities"
+
+    @property
+    def home(self) -> str:
+        return f"transformers.models.{self.folder}.modeling_{self.folder}"
+
+
+def _softmax(router: Any) -> Rule:
+    return Rule(router.top_k, share="normalised" if router.norm_topk_prob else "scores")
+
+
+def _softmax_of_some_groups(router: Any) -> Rule:
+    groups = {} if router.topk_method == "greedy" else _groups(router, 1)
+    return Rule(router.top_k, share="scores", factor=router.routed_scaling_factor, **groups)
+
+
+def _sigmoid_of_some_groups(router: Any) -> Rule:
+    share = "normalised" if router.norm_topk_prob else "scores"
+    factor = router.routed_scaling_factor
+    return Rule(router.top_k, "sigmoid", share=share, added_to_sum=1e-20, factor=factor, **_groups(router, 2))
+
+
+def _groups(router: Any, best: int) -> dict[str, int]:
+    return {"groups": router.num_group, "top_groups": router.topk_group, "group_best": best}
+
+
+def _grouped_sigmoid(folder: str, name: str) -> Router:
+    """DeepSeek's since its third version."""
+    return Router(folder, name, _sigmoid_of_some_groups, _product_in_float32, _float32, bias=_bias_of_itself)
+
+
+ROUTERS = (
+    Router("qwen2_moe", "Qwen2MoeTopKRouter", _softmax),
+    Router("qwen3_moe", "Qwen3MoeTopKRouter", _softmax),
+    Router("olmoe", "OlmoeTopKRouter", _softmax),
+    Router("flex_olmo", "FlexOlmoTopKRouter", _softmax),
+    Router("mixtral", "MixtralTopKRouter", lambda router: Rule(router.top_k), dtype=_float32),
+    Router(
+        "gpt_oss",
+        "GptOssTopKRouter",
+        lambda router: Rule(router.top_k, "logits", share="softmax"),
+        logits=lambda router, states: functional.linear(states, router.weight, router.bias),
+    ),
+    Router(
+        "granitemoe",
+        "GraniteMoeTopKRouter",
+        lambda router: Rule(router.top_k, "logits", share="softmax"),
+        logits=lambda router, states: _product(router, states).float(),
+        dtype=_of_states,
+    ),
+    Router("deepseek_v2", "DeepseekV2TopkRouter", _softmax_of_some_groups, _product_in_float32, _float32),
+    _grouped_sigmoid("deepseek_v3", "DeepseekV3TopkRouter"),
+    _grouped_sigmoid("glm4_moe", "Glm4MoeTopkRouter"),
+    _grouped_sigmoid("glm4_moe_lite", "Glm4MoeLiteTopkRouter"),
+    _grouped_sigmoid("dots1", "Dots1TopkRouter"),
+    Router(
+        "minimax_m2",
+        "MiniMaxM2TopKRouter",
+        lambda router: Rule(router.top_k, "sigmoid"),
+        logits=lambda router, states: _product(router, states.to(router.weight.dtype)),
+        dtype=_float32,
+        bias=lambda router, bias: bias,
+    ),
+    Router(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeTopKRouter",
+        lambda router: Rule(router.top_k, least_sum=router.norm_min),
+        logits=_product_in_float32,
+        dtype=_of_states,
+        bias=lambda router: router.moe_statics.e_score_correction_bias.view(-1),
+        inner=("moe_statics",),
+    ),
+    Router(
+        "gemma4",
+        "Gemma4TextRouter",
+        lambda router: Rule(router.config.top_k_experts),
+        logits=lambda router, states: router.proj(router.norm(states) * router.scale * router.scalar_root_size),
+        dtype=_float32,
+        scales=lambda router: router.per_expert_scale,
+        gives="probabilities",
+    ),
+)
+
+
+def router_of(module: nn.Module) -> Router | None:
+    cls = type(module)
+    return next((each for each in ROUTERS if (each.home, each.name) == (cls.__module__, cls.__name__)), None)
