@@ -107,7 +107,7 @@ class BatchGenerator:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the one saved beside the model; None if there is neither."""
-        return self._tokenizer.found()
+        return self._tokenizer.shown()
 
     # -- the public calls --------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ def run_records(
             output.confirm_weights(fingerprint(generator.model))
             writer = ResultWriter(
                 reader.dialect,
-                tokens=TokenTexts(generator.tokenizer),
+                tokens=TokenTexts(generator._tokenizer.found()),
                 token_ids=options.token_ids,
                 model=model_name,
                 where=source.where,
