@@ -14,6 +14,7 @@ _BAR = "|{bar}|"
 class LogBar(tqdm):
     """The first line comes at once, the last one when the bar is closed, with what it had come to."""
 
+    disable: bool
     monitor_interval = 0  # no thread: nothing waits for a line
     _due = 0.0
     _printed = ""
