@@ -16,6 +16,7 @@ import pytest
 from support_accelerated import word_tokenizer
 from support_families import build
 from support_file_stand_ins import Runs
+from support_word_tokenizer import save_without_template
 from transformers import T5Config
 
 import hf_batchllm
@@ -308,12 +309,7 @@ def test_a_tokenizer_that_is_missing_or_has_no_template(
     assert "--tokenizer ./nowhere" in refused(capsys, *run, "--tokenizer", "./nowhere")
     assert main([*run, "--max-new-tokens", "2", "--quiet"]) == 0
     assert results()[0]["text"] is None
-    tokenizer = word_tokenizer()
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        tokenizer.save_pretrained(tmp_path / "plain")
-    finally:
-        tokenizer.chat_template = template
+    save_without_template(word_tokenizer(), tmp_path / "plain")
     written({"prompt": "w5"})
     said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
     assert "has no chat template, and the file has chats, from line 1 on" in said
