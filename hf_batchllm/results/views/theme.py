@@ -193,6 +193,7 @@ _RULES = """
 .hfb .hfb-view .hfb-named .hfb-at{grid-area:at}
 .hfb .hfb-view .hfb-named .hfb-context{grid-area:ask;color:var(--hfb-dim)}
 .hfb .hfb-view .hfb-named .hfb-wide,.hfb .hfb-view .hfb-named th:first-child{display:none}
+.hfb .hfb-view .hfb-named .hfb-group{padding-top:6px}
 .hfb .hfb-view .hfb-named tr:nth-child(n+2).hfb-group{border-top:1px solid var(--hfb-line)}
 }
 """
