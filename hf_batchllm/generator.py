@@ -91,23 +91,20 @@ class BatchGenerator:
         """The model given, without the wrapper of ``torch.compile``."""
         return self._model
 
-    @model.setter
-    def model(self, model: object) -> None:
-        raise _is_for_one("model")
-
     @property
     def config(self) -> BatchConfig:
         """The settings that it was made with."""
         return self._config
 
-    @config.setter
-    def config(self, config: object) -> None:
-        raise _is_for_one("config")
+    def __setattr__(self, key: str, value: object) -> None:
+        if key in ("model", "config"):
+            raise AttributeError(f"a BatchGenerator keeps the {key} it was made with: make a new one for another {key}")
+        super().__setattr__(key, value)
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the one saved beside the model; None if there is neither."""
-        return self._tokenizer.found()
+        return self._tokenizer.shown()
 
     # -- the public calls --------------------------------------------------------------------------------------
 
@@ -220,7 +217,6 @@ class BatchGenerator:
         ``progress=True`` only. A stream keeps nothing in ``interrupted``, as each result was handed out: put them into
         a list as they come. An interrupt raises a plain KeyboardInterrupt.
         """
-
         options = dict(generate_kwargs)
 
         def checked(turn: Turn) -> Job:
@@ -247,11 +243,8 @@ class BatchGenerator:
                     for request in call.run(bar.step):
                         bar.finish(request)
                         generation = self._generation(request, call, outputs)
-                        call.owner_gets_control()
-                        call.timekeeper.switch("outside")
-                        yield generation
-                        call.owner_had_control()
-                        call.timekeeper.switch("results")
+                        with call.owner_in_control():
+                            yield generation
             finally:
                 self.last_report = self._report(call)
 
@@ -389,20 +382,9 @@ class BatchGenerator:
         raise GenerationInterrupted(self.interrupted, len(finished.results), finished.expected)
 
     def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
-        assert request.finish_reason is not None
-        return Generation(
-            index=request.index,
-            sample=request.sample,
-            text=self._tokenizer.decode(request.generated) if decode else None,
-            token_ids=request.generated,
-            prompt_token_ids=request.prompt_ids.tolist(),
-            finish_reason=request.finish_reason.value,
-            logprobs=outputs.logprobs(request),
-            prompt_logprobs=outputs.prompt_logprobs(request),
-            score=request.score,
-            prompt=call.job.prompt_as_passed(request.index),
-            adapter=call.adapter_for(request.index),
-        )
+        text = self._tokenizer.decode(request.generated) if decode else None
+        prompt, adapter = call.job.prompt_as_passed(request.index), call.adapter_for(request.index)
+        return outputs.generation(request, text, prompt, adapter)
 
     def _keep(self, finished: Finished[Any], error: BaseException) -> None:
         """An error has broken a call off: what had finished goes with it. Before the first step there is nothing."""
@@ -415,7 +397,3 @@ class BatchGenerator:
         if report is not None:
             report.plan.add_labels(call.plan.prompts, self._tokenizer.decode_if_loaded)
         return report
-
-
-def _is_for_one(what: str) -> AttributeError:
-    return AttributeError(f"a BatchGenerator keeps the {what} it was made with: make a new one for another {what}")

@@ -42,3 +42,16 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[DecodeRows]:
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
     return seen
+
+
+def replays_noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ids of the graphs that are replayed from now on."""
+    replayed: list[int] = []
+    run = DecodeRows.run
+
+    def noted(self: DecodeRows) -> None:
+        replayed.append(id(self))
+        run(self)
+
+    monkeypatch.setattr(DecodeRows, "run", noted)
+    return replayed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -33,3 +36,12 @@ def word_tokenizer(words: int = 101, bos: bool = False, template: bool = False) 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w2", bos_token="w1")
     tokenizer.chat_template = _TEMPLATE if template else None
     return tokenizer
+
+
+def save_without_template(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
+    """As a model that was not trained on chats has it."""
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        tokenizer.save_pretrained(folder)
+    finally:
+        tokenizer.chat_template = template

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from support_accelerated import word_tokenizer
 from support_families import build
 from support_file_stand_ins import Runs
+from support_word_tokenizer import save_without_template
 from transformers import T5Config
 
 import hf_batchllm
@@ -22,6 +24,8 @@ from hf_batchllm import BatchConfig, BatchGenerator
 from hf_batchllm.cli import main
 from hf_batchllm.cli.config_flags import field_docs, shortened
 from hf_batchllm.errors import OutputWriteError
+from hf_batchllm.files.records.result_layout import RESULT_LAYOUT
+from hf_batchllm.files.store.open_output import open_output
 
 ROOT = Path(hf_batchllm.__file__).parents[1]
 
@@ -38,6 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
     monkeypatch.setattr("hf_batchllm.files.record_loop.run_records", made.run_file)
+    monkeypatch.setattr("hf_batchllm.files.run_options.open_output", made.open_output)
     return made
 
 
@@ -100,6 +105,47 @@ def test_help_and_refusals_come_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "/nowhere/in.jsonl cannot be read: there is no such file" in done.stderr
+
+
+def test_wrong_places_and_a_second_run_are_refused_without_torch(written: Callable[..., str], tmp_path: Path) -> None:
+    written({"prompt": "w5"})
+    run = "run in.jsonl out.jsonl --model".split()
+    refusals = {
+        "out.jsonl cannot be written: there is no folder": ["run", "in.jsonl", "nowhere/out.jsonl", "--model", "m"],
+        "--model ./nowhere: there is no such folder": [*run, "./nowhere"],
+        "--model .: there is no config.json in this folder": [*run, "."],
+        "--tokenizer ./nowhere: there is no such folder": [*run, "model", "--tokenizer", "./nowhere"],
+        "another run is writing to": ["run", "in.jsonl", "held.jsonl", "--model", "model"],
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    code = (
+        "import sys; from hf_batchllm.cli import main\n"
+        f"assert [main(given) for given in {list(refusals.values())}] == [2] * {len(refusals)}\n"
+        f"assert main(['plan', 'in.jsonl', '--tokenizer', './nowhere']) == 2\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    with open_output("held.jsonl", layout=RESULT_LAYOUT):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    for why, said in zip([*refusals, "--tokenizer ./nowhere: there is no"], done.stderr.splitlines(), strict=True):
+        assert why in said
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "model"]
+
+
+def test_a_finished_run_needs_no_model_folder(
+    written: Callable[..., str], saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written({"prompt": "w5"})
+    shutil.copytree(saved, tmp_path / "model")
+    run = ["run", "in.jsonl", "out.jsonl", "--max-new-tokens", "2", "--model", str(tmp_path / "model")]
+    assert main(run) == 0
+    shutil.rmtree(tmp_path / "model")
+    assert main(run) == 0
+    capsys.readouterr()
+    assert "there is no such folder" in refused(capsys, *run, "--restart")
+    assert len(results()) == 1
 
 
 @pytest.mark.parametrize(
@@ -245,7 +291,7 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     assert "--trust-remote-code runs that code" in refused(capsys, *run, str(theirs))
     (theirs / "config.json").write_text(json.dumps({"model_type": "t5"}))
     assert "--model" in refused(capsys, *run, str(theirs))
-    assert len(runs.calls) >= 8
+    assert len(runs.calls) >= 5
 
 
 def test_a_tokenizer_that_is_missing_or_has_no_template(
@@ -263,12 +309,7 @@ def test_a_tokenizer_that_is_missing_or_has_no_template(
     assert "--tokenizer ./nowhere" in refused(capsys, *run, "--tokenizer", "./nowhere")
     assert main([*run, "--max-new-tokens", "2", "--quiet"]) == 0
     assert results()[0]["text"] is None
-    tokenizer = word_tokenizer()
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        tokenizer.save_pretrained(tmp_path / "plain")
-    finally:
-        tokenizer.chat_template = template
+    save_without_template(word_tokenizer(), tmp_path / "plain")
     written({"prompt": "w5"})
     said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
     assert "has no chat template, and the file has chats, from line 1 on" in said
@@ -312,9 +353,13 @@ def test_a_run(runs: Runs, written: Callable[..., str], saved: str, capsys: pyte
 def test_settings_of_the_command_line(runs: Runs, written: Callable[..., str], tmp_path: Path) -> None:
     written({"prompt": "w5"})
 
+    empty = tmp_path / "model"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+
     def options(*arguments: str) -> dict[str, Any]:
         runs.calls.clear()
-        assert main(["run", "in.jsonl", "out.jsonl", "--model", "./nowhere", "--quiet", *arguments]) == 2
+        assert main(["run", "in.jsonl", "out.jsonl", "--model", str(empty), "--quiet", *arguments]) == 2
         return dict(runs.calls[0]["reader"].base.options)
 
     assert options() == {}

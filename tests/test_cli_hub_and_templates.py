@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support_families import build
-from support_word_tokenizer import word_tokenizer
+from support_word_tokenizer import save_without_template, word_tokenizer
 
 from hf_batchllm.cli import main
 
@@ -51,12 +51,7 @@ def test_a_hub_that_is_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: Any
 
 def test_one_chat_without_a_template_is_the_error_of_its_line(folder: Path, capsys: Any) -> None:
     build("llama").save_pretrained(folder / "model")
-    tokenizer = word_tokenizer()
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        tokenizer.save_pretrained(folder / "model")
-    finally:
-        tokenizer.chat_template = template
+    save_without_template(word_tokenizer(), folder / "model")
     chat = {"messages": [{"role": "user", "content": "w5"}]}
     (folder / "in.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in ({"prompt": "w5"}, chat)))
     assert main([*RUN, "model"]) == 3

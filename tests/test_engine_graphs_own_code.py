@@ -12,13 +12,13 @@ import pytest
 import torch
 from support_decode_graphs import captured as captured  # a fixture
 from support_decode_graphs import graphs as graphs  # a fixture
+from support_decode_graphs import replays_noted
 from support_families import FAMILIES
 from support_kernels import plain
 from torch import nn
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
-from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 
 pytestmark = plain
 
@@ -130,14 +130,7 @@ def test_graphs_know_what_an_owners_code_reads(
     next(stream)
     assert graphs[-1].steps
     before = set(map(id, graphs[-1]._graphs.values()))
-    replayed: list[int] = []
-    run = DecodeRows.run
-
-    def noted(self: DecodeRows) -> None:
-        replayed.append(id(self))
-        run(self)
-
-    monkeypatch.setattr(DecodeRows, "run", noted)
+    replayed = replays_noted(monkeypatch)
     change(module, monkeypatch)
     list(stream)
     assert bool(before & set(replayed)) == (change is nowhere)

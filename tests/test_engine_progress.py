@@ -35,6 +35,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     screen = io.StringIO()
     tqdm, how = preparing.tqdm, {"file": screen, "mininterval": 0, "ncols": 120}
     monkeypatch.setattr(preparing, "tqdm", lambda **options: tqdm(**options | how))
+    monkeypatch.setattr(preparing, "_on_terminal", lambda: True)
     return screen
 
 
@@ -148,6 +149,7 @@ def test_a_widget_ends_full_where_answers_ended_early(monkeypatch: pytest.Monkey
         return bar
 
     monkeypatch.setattr(preparing, "tqdm", kept)
+    monkeypatch.setattr(preparing, "_on_terminal", lambda: True)
     options = {"do_sample": True, "eos_token_id": [5, 6, 7], "seed": 1}
     BatchGenerator(build("llama")).generate(prompts(20), max_new_tokens=30, progress=True, **options)
     (bar,) = bars

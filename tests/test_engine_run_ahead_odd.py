@@ -10,13 +10,13 @@ import pytest
 import torch
 from support_decode_graphs import captured as captured  # a fixture
 from support_decode_graphs import graphs as graphs  # a fixture
+from support_decode_graphs import replays_noted
 from support_families import FAMILIES, build
 from support_kernels import plain
 from support_parity import pages_of_memory
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
-from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
 from hf_batchllm.engine.progress import Progress
 from hf_batchllm.model.owners_state import OwnersState, not_in_graphs
 from hf_batchllm.planning.requests_and_prefixes import Request
@@ -141,15 +141,8 @@ def test_graphs_of_a_model_that_has_changed_are_not_replayed(
     while not graphs[-1].steps:  # so far none has been replayed
         next(stream)
     old = set(map(id, graphs[-1]._graphs.values()))
-    replayed: list[int] = []
-    run = DecodeRows.run
-
-    def noted(self: DecodeRows) -> None:
-        replayed.append(id(self))
-        run(self)
-
     change(model)
-    monkeypatch.setattr(DecodeRows, "run", noted)
+    replayed = replays_noted(monkeypatch)
     list(stream)
     assert not old & set(replayed)
 

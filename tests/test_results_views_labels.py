@@ -8,7 +8,7 @@ from support_families import build
 from support_html import view_of
 from support_word_tokenizer import byte_tokenizer, word_tokenizer
 
-import hf_batchllm.inputs.tokenizer
+import hf_batchllm.inputs.kept_tokenizers
 from hf_batchllm import BatchGenerator, BatchResult, Generation, plan_prompts
 
 SHARED = " ".join(f"w{30 + at}" for at in range(60))
@@ -31,7 +31,7 @@ def no_tokenizer_is_loaded(monkeypatch):
     def load(*args, **kwargs):
         pytest.fail("a tokenizer was looked for")
 
-    monkeypatch.setattr(hf_batchllm.inputs.tokenizer.AutoTokenizer, "from_pretrained", load)
+    monkeypatch.setattr(hf_batchllm.inputs.kept_tokenizers.AutoTokenizer, "from_pretrained", load)
     return model
 
 

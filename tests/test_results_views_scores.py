@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support_families import build
 from support_html import plan_of, view_of
 from support_word_tokenizer import word_tokenizer
 
-from hf_batchllm import BatchGenerator, Score, ScoreResult
+from hf_batchllm import BatchGenerator, BatchResult, Generation, Score, ScoreResult
 from hf_batchllm.results.views.shades import Shades
 from hf_batchllm.results.views.theme import SHADES
 
@@ -40,7 +42,31 @@ def test_errors_and_interrupted_calls_have_pictures() -> None:
     assert "nan" not in html.split("hfb-view")[-1]
     assert "<b>" not in ScoreResult(rows[:1], None, complete=False)._repr_html_()
     many = ScoreResult([Score(0, at, "x", [5], [-1.0], True) for at in range(500)], None)
-    assert "… 460 more" in many._repr_html_()
+    assert "… 460 more of this context" in many._repr_html_()
+
+
+def test_of_many_contexts_the_first_and_the_last_are_shown() -> None:
+    rows = [
+        Score(at, choice, text, [5], [-1.0], True, context=f"question {at}?")
+        for at in range(40)
+        for choice, text in enumerate(("yes", "no", "perhaps"))
+    ]
+    shown = view_of(ScoreResult(rows, None)).text
+    assert "question 0?" in shown and "question 9?" in shown and "question 10?" not in shown
+    assert "… 27 more contexts, 81 scores" in shown
+    assert "question 36?" not in shown and "question 37?" in shown and "question 39?" in shown
+    few = view_of(ScoreResult(rows[:39], None)).text
+    assert "more context" not in few and "question 12?" in few
+
+
+def test_long_prompts_and_contexts_are_cut_between_words() -> None:
+    words = " ".join(f"remarkable{at:03}" for at in range(60))
+    scores = ScoreResult([Score(0, 0, "yes", [5], [-1.0], True, context=words)], None)
+    generations = BatchResult([Generation(0, 0, "yes", [5], [6], "stop", prompt=words)], None)
+    for result in (scores, generations):
+        shown = re.findall(r">([^<>]*remarkable[^<>]*)<", view_of(result).html.split("hfb-view")[-1])
+        pieces = " ".join(shown).replace("…", " ").split()
+        assert len(pieces) > 6 and all(re.fullmatch(r"remarkable\d{3}", piece) for piece in pieces)
 
 
 def test_the_report_of_scores_does_not_contradict_itself() -> None:

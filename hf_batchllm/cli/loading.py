@@ -46,23 +46,33 @@ class Loader:
         self._base = base
         self._first = first
         self.loaded = False
+        self._names_checked = False
         self._stack = ExitStack()
 
     def close(self) -> None:
         """Restores the settings of transformers that were changed."""
         self._stack.close()
 
+    def check_names(self) -> None:
+        """Whether there are such a model and tokenizer, once: nothing that takes seconds is imported for this."""
+        if self._names_checked:
+            return
+        asked = self._asked
+        check_folder(asked.model)
+        if is_peft_folder(asked.model):
+            check_hub_name(base_of(asked.model), f"--model {asked.model}, whose base is")
+        check_tokenizer_name(asked.tokenizer)
+        self._names_checked = True
+
     def __call__(self) -> BatchGenerator:
         asked = self._asked
+        self.check_names()
         self._stack.enter_context(quiet_transformers(asked.quiet))
         device = _device(asked.device)
         if asked.threads:
             import torch
 
             torch.set_num_threads(asked.threads)
-        check_folder(asked.model)
-        if is_peft_folder(asked.model):
-            check_hub_name(base_of(asked.model), f"--model {asked.model}, whose base is")
         stop_strings = self._base.options.get("stop_strings")
         needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
         tokenizer = load_tokenizer(asked, needed)
@@ -97,16 +107,23 @@ class _Silence(Notices):
         pass
 
 
+def check_tokenizer_name(name: str | None) -> None:
+    """Of ``--tokenizer``."""
+    if name is None or os.path.exists(os.path.expanduser(name)):
+        return
+    if name.startswith((".", "/", "~")):
+        raise UsageError(f"--tokenizer {name}: there is no such folder")
+    check_hub_name(name, "--tokenizer")
+
+
 def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
-    """``needed``: what needs a tokenizer, for the error; "" if results may come without text."""
+    """``needed``: what needs a tokenizer, for the error; "" if results may come without text. Its name was checked."""
     from transformers import AutoTokenizer
 
     name = asked.tokenizer or asked.model
     option = "--tokenizer" if asked.tokenizer else "--model"
     if is_peft_folder(name) and not has_tokenizer(name):
         name = base_of(name)
-    if asked.tokenizer and not asked.tokenizer.startswith((".", "/", "~")):
-        check_hub_name(asked.tokenizer, option)
     revision = {} if asked.tokenizer or getattr(asked, "revision", None) is None else {"revision": asked.revision}
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=asked.trust_remote_code, **revision)

@@ -46,21 +46,24 @@ def main(arguments: Sequence[str]) -> int:
                 first = first_records(reader, source, asked.limit)
                 if adapters and base.adapter is None and not first.name_adapters:
                     console.warning(_WITHOUT_ADAPTER.format(first=next(iter(adapters))))
-                loader = Loader(asked, config, base, first, adapters)
-                from ..files.record_loop import run_records  # takes seconds: all else has been checked
+                identity = run_identity(_model_identity(asked, adapters), layout, base, reader.dialect, asked.token_ids)
+                with options.open_output(asked.target, source, console.note) as output:
+                    loader = Loader(asked, config, base, first, adapters)
+                    if len(output) < min(source.count, asked.limit or source.count):  # there is something to run
+                        loader.check_names()
+                    from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
-                report = run_records(
-                    loader,
-                    source,
-                    asked.target,
-                    reader=reader,
-                    options=options,
-                    identity=run_identity(
-                        _model_identity(asked, adapters), layout, base, reader.dialect, asked.token_ids
-                    ),
-                    model_name=asked.model,
-                    note=console.note,
-                )
+                    report = run_records(
+                        loader,
+                        source,
+                        asked.target,
+                        output=output,
+                        reader=reader,
+                        options=options,
+                        identity=identity,
+                        model_name=asked.model,
+                        note=console.note,
+                    )
             finally:
                 source.close()
         except KeyboardInterrupt:

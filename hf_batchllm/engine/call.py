@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum, auto
 
 from torch import nn
@@ -251,16 +251,17 @@ class Call:
             self.engine.builder.built_prefixes = False
             self._kv.look_again(adapters=self._adapters.swap is None)
 
-    def owner_gets_control(self) -> None:
-        """A stream is about to hand a result out."""
+    @contextmanager
+    def owner_in_control(self) -> Iterator[None]:
+        """While a stream hands a result out. Graphs are replayed only of a model that has not changed meanwhile."""
         self.look_at_the_model()
         if self._ahead is not None:
             self._ahead.owner_gets_control()
-
-    def owner_had_control(self) -> None:
-        """A stream has handed a result out: graphs are replayed only of a model that has not changed since."""
+        self.timekeeper.switch("outside")
+        yield
         if self._ahead is not None:
             self._ahead.owner_had_control()
+        self.timekeeper.switch("results")
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..inputs.as_passed import AsPassed
 from ..inputs.options import Options
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
+from ..results.generations import Generation
 from ..results.sharing_plan import SharingPlan
-from ..sampling.logprobs import LOGITS_AT_ONCE, LogProbs, NewTokenLogProbs, PickTokens, PromptLogProbs
+from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs
 from ..sampling.step_tensors import StepTensors
 from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
 
@@ -70,13 +72,22 @@ class ExtraOutputs(CallOutputs):
         """``sample``, with the log-probabilities of the tokens that it picks taken down."""
         return sample if self._new_tokens is None else self._new_tokens.around(sample)
 
-    def logprobs(self, request: Request) -> list[LogProbs] | None:
-        """Of a request that has ended. Can be asked for once."""
-        return None if self._new_tokens is None else self._new_tokens.take(request)
-
-    def prompt_logprobs(self, request: Request) -> list[LogProbs | None] | None:
-        """Of a request that has ended. Can be asked for once."""
-        return None if self._prompts is None else self._prompts.take(request)
+    def generation(self, request: Request, text: str | None, prompt: AsPassed, adapter: str | None) -> Generation:
+        """What comes of ``request``, which has ended. Can be asked for once. ``adapter``: that it ran with."""
+        assert request.finish_reason is not None
+        return Generation(
+            index=request.index,
+            sample=request.sample,
+            text=text,
+            token_ids=request.generated,
+            prompt_token_ids=request.prompt_ids.tolist(),
+            finish_reason=request.finish_reason.value,
+            logprobs=None if self._new_tokens is None else self._new_tokens.take(request),
+            prompt_logprobs=None if self._prompts is None else self._prompts.take(request),
+            score=request.score,
+            prompt=prompt,
+            adapter=adapter,
+        )
 
     def release(self) -> None:
         if self.tensors is not None:

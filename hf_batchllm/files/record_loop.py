@@ -30,11 +30,10 @@ from .records.line_configs import LineConfigs
 from .records.openai_requests import in_openai_names
 from .records.prompt_records import OPENAI, BadPromptRecord, PromptRecord
 from .records.record_reader import RecordReader
-from .records.result_layout import RESULT_LAYOUT
 from .records.result_lines import ResultWriter
 from .records.token_texts import TokenTexts
 from .run_options import RunOptions
-from .store.open_output import kept_in, open_output
+from .store.open_output import kept_in
 from .store.output import Output
 from .store.run_record import RunRecord
 from .store.sources import Source, record_key
@@ -51,6 +50,7 @@ def run_records(
     source: Source,
     target: str,
     *,
+    output: Output,  # open, of this target
     reader: RecordReader,  # its ``base`` holds the settings of the run
     options: RunOptions,
     identity: Mapping[str, Any],  # what results depend on: a run that continues must have the same
@@ -60,17 +60,6 @@ def run_records(
     """``gen``: a generator, or a function that makes one and is called only if there are records to run."""
     limit, began, loading = options.limit, time.perf_counter(), 0.0
     with ExitStack() as opened:
-        output = opened.enter_context(
-            open_output(
-                target,
-                options.output_format,
-                layout=RESULT_LAYOUT,
-                source=source,
-                fsync=options.fsync,
-                restart=options.restart,
-                note=note,
-            )
-        )
         asked = RunRecord(settings=dict(identity), seed=options.seed)
         record = output.begin(asked, source, limit=limit, retry_errors=options.retry_errors)
         todo = output.missing(limit)
@@ -92,7 +81,7 @@ def run_records(
             output.confirm_weights(fingerprint(generator.model))
             writer = ResultWriter(
                 reader.dialect,
-                tokens=TokenTexts(generator.tokenizer),
+                tokens=TokenTexts(generator._tokenizer.found()),
                 token_ids=options.token_ids,
                 model=model_name,
                 where=source.where,

@@ -121,17 +121,20 @@ def run_file(
         inner = base_model(gen.model)
         model_name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
         model = {"model": model_name, "dtype": str(inner.dtype).removeprefix("torch.")}
+        identity = run_identity(model, layout, base, reader.dialect, token_ids, **_model_state(gen))
         try:
-            return run_records(
-                gen,
-                opened,
-                os.fspath(target),
-                reader=reader,
-                options=options,
-                identity=run_identity(model, layout, base, reader.dialect, token_ids, **_model_state(gen)),
-                model_name=model_name,
-                note=warn_user,
-            )
+            with options.open_output(os.fspath(target), opened, warn_user) as output:
+                return run_records(
+                    gen,
+                    opened,
+                    os.fspath(target),
+                    output=output,
+                    reader=reader,
+                    options=options,
+                    identity=identity,
+                    model_name=model_name,
+                    note=warn_user,
+                )
         except KeyboardInterrupt:
             place = kept_in(os.fspath(target), output_format)
             kept = f": the finished results are {place}, and the same call continues from them" if place else ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import FilesError
 from ..wording import shown
-from .store.output import ORDERS
-from .store.sources import WINDOW_BYTES
+from .records.result_layout import RESULT_LAYOUT
+from .store.open_output import open_output
+from .store.output import ORDERS, Output
+from .store.sources import WINDOW_BYTES, Source
 from .store.syncing import seconds_between_syncs
 
 ON_ERROR = ("record", "raise")
@@ -37,3 +40,15 @@ class RunOptions:
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
         seconds_between_syncs(self.fsync)
+
+    def open_output(self, target: str, source: Source, note: Callable[[str], None]) -> Output:
+        """Locks the output, and changes nothing in it: a refusal of its place, or of a second run, comes here."""
+        return open_output(
+            target,
+            self.output_format,
+            layout=RESULT_LAYOUT,
+            source=source,
+            fsync=self.fsync,
+            restart=self.restart,
+            note=note,
+        )

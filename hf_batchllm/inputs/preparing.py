@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..results.notebook import in_notebook, tqdm
+from .log_bar import LogBar
 
 _MANY_TEXTS = 2048  # fewer are tokens soon
 _MANY_PROMPTS = 10_000  # fewer are planned soon
@@ -33,8 +34,14 @@ def bars_wanted(wanted: bool | None) -> Iterator[None]:
 
 
 def open_bar(shown: bool, **options: Any) -> tqdm:
-    """A bar of tqdm's, where a notebook shows it in the colours of text."""
-    return tqdm(disable=not shown, file=sys.stdout if in_notebook() else None, **options)
+    """A bar of tqdm's, where a notebook shows it in the colours of text; in a log file, lines instead."""
+    if in_notebook():
+        return tqdm(disable=not shown, file=sys.stdout, **options)
+    return (tqdm if _on_terminal() else LogBar)(disable=not shown, **options)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def bars_shown(wanted: bool | None, many: bool) -> bool:

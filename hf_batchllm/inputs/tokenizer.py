@@ -7,11 +7,12 @@ import os
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import BatchConfig
 from ..errors import ConfigError, TokenizerError
 from ..wording import a_kind, first_line
+from .kept_tokenizers import load_tokenizer, own_tokenizer
 
 _PASS_ONE = "pass BatchGenerator(model, tokenizer)"
 
@@ -22,6 +23,7 @@ class TokenizerLoader:
     def __init__(self, given: Any, model: PreTrainedModel) -> None:
         check_tokenizer(given)
         self._tokenizer = given
+        self._model = model
         self._saved_with = getattr(model.config, "_name_or_path", "") or ""
         self._searched = given is not None
 
@@ -31,7 +33,7 @@ class TokenizerLoader:
             if not self._saved_with:
                 raise TokenizerError(f"the model's config does not say where its tokenizer is: {_PASS_ONE}")
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._saved_with)
+                self._tokenizer = load_tokenizer(self._model, self._saved_with, self)
             except Exception as error:
                 raise TokenizerError(
                     f"no tokenizer could be loaded from {self._saved_with!r}, where the model came from "
@@ -46,7 +48,12 @@ class TokenizerLoader:
             if self._tokenizer is None and self._saved_with:
                 # Nothing is downloaded merely to decode: results then hold token ids without text.
                 with contextlib.suppress(Exception):
-                    self._tokenizer = AutoTokenizer.from_pretrained(self._saved_with, local_files_only=True)
+                    self._tokenizer = load_tokenizer(self._model, self._saved_with, self, local_files_only=True)
+        return self._tokenizer
+
+    def shown(self) -> Any:
+        """As ``found``, for a user, who may change it: no other generator has it."""
+        self._tokenizer = own_tokenizer(self._model, self.found(), self)
         return self._tokenizer
 
     def decode(self, token_ids: list[int]) -> str | None:

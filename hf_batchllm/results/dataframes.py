@@ -28,14 +28,16 @@ def table_of(columns: Columns) -> pandas.DataFrame:
     try:
         import pandas as pd
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"to_pandas() needs {missing.name}: pip install 'hf-batchllm[notebook]'", name=missing.name
-        ) from None
+        raise _lacking("to_pandas()", missing, "'hf-batchllm[notebook]'") from None
     plain = ("int64", "float64", "bool", "string")
     made = {
         name: pd.Series(values, dtype=kind if kind in plain else "object") for name, (kind, values) in columns.items()
     }
     return pd.DataFrame(made)
+
+
+def _lacking(what: str, missing: ModuleNotFoundError, install: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"{what} needs {missing.name}: pip install {install}", name=missing.name)
 
 
 def write_json_lines(columns: Columns, path: str | os.PathLike[str]) -> None:
@@ -64,9 +66,7 @@ def dataset_of(columns: Columns) -> datasets.Dataset:
         import datasets as hf
         import pyarrow as pa
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"to_dataset() needs {missing.name}: pip install datasets", name=missing.name
-        ) from None
+        raise _lacking("to_dataset()", missing, "datasets") from None
     plain = {"int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_(), "string": pa.string()}
     arrays = {}
     for name, (kind, values) in columns.items():

@@ -142,9 +142,10 @@ class SharingPlan:
                 continue
             if not isinstance(text, str):
                 continue
-            text = text.strip("\ufffd")[:_LABEL_CHARACTERS]  # a character may be cut off in the middle
+            text = text.strip("\ufffd")  # a character may be cut off in the middle
             if text.strip():
-                self.labels[segment.index] = text
+                goes_on = end < segment.end or len(text) > _LABEL_CHARACTERS
+                self.labels[segment.index] = f"{text[:_LABEL_CHARACTERS].rstrip()} …" if goes_on else text
 
     def _totals(self) -> list[tuple[str, str, str]]:
         """Rows of (name, amount, share)."""

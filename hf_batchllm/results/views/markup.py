@@ -36,6 +36,26 @@ def shorter(value: str, most: int) -> str:
     return value if len(value) <= most else value[: most - 1].rstrip() + "…"
 
 
+def to_a_word(value: str, most: int) -> str:
+    """The beginning of a text and an ellipsis, to the end of a word if one is near."""
+    start, after = value[:most], value[most : most + 1]
+    if not after.isspace():
+        space = re.search(r"\s\S*$", start[-(most // 5) :]) if after else None
+        if space is None:
+            return f"{start}…"
+        start = start[: len(start) - len(space[0])]
+    return f"{start.rstrip()} …"
+
+
+def from_a_word(value: str, most: int) -> str:
+    """The end of a text, from the beginning of a word if one is near."""
+    end = value[-most:]
+    if len(value) > most and not value[-most - 1].isspace():
+        space = re.search(r"\s", end[: most // 5])
+        end = end[space.end() :] if space else end
+    return end.lstrip()
+
+
 def one_line(value: Any, most: int) -> str:
     """Text with marks in place of line breaks."""
     flat = re.sub(r"\s*\n\s*", " ↵ ", clean(value).strip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .markup import clean, percent, seconds, several, shorter, text, view
+from .markup import clean, from_a_word, percent, seconds, several, shorter, text, to_a_word, view
 from .protocols import ShownGeneration, ShownGenerations
 from .report import BY_INDEX, interrupted
 
@@ -110,22 +110,16 @@ def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
     if not long and len(start) <= _PROMPT_START + _PROMPT_END:
         return _block(start, len(start) + 1)
     title = start if not long and len(start) <= _TOOLTIP_CHARACTERS else _both_ends(start, end)
+    begins, ends = _marked(to_a_word(start, _PROMPT_START)), _marked(from_a_word(end, _PROMPT_END))
     return (
-        f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{_marked(start[:_PROMPT_START])}…</div>'
-        f'<div class="hfb-text hfb-clamp" dir="auto">… {_marked(_from_a_word(end, _PROMPT_END))}</div></div>'
+        f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{begins}</div>'
+        f'<div class="hfb-text hfb-clamp" dir="auto">… {ends}</div></div>'
     )
 
 
 def _both_ends(start: str, end: str) -> str:
     half = _TOOLTIP_CHARACTERS // 2
     return f"{start[:half]}\n…\n{end[-half:]}"
-
-
-def _from_a_word(value: str, most: int) -> str:
-    """The end of a text, from the beginning of a word if one is near."""
-    end = value[-most:]
-    space = end.find(" ", 0, most // 5)
-    return end[space + 1 :].lstrip()
 
 
 def _decoded(decode: Decode | None, ids: list[int]) -> str | None:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .markup import one_line, percent, seconds, several, text, view
+from .markup import from_a_word, one_line, percent, seconds, several, text, to_a_word, view
 from .protocols import ShownScore, ShownScores
 from .report import BY_INDEX, interrupted
 
-_ROWS_SHOWN = 40
+_FIRST_ROWS, _LAST_ROWS = 30, 10  # shown; all rows if there are no more than these together
+_MOST_ROWS = _FIRST_ROWS + _LAST_ROWS
 _TEXT_CHARACTERS = 160
 _CONTEXT_START, _CONTEXT_END = 60, 140  # characters shown of a long context
 _TOOLTIP_CHARACTERS = 1000
@@ -40,21 +41,44 @@ def _table(result: ShownScores) -> str:
     compared = result.complete and any(len(scores) > 1 for scores in contexts)
     best = result.best() if result.complete else [None] * len(contexts)
     named = any(score.context is not None for scores in contexts for score in scores)
+    among = result.probabilities
+    first, last = _shown(contexts)
+    columns = 5 + named + compared
     lines: list[str] = []
-    shown = 0
-    for scores, among, likeliest in zip(contexts, result.probabilities, best, strict=True):
-        if shown and shown + len(scores) > _ROWS_SHOWN:
-            break
-        some = scores[:_ROWS_SHOWN]
-        lines += _rows(some, among, likeliest if len(scores) > 1 else None, named, compared)
-        shown += len(some)
-    if len(result) > shown:
-        columns = 5 + named + compared
-        lines.append(f'<tr class="hfb-more"><td colspan="{columns}">… {len(result) - shown:,} more</td></tr>')
+    for at, scores in enumerate(contexts):
+        if at == first < last:
+            hidden = sum(map(len, contexts[first:last]))
+            lines.append(_more(f"{several(last - first, 'more context')}, {several(hidden, 'score')}", columns))
+        if first <= at < last:
+            continue
+        likeliest = best[at] if len(scores) > 1 else None
+        lines += _rows(scores[:_MOST_ROWS], among[at], likeliest, named, compared)
+        if len(scores) > _MOST_ROWS:
+            lines.append(_more(f"{len(scores) - _MOST_ROWS:,} more of this context", columns))
     head = '<th colspan="2">context</th>' if named else '<th class="hfb-num">index</th>'
     head += "<th>continuation</th>"
     head += _figures(_FIGURES if compared else _FIGURES[1:], "th")
-    return f'<table class="hfb-scores"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    kind = "hfb-scores hfb-named" if named else "hfb-scores"
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _shown(contexts: Sequence[Sequence[ShownScore]]) -> tuple[int, int]:
+    """How many contexts are shown from the first one on, and from which one on to the last; whole ones, where several
+    fit."""
+    rows = [min(len(scores), _MOST_ROWS) for scores in contexts]
+    if sum(rows) <= _MOST_ROWS:
+        return len(contexts), len(contexts)
+    first, taken = 1, rows[0]
+    while first < len(rows) and taken + rows[first] <= _FIRST_ROWS:
+        taken, first = taken + rows[first], first + 1
+    last, taken = len(rows), 0
+    while last > first and taken + rows[last - 1] <= _LAST_ROWS:
+        last, taken = last - 1, taken + rows[last - 1]
+    return first, last
+
+
+def _more(what: str, columns: int) -> str:
+    return f'<tr class="hfb-more"><td colspan="{columns}">… {text(what)}</td></tr>'
 
 
 def _rows(
@@ -62,7 +86,7 @@ def _rows(
 ) -> list[str]:
     """The continuations of a context, beside it."""
     span = f' rowspan="{len(scores)}"' if len(scores) > 1 else ""
-    beside = f'<td class="hfb-num hfb-dim"{span}>{text(scores[0].index)}</td>'
+    beside = f'<td class="hfb-num hfb-dim hfb-at"{span}>{text(scores[0].index)}</td>'
     if named:
         beside += f'<td class="hfb-context"{span}>{_context(scores[0].context)}</td>'
     lines, kind = [], ' class="hfb-group"'
@@ -107,8 +131,8 @@ def _context(context: Any) -> str:
     if len(whole) <= _CONTEXT_START + _CONTEXT_END:
         return f'<div class="hfb-text">{one_line(whole, _TOOLTIP_CHARACTERS)}</div>'
     title = text(f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}")
-    start = one_line(whole[:_CONTEXT_START], _CONTEXT_START)
+    start = one_line(to_a_word(whole, _CONTEXT_START), _CONTEXT_START + 2)
     return (
-        f'<div title="{title}"><div class="hfb-start hfb-dim" dir="auto">{start}…</div>'
-        f'<div class="hfb-text hfb-clamp" dir="auto">… {one_line(whole[-_CONTEXT_END:], _CONTEXT_END)}</div></div>'
+        f'<div title="{title}"><div class="hfb-start hfb-dim" dir="auto">{start}</div>'
+        f'<div class="hfb-text" dir="auto">… {one_line(from_a_word(whole, _CONTEXT_END), _CONTEXT_END)}</div></div>'
     )

@@ -120,6 +120,7 @@ _RULES = """
 .hfb .hfb-parts em{font-style:normal;color:var(--hfb-dim);white-space:nowrap;min-width:48px;text-align:right}
 .hfb details{margin:12px 0 0}
 .hfb summary{cursor:pointer;color:var(--hfb-dim);font-size:12px}
+.hfb summary+.hfb-tiles{margin-top:10px}
 .hfb summary:hover{color:var(--hfb-fg)}
 .hfb .hfb-view table{width:100%;margin:12px 0 0;border-collapse:collapse;border:0;font-size:12px;table-layout:auto;
  color:inherit}
@@ -159,12 +160,14 @@ _RULES = """
 .hfb .hfb-view .hfb-scores .hfb-said-choice{overflow-wrap:anywhere}
 .hfb .hfb-among{display:inline-block;width:64px;height:8px;margin-right:8px;border-radius:2px;overflow:hidden;
  background:color-mix(in srgb,var(--hfb-line) 55%,transparent)}
-.hfb .hfb-share{display:inline-block;min-width:52px}
+.hfb .hfb-share{display:inline-block;min-width:60px}
 .hfb .hfb-among i{display:block;height:100%}
 .hfb .hfb-more td{color:var(--hfb-dim);text-align:center}
 @container (max-width:560px){
-.hfb .hfb-tiles{gap:8px 20px}
-.hfb .hfb-tile b{font-size:18px}
+.hfb .hfb-tiles{gap:8px 12px}
+.hfb .hfb-tile b{font-size:16px}
+.hfb .hfb-key{gap:2px 8px}
+.hfb .hfb-tile span{font-size:11px}
 .hfb .hfb-wide,.hfb .hfb-among{display:none}
 .hfb .hfb-view th,.hfb .hfb-view td{padding-right:9px}
 .hfb .hfb-view th{white-space:normal;vertical-align:bottom}
@@ -180,7 +183,18 @@ _RULES = """
 .hfb .hfb-view .hfb-rows .hfb-ended{grid-area:why}
 .hfb .hfb-view .hfb-rows .hfb-new{grid-area:new}
 .hfb .hfb-view .hfb-rows .hfb-new:after{content:" tokens";color:var(--hfb-dim)}
-.hfb .hfb-view .hfb-rows .hfb-more{display:block}
+.hfb .hfb-view .hfb-rows .hfb-more,.hfb .hfb-view .hfb-named .hfb-more{display:block}
+.hfb .hfb-view .hfb-named tr{display:grid;grid-template:"at ask ask" ". say fig" / 30px 1fr auto;gap:3px 8px;
+ padding:1px 0}
+.hfb .hfb-view .hfb-named td,.hfb .hfb-view .hfb-named th{display:block;width:auto!important;padding:0!important;
+ border:0!important;grid-row:2}
+.hfb .hfb-view .hfb-named .hfb-num:not(.hfb-at){grid-area:fig}
+.hfb .hfb-view .hfb-named .hfb-said-choice,.hfb .hfb-view .hfb-named th:nth-child(2){grid-area:say}
+.hfb .hfb-view .hfb-named .hfb-at{grid-area:at}
+.hfb .hfb-view .hfb-named .hfb-context{grid-area:ask;color:var(--hfb-dim)}
+.hfb .hfb-view .hfb-named .hfb-wide,.hfb .hfb-view .hfb-named th:first-child{display:none}
+.hfb .hfb-view .hfb-named .hfb-group{padding-top:6px}
+.hfb .hfb-view .hfb-named tr:nth-child(n+2).hfb-group{border-top:1px solid var(--hfb-line)}
 }
 """
 
