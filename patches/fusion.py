@@ -118,12 +118,11 @@ class Fusion:
         """The layers that are fused, and what keeps the rest from it, for a report."""
         if self.paused is not None:
             return f"nothing: {self.paused}"
-        layers = f"{self._whole} of {self._layers} layers"
-        if self._mixtures:
-            experts = f"the experts of {self._fused_mixtures} of {self._mixtures}"
-            layers = (
-                f"{layers}, with their experts" if self._fused_mixtures == self._mixtures else f"{layers}, {experts}"
-            )
+        whole = self._fused_mixtures == self._mixtures
+        which = "their experts" if whole else f"the experts of {self._fused_mixtures} of {self._mixtures}"
+        layers = f"{self._whole} of {self._layers} layers" + (f", with {which}" if self._mixtures else "")
+        if not self._layers:
+            layers = f"the experts of {self._fused_mixtures} of {self._mixtures} layers"
         if self._whole == self._layers and not self.reasons:
             return layers
         more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
