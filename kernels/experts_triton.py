@@ -115,7 +115,11 @@ def _tile(pairs, counts, tiles, tokens, nth, TILE: tl.constexpr):
     return expert, tl.load(pairs + expert * tokens + place, mask=inside, other=0).to(tl.int64), inside
 
 
-@triton.jit
+# Sizes that change with each step would otherwise be compiled for twice: as multiples of 16 and as others.
+_ANY_SIZE = ["most", "tokens"]
+
+
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def _up_products(
     x, weight, bias, out, pairs, counts, tiles,
     most, tokens, x_row, w_expert, w_column, w_depth, bias_expert, limit, alpha,
@@ -200,7 +204,7 @@ def up_products(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def _down_products(
     made, weight, bias, out, pairs, counts, tiles,
     most, tokens, w_expert, w_column, w_depth, bias_expert,

@@ -49,7 +49,11 @@ def _enter(pairs, counts, pair, expert, tokens, inside):
     tl.store(pairs + expert.to(tl.int64) * tokens + place, pair, mask=inside)
 
 
-@triton.jit
+# Sizes that change with each step would otherwise be compiled for twice: as multiples of 16 and as others.
+_ANY_SIZE = ["tokens", "n_pairs", "most"]
+
+
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def _rows_of_experts(
     indices, pairs, counts, tiles,
     tokens, n_pairs, most, row_step, step,
@@ -86,7 +90,7 @@ def _best(values, columns):
     return best, tl.min(tl.where(values == best, columns, 1 << 30), 1, keep_dims=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def _choose(
     logits, bias, scales, pairs, counts, tiles, indices, shares,
     tokens, most, row_step, least_sum, added_to_sum, factor,
