@@ -106,7 +106,14 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "IPython" in _sys.modules:
         _importlib.import_module(f"{__name__}.results.notebook")
-    value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ImportError as error:
+        from .installed_versions import in_words
+
+        if (words := in_words(error)) is None:
+            raise
+        raise words from words.__cause__
     globals()[name] = value  # the next access finds it without this function
     return value
 
