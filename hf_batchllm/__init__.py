@@ -109,9 +109,8 @@ def __getattr__(name: str) -> object:
     try:
         value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     except ImportError as error:
-        from .installed_versions import in_words
-
-        if (words := in_words(error)) is None:
+        words = _importlib.import_module(f"{__name__}.installed_versions").in_words(error)
+        if words is None:
             raise
         raise words from words.__cause__
     globals()[name] = value  # the next access finds it without this function
