@@ -30,6 +30,7 @@ from .inputs.preparing import bars_wanted
 from .inputs.seeds import Seeds
 from .inputs.short_tracebacks import with_short_tracebacks
 from .inputs.tokenizer import TokenizerLoader
+from .installed_versions import warn_of_versions
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
 from .model.device_memory import is_device_error
@@ -70,6 +71,7 @@ class BatchGenerator:
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
         self._config = BatchConfig.of(config, fields)
+        warn_of_versions()
         self._notices = Notices()
         given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))

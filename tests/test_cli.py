@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support_accelerated import word_tokenizer
 from support_families import build
 from support_file_stand_ins import Runs
@@ -263,6 +264,8 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     assert "it is a file: give the folder" in refused(capsys, *run, "in.jsonl")
     assert "--model no-such-model" in refused(capsys, *run, "no-such-model")
     assert "--device warp: it is cpu" in refused(capsys, *run, saved, "--device", "warp")
+    if not torch.backends.mps.is_available():
+        assert "--device mps: this torch finds no GPU of a Mac" in refused(capsys, *run, saved, "--device", "mps")
     assert "CUDA device" in refused(capsys, *run, saved, "--device", "cuda:99")
     assert "-n is 2, and greedy decoding gives one" in refused(capsys, *run, saved, "-n", "2")
     pickled = tmp_path / "pickled"

@@ -15,6 +15,7 @@ from ..files.store.formats import format_of
 from ..files.store.open_output import kept_in
 from ..files.store.sources import open_source
 from ..files.store.stream_output import is_stream
+from ..installed_versions import missing_package
 from .argument_values import first_records, layout_from, reader_from, settings_from, size_from
 from .arguments import run_parser
 from .config_flags import config_from
@@ -32,6 +33,8 @@ _WITHOUT_ADAPTER = (
 
 def main(arguments: Sequence[str]) -> int:
     asked = run_parser().parse_args(arguments)
+    if problem := missing_package():
+        raise UsageError(problem)
     console = Console(asked.quiet, asked.traceback, in_flags(asked))
     with interruptible() as interrupts, console.warnings_shown():
         loader: Loader | None = None

@@ -95,8 +95,12 @@ def _checked_arguments(
     kwargs = _without_token_types(kwargs, model, padded)
     for name, value in kwargs.items():
         row = TABLE.get(name)
-        if row is not None and row.kind is not OptionKind.FIELD and row.asks(value):
+        if row is None or not row.asks(value):
+            continue
+        if row.kind is not OptionKind.FIELD:
             _refuse(row, padded)
+        elif row.fate is Fate.REFUSED and value is not None and value is not False:
+            _refuse(row, padded, _set_to(value))  # before transformers makes a config of it, and warns
     defaults = model._extract_generation_mode_kwargs(None, {}, None, None, None)
     if defaults["synced_gpus"]:  # transformers' default with ZeRO-3
         _refuse(TABLE["synced_gpus"], padded)
@@ -223,7 +227,11 @@ def _refuse_fields(config: GenerationConfig, was_asked: Callable[[str], bool], p
             if value != config._get_default_generation_params().get(name):
                 raise unknown_field(name, value)
         elif row.asks(value) and (row.fate is Fate.REFUSED or was_asked(name)):
-            _refuse(row, padded, f" (it is set to {shown(value)})")
+            _refuse(row, padded, _set_to(value))
+
+
+def _set_to(value: object) -> str:
+    return f" (it is set to {shown(value)})"
 
 
 def _content_key(config: GenerationConfig) -> Hashable:
