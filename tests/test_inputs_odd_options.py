@@ -63,7 +63,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 8}, "the batch is as large as memory allows"),
     ({"prompt": "w5"}, "the prompts are the first argument"),
     ({"messages": []}, "the prompts are the first argument"),
-    ({"return_full_text": False}, "each result holds `text`, `token_ids` and `prompt_token_ids`"),
+    ({"return_full_text": True}, "each result holds `text`, `token_ids` and `prompt_token_ids`"),
     ({"skip_special_tokens": False}, "use tokenizer.decode on `token_ids`"),
     ({"padding": True}, "prompts are encoded with the tokenizer's defaults"),
     ({"tools": {}}, "`tools` must be a list of tools, not a dict"),
