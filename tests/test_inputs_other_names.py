@@ -80,7 +80,7 @@ def test_no_logprobs_asked_for_by_false(generator: BatchGenerator) -> None:
         {"max_gen_toks": 4},
         {"best_of": 2},
         {"presence_penalty": 0.5},
-        {"stop_token_ids": [3]},
+        {"stop_token_ids": 3},
         {"do_sample": True, "top_k": -1},
     ],
 )
@@ -143,8 +143,6 @@ def test_a_value_that_asks_for_nothing_passes_at_every_door(generator: BatchGene
         ("presence_penalty", False),
         ("frequency_penalty", "0"),
         ("best_of", True),
-        ("ignore_eos", True),
-        ("ignore_eos", 0),
         ("logit_bias", {3: 1.0}),
         ("response_format", {"type": "json_object"}),
         ("use_beam_search", True),

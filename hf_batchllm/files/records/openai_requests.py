@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...inputs.chats import chat_problem
-from ...inputs.other_names import asks_for_nothing
+from ...inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
 from .setting_names import nearest
@@ -44,6 +44,8 @@ _SETTINGS = {
     "stop": "stop",
     "seed": "seed",
     "truncate_prompt_tokens": "max_prompt_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
 }
 _OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")  # settings, too, of requests with messages
 
@@ -89,16 +91,19 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     "echo": _only(False),
     "suffix": _only("", hint="models here continue a prompt at its end alone"),
     "use_beam_search": _only(False, hint="set --set num_beams=... for the whole file"),
-    "ignore_eos": _only(False),
-    "stop_token_ids": _only([]),
     "include_stop_str_in_output": _only(False),
     "skip_special_tokens": _only(True),
     "spaces_between_special_tokens": _only(True),
     "add_generation_prompt": _only(True, False),  # see ``_of_chats``
     "add_special_tokens": _only(True, False),
     "chat_template": _only(hint="it is the tokenizer's; see --tokenizer"),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _only()),
-    "structured_outputs": _only(),
+    **{
+        name: _only(
+            hint="answers of lines are free text; BatchGenerator.generate takes a grammar (docs/constrained.md)"
+        )
+        for name in ("guided_json", "guided_regex", "guided_grammar", "structured_outputs")
+    },
+    "guided_choice": _only(hint="`score` of BatchGenerator says how likely each choice is (docs/scoring.md)"),
 }
 _KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_OF_CHATS, *_WITHOUT_EFFECT}
 
@@ -109,6 +114,7 @@ def in_openai_names(why: str) -> str:
         ("`num_return_sequences`", "`n`"),
         ("`sequence_bias`", "`logit_bias`"),
         ("`stop_strings`", "`stop`"),
+        ("`max_prompt_tokens`", "`truncate_prompt_tokens`"),
         ("`do_sample=True`", "a `temperature` above 0"),
     ):
         why = why.replace(ours, theirs)
@@ -181,6 +187,8 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
         return f"`{name}` does not go with {endpoint}, whose requests have `{source}`"
     if name == "top_logprobs":
         return f"`top_logprobs` does not go with {endpoint}: `logprobs` is the number there"
+    if name in FROM_ELSEWHERE:
+        return f"`{name}` {FROM_ELSEWHERE[name]}"
     near = nearest(name)
     return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
