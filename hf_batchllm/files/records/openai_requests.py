@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from ...inputs.chats import chat_problem
 from ...inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
-from .setting_names import nearest
+from .setting_names import NAMES, nearest
 from .settings import GenerationSettings, SettingError, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -188,7 +189,11 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
     if name == "top_logprobs":
         return f"`top_logprobs` does not go with {endpoint}: `logprobs` is the number there"
     if name in FROM_ELSEWHERE:
-        return f"`{name}` {FROM_ELSEWHERE[name]}"
+        ours = re.match(r"is called `(\w+)`", FROM_ELSEWHERE[name])
+        more = ""
+        if ours is not None and ours[1] in NAMES and ours[1] not in _KNOWN:
+            more = f"; a request cannot have it: pass --set {ours[1]}=... for the whole file"
+        return f"`{name}` {FROM_ELSEWHERE[name]}{more}"
     near = nearest(name)
     return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
@@ -263,7 +268,7 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
     try:
         settings = read_settings(given)
     except SettingError as error:
-        raise RecordError(str(error), error.name) from None
+        raise RecordError(in_openai_names(str(error)), error.name) from None
     # OpenAI's temperature is 1 by default, so these ask for sampling.
     draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
     return replace(settings, implies_sampling=draws)
