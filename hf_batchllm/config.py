@@ -75,10 +75,11 @@ _FROM_ELSEWHERE = {
         "is not an option here: pass it to from_pretrained, when you load the model or its tokenizer",
     ),
     **dict.fromkeys(
-        "generation_config seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
+        "seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
         "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
         "goes into generate(), with the prompts",
     ),
+    "generation_config": "goes into generate(), with the prompts. Left out, it is the model's own",
     "attn_implementation": "is not an option here: attention is this library's own (see `backend`)",
 }
 C = TypeVar("C")

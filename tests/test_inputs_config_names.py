@@ -139,6 +139,8 @@ def test_end_tokens_are_the_models_own_and_more(own: Any, more: dict[str, int]) 
         ({"temperature": 0}, None),
         ({"min_p": 0.0}, None),
         ({"seed": 5, "do_sample": True}, None),
+        ({"generation_config": [GenerationConfig(temperature=1.0)]}, "`temperature` has"),
+        ({"generation_config": GenerationConfig(temperature=1.0, do_sample=False), "seed": 5}, None),
     ],
 )
 def test_a_greedy_call_that_seems_to_be_meant_for_sampling(asked: dict[str, Any], named: str | None) -> None:

@@ -219,7 +219,7 @@ class JobChecks:
         if self._notices.has_names:  # lines of a file, each with a seed: its settings say whether it samples
             return
         configs = generation_config if isinstance(generation_config, list | tuple) else [generation_config]
-        warn_of_greedy(asked, seed, configs, self._notices)
+        warn_of_greedy(asked, seed, configs, base_model(self._model).generation_config, self._notices)
 
     def _warn_of_random_parts(self) -> None:
         if not self._model.training:

@@ -72,16 +72,25 @@ def warn_of_options(
 
 
 def warn_of_greedy(
-    asked: Mapping[str, Any], seed: Any, configs: Sequence[GenerationConfig | None], notices: Notices
+    asked: Mapping[str, Any],
+    seed: Any,
+    configs: Sequence[GenerationConfig | None],
+    own: GenerationConfig | None,
+    notices: Notices,
 ) -> None:
     """Warn of a greedy call that seems to be meant for sampling: it has a temperature above 0, or a seed.
 
-    To other libraries these two ask for sampling. ``asked``: the keyword arguments; ``configs``: those of the call. If
-    ``do_sample`` is given, greedy decoding is no surprise.
+    To other libraries these two ask for sampling. If ``do_sample`` is given, greedy decoding is no surprise.
+
+    ``asked``: the keyword arguments; ``configs``: those of the call, which may repeat what ``own`` says, the model's.
     """
     if asked.get("do_sample") is not None or any(getattr(each, "do_sample", None) is not None for each in configs):
         return
     temperature = asked.get("temperature")
+    if temperature is None:  # of the values in configs, those that ask for something have their warning already
+        neutral, theirs = TABLE["temperature"].neutral, getattr(own, "temperature", None)
+        found = (getattr(each, "temperature", None) for each in configs)
+        temperature = next((value for value in found if value == neutral and value != theirs), None)
     idle = ["temperature"] if temperature is not None and temperature > 0 else []
     if seed is not None:
         idle.append("seed")
