@@ -103,7 +103,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = _importlib.import_module(f"{__name__}.results.missing_names").OF_THE_PACKAGE.get(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}")
     if "IPython" in _sys.modules:
         _importlib.import_module(f"{__name__}.results.notebook")
     try:

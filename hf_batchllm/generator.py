@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import Request
 from .planning.sharing import make_plan
 from .results.generations import BatchResult, Generation
+from .results.missing_names import OF_A_GENERATOR, no_such
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
@@ -107,6 +108,11 @@ class BatchGenerator:
     def tokenizer(self) -> Any:
         """The tokenizer given, else the one saved beside the model; None if there is neither."""
         return self._tokenizer.shown()
+
+    if not TYPE_CHECKING:  # a type checker knows all attributes that there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such(self, name, OF_A_GENERATOR)
 
     # -- the public calls --------------------------------------------------------------------------------------
 

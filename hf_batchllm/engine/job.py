@@ -20,6 +20,7 @@ from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
+from ..inputs.option_warnings import warn_of_greedy
 from ..inputs.options import Options, inferred_mask
 from ..inputs.other_names import by_our_names
 from ..inputs.padded_batch import PaddedBatch
@@ -116,6 +117,8 @@ class JobChecks:
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
+        if not any(options.do_sample or options.num_beams > 1 for options in resolved):
+            self._warn_of_greedy(generate_kwargs, seed, generation_config)
         self._warn_of_random_parts()
         passed = None
         if padded is None:
@@ -211,6 +214,12 @@ class JobChecks:
             raise PromptError(problems)
         adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)
         return [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
+
+    def _warn_of_greedy(self, asked: dict[str, Any], seed: Any, generation_config: Any) -> None:
+        if self._notices.has_names:  # lines of a file, each with a seed: its settings say whether it samples
+            return
+        configs = generation_config if isinstance(generation_config, list | tuple) else [generation_config]
+        warn_of_greedy(asked, seed, configs, base_model(self._model).generation_config, self._notices)
 
     def _warn_of_random_parts(self) -> None:
         if not self._model.training:

@@ -176,6 +176,8 @@ class RecordReader:
         if misspelt is not None:
             return f"{what}: did you mean `{misspelt[1]}` by `{misspelt[0]}`?"
         like = next((name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)), None)
+        if isinstance(record.get("prompt_token_ids"), list):
+            return f"{what}: pass --prompt-field prompt_token_ids, or call it `prompt`, which may hold token ids"
         hint = f": pass --prompt-field {like}, or a --template" if like else ": pass --prompt-field, or a --template"
         return what + hint
 

@@ -12,7 +12,10 @@ from ...inputs.prompt_options import PROMPT_OPTIONS
 
 NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS)  # not fields of a GenerationConfig
 NAMES = frozenset(
-    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(NOT_IN_CONFIG)
+    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"}
+    | set(ALIASES)
+    | set(NOT_IN_CONFIG)
+    | {"stop_token_ids", "ignore_eos"}
 )
 _HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(NOT_IN_CONFIG))
 # A record's field with such a name is a setting. The other names are common words, which people use for their own data.
@@ -22,14 +25,13 @@ _USUAL_DATA = frozenset(
     (
         *("prompt", "text", "texts", "text_inputs", "messages", "conversations", "chats", "prompt_token_ids"),
         *("model", "config", "params", "sample", "sampling", "device", "dtype", "generator", "verbose", "timeout"),
-        *("documents", "grammar", "thinking", "tool", "adapted", "stream"),
+        *("documents", "grammar", "thinking", "tool", "adapted", "stream", "regex", "ebnf", "json_schema"),
     )
 )
 # Names from elsewhere. To pass over them would give another answer than was asked for.
 _OTHER_NAMES = {
     **{name: why for name, why in FROM_ELSEWHERE.items() if name not in _USUAL_DATA},
     "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
-    "ignore_eos": "is not taken: set `min_new_tokens`",
     "truncate_prompt_tokens": "is called `max_prompt_tokens` here",
     "enable_thinking": 'goes into `chat_template_kwargs`: {"chat_template_kwargs": {"enable_thinking": false}}',
     "sampling_params": 'is called `settings` here: {"settings": {"temperature": 0.8}}',
