@@ -124,10 +124,10 @@ def test_an_adapter_is_chosen_by_name(saved: Path, tmp_path: Path) -> None:
     assert len({str(each) for each in found.values()}) == 3
     with pytest.raises(OptionValueError, match="did you mean 'judge'"):
         BatchLM(**given, adapter="juge")
-    with pytest.raises(ConfigError, match="`adapter` chooses.*as `peft`"):
+    with pytest.raises(ConfigError, match=r"`adapter` chooses.*as `peft`"):
         BatchLM("no/such-model", adapter="judge")
     model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="is a PEFT adapter and no model: use peft=.*judge,pretrained="):
+    with pytest.raises(ConfigError, match=r"is a PEFT adapter and no model: use peft=.*judge,pretrained="):
         BatchLM(str(tmp_path / "judge"))
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the harness's model: which of them are refused, because ``hf`` would ignore them or read them wrongly."""
+"""Arguments of the model for the harness: those that ``hf`` would ignore, and those that mean nothing, are refused."""
 
 from __future__ import annotations
 
