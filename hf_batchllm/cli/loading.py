@@ -45,6 +45,7 @@ class Loader:
         self._config = config
         self._base = base
         self._first = first
+        self.called = False  # all has been checked that needs no model, and the output was begun
         self.loaded = False
         self._stack = ExitStack()
 
@@ -53,6 +54,7 @@ class Loader:
         self._stack.close()
 
     def __call__(self) -> BatchGenerator:
+        self.called = True
         asked = self._asked
         self._stack.enter_context(quiet_transformers(asked.quiet))
         device = _device(asked.device)

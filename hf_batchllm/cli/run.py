@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,8 +48,10 @@ def main(arguments: Sequence[str]) -> int:
                 if adapters and base.adapter is None and not first.name_adapters:
                     console.warning(_WITHOUT_ADAPTER.format(first=next(iter(adapters))))
                 loader = Loader(asked, config, base, first, adapters)
+                importing = time.perf_counter()
                 from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
+                importing = time.perf_counter() - importing
                 report = run_records(
                     loader,
                     source,
@@ -60,12 +63,13 @@ def main(arguments: Sequence[str]) -> int:
                     ),
                     model_name=asked.model,
                     note=console.note,
+                    loading_seconds=importing,
                 )
             finally:
                 source.close()
         except KeyboardInterrupt:
-            begun = loader is not None and loader.loaded
-            console.error(f"interrupted.{_kept(asked) if begun else ''}")
+            continues = loader is not None and loader.called
+            console.error(f"interrupted.{_kept(asked) if continues else _untouched(asked)}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
@@ -138,6 +142,12 @@ def _why(error: Exception, begun: bool) -> str:
 def _kept(asked: argparse.Namespace) -> str:
     place = kept_in(asked.target, asked.output_format)
     return f" The finished results are {place}: the same command continues from them" if place else ""
+
+
+def _untouched(asked: argparse.Namespace) -> str:
+    """Before the output was begun: it may be another run's."""
+    place = kept_in(asked.target, asked.output_format)
+    return f" Nothing was changed: earlier results are {place}" if place else ""
 
 
 def _closed_pipe(error: Exception) -> bool:

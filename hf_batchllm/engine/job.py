@@ -195,11 +195,10 @@ class JobChecks:
         check_on_error(on_error)
         self._warn_of_random_parts()
         read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
-        wrong: dict[int, str] | None = {} if on_error == "record" else None  # adapters that the model does not have
-        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices, wrong=wrong)
-        inputs = check_scores(
-            contexts, continuations, choices, read, architecture, adapters, {} if wrong is None else wrong
-        )
+        wrong: dict[int, str] = {}  # adapters that the model does not have
+        recorded = wrong if on_error == "record" else None
+        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices, wrong=recorded)
+        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters, wrong)
         if inputs.problems and on_error == "raise":
             raise inputs.error()
         context = context_of(base_model(self._model).config)
