@@ -137,8 +137,8 @@ class JobChecks:
         wrong: dict[int, str] = {}  # adapters that the model does not have
         recorded = wrong if on_error == "record" else None
         adapters = adapter_of_each(self._model, adapter, len(checked), self._notices, recorded)
-        for index, why in wrong.items():
-            problems.setdefault(index, why)
+        for index, unknown in wrong.items():
+            problems.setdefault(index, unknown)
             checked[index] = None
         check_guidance(resolved, self._notices)
         check_beams(resolved)
