@@ -45,6 +45,7 @@ class Loader:
         self._config = config
         self._base = base
         self._first = first
+        self.called = False  # all has been checked that needs no model, and the output was begun
         self.loaded = False
         self._names_checked = False
         self._stack = ExitStack()
@@ -65,6 +66,7 @@ class Loader:
         self._names_checked = True
 
     def __call__(self) -> BatchGenerator:
+        self.called = True
         asked = self._asked
         self.check_names()
         self._stack.enter_context(quiet_transformers(asked.quiet))

@@ -27,6 +27,15 @@ class Parser(argparse.ArgumentParser):
             self.error(self._why_unknown(unknown))
         return asked
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], 1, 0.5)
+            if not near:
+                raise
+            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near[0]}?") from None
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n(`{self.prog} --help` tells more)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,10 @@ def main(arguments: Sequence[str]) -> int:
                     loader = Loader(asked, config, base, first, adapters)
                     if len(output) < min(source.count, asked.limit or source.count):  # there is something to run
                         loader.check_names()
+                    importing = time.perf_counter()
                     from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
+                    importing = time.perf_counter() - importing
                     report = run_records(
                         loader,
                         source,
@@ -66,12 +69,13 @@ def main(arguments: Sequence[str]) -> int:
                         identity=identity,
                         model_name=asked.model,
                         note=console.note,
+                        loading_seconds=importing,
                     )
             finally:
                 source.close()
         except KeyboardInterrupt:
-            begun = loader is not None and loader.loaded
-            console.error(f"interrupted.{_kept(asked) if begun else ''}")
+            continues = loader is not None and loader.called
+            console.error(f"interrupted.{_kept(asked) if continues else _untouched(asked)}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
@@ -144,6 +148,12 @@ def _why(error: Exception, begun: bool) -> str:
 def _kept(asked: argparse.Namespace) -> str:
     place = kept_in(asked.target, asked.output_format)
     return f" The finished results are {place}: the same command continues from them" if place else ""
+
+
+def _untouched(asked: argparse.Namespace) -> str:
+    """Before the output was begun: it may be another run's."""
+    place = kept_in(asked.target, asked.output_format)
+    return f" Nothing was changed: earlier results are {place}" if place else ""
 
 
 def _closed_pipe(error: Exception) -> bool:

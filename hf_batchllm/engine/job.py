@@ -137,7 +137,12 @@ class JobChecks:
         else:
             resolved *= len(checked)
         seeds = None if seed is None else checked_seeds(seed, len(checked))
-        adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
+        wrong: dict[int, str] = {}  # adapters that the model does not have
+        recorded = wrong if on_error == "record" else None
+        adapters = adapter_of_each(self._model, adapter, len(checked), self._notices, recorded)
+        for index, unknown in wrong.items():
+            problems.setdefault(index, unknown)
+            checked[index] = None
         check_guidance(resolved, self._notices)
         check_beams(resolved)
         rules = rules_of_each(
@@ -193,8 +198,10 @@ class JobChecks:
         check_on_error(on_error)
         self._warn_of_random_parts()
         read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
-        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)
-        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
+        wrong: dict[int, str] = {}  # adapters that the model does not have
+        recorded = wrong if on_error == "record" else None
+        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices, wrong=recorded)
+        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters, wrong)
         if inputs.problems and on_error == "raise":
             raise inputs.error()
         context = context_of(base_model(self._model).config)

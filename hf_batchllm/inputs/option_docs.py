@@ -91,6 +91,14 @@ gen.generate(prompts, logits_processor=factory)
 
 [constrained.md](constrained.md) tells more. Settings such as `sequence_bias` may differ between prompts, too:
 pass a list of `GenerationConfig`s.""",
+    Subject.RESULTS: """\
+Log-probabilities have three forms, each with an entry for each token:
+
+```python
+gen.generate(prompts, logprobs=2)[0].logprobs[0]    # {5: -0.2, 9: -1.8}: the token itself, and the likeliest
+gen.score(contexts, continuations)[0].logprobs[0]   # -0.2: of a token of the continuation
+json.loads(line_of_a_file)["logprobs"][0]           # {"token_id": 5, "token": " yes", "logprob": -0.2, "top": ...}
+```""",
     Subject.SPECULATION: """\
 Speculation drafts tokens (with an assistant model, by looking up the prompt, or with heads of the model's own). It
 makes `generate` faster and gives what the model alone would give. Here these options are accepted and change nothing;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from ...inputs.option_row import Fate, OptionKind
 from ...inputs.option_table import names
@@ -40,6 +42,7 @@ NOT_FOR_FILES = {
     "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
     "prompt_logprobs": "is not for files: see BatchGenerator.generate",
 }
+_SHORT_NAMES = ("n", "stop", "seed")  # settings whose names are usual names of data, too
 _SHORTEST_GUESSED = 7  # letters of a setting's name: shorter ones are similar to too many other words
 _SIMILARITY = 0.85
 
@@ -56,6 +59,12 @@ def mistaken_name(name: str) -> str | None:
         return _OTHER_NAMES[elsewhere]
     near = near or nearest(name)
     return None if near is None else f"is not the name of a setting; did you mean `{near}`?"
+
+
+def if_data(why: str, record: Mapping[str, Any]) -> str:
+    """A problem with settings of a line, and what to do if the field that it names was meant as data."""
+    named = next((name for name in _SHORT_NAMES if name in record and f"`{name}`" in why), None)
+    return why if named is None else f"{why} (if `{named}` is a field of your own data: --no-line-settings)"
 
 
 def nearest(name: str, exactly: bool = False) -> str | None:
