@@ -173,9 +173,10 @@ def test_where_a_table_that_was_stopped_keeps_its_results(
         patched.setattr("hf_batchllm.files.run_file.run_records", interrupted)
         with pytest.raises(KeyboardInterrupt, match=r"^interrupted$"):  # before the first result
             run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.csv", **SETTINGS)
-        begun += ["out.csv.part.jsonl", "out.jsonl"]
+        begun[:] = ["out.csv.part.jsonl"]
         with pytest.raises(KeyboardInterrupt, match=r"out\.csv\.part\.jsonl \(.*out\.csv itself comes at the end\)"):
             run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.csv", **SETTINGS)
+        begun[:] = ["out.jsonl"]
         with pytest.raises(KeyboardInterrupt, match=r"are in .*out\.jsonl, and the same call continues"):
             run_file(generator, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **SETTINGS)
 
