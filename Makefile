@@ -67,15 +67,15 @@ test-gpu:
 
 # With PYTHON=python3 it makes no environment, either.
 fuzz: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
-	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(GPU_PYTHON) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
+	@PYTHONPATH='$(CURDIR)' OMP_NUM_THREADS=1 $(GPU_PYTHON) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 # The library as it is imported: /kernels and /patches are packages of it, which no type checker can guess.
 TYPED := build/typed
 
 types: $(INSTALLED)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hf_batchllm
-	@ln -s $(CURDIR)/hf_batchllm/* $(CURDIR)/kernels $(CURDIR)/patches $(TYPED)/hf_batchllm/
-	@cd $(TYPED) && $(CURDIR)/$(VENV)/bin/python -m mypy --config-file $(CURDIR)/pyproject.toml -p hf_batchllm
+	@ln -s '$(CURDIR)'/hf_batchllm/* '$(CURDIR)/kernels' '$(CURDIR)/patches' $(TYPED)/hf_batchllm/
+	@cd $(TYPED) && '$(CURDIR)/$(VENV)/bin/python' -m mypy --config-file '$(CURDIR)/pyproject.toml' -p hf_batchllm
 
 lint: ruff types
 
@@ -105,6 +105,7 @@ DIST_TESTS := test_planning_scheduler test_results_timeline test_inputs_prompts 
 	test_generator_generate test_generator_lifecycle test_engine_score test_integrations_accelerated
 
 dist:
+	@$(check_python)
 	@rm -rf dist $(DIST) && mkdir -p $(DIST)/source $(DIST)/tried
 	@$(PYTHON) -m venv $(DIST)/tools && $(DIST)/tools/bin/python -m pip install --quiet build twine
 	@$(DIST)/tools/bin/python -m build --outdir dist . >$(DIST)/build.log 2>&1 || { cat $(DIST)/build.log; exit 1; }
@@ -126,9 +127,18 @@ ANSWERS = import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeou
 
 # $(call pip_install,environment,what,constraints)
 define pip_install
-index="$(strip $(TORCH_INDEX))"; $(PYTHON) -c '$(ANSWERS)' "$${index:-none}" 2>/dev/null || index=; \
+index="$(strip $(TORCH_INDEX))"; \
+test -z "$$index" || $(PYTHON) -c '$(ANSWERS)' "$$index" 2>/dev/null || { \
+	echo "$$index does not answer, so PyTorch comes from the package index, as a build with CUDA that takes some 5 GB of disk (Ctrl-C stops; try again later)"; \
+	index=; }; \
 PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet --no-compile $(2) -c $(3) \
 	$${index:+--extra-index-url $$index}
+endef
+
+NEEDS_PYTHON := hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11
+define check_python
+command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON) here: $(NEEDS_PYTHON)" >&2; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(NEEDS_PYTHON)")'
 endef
 
 EVERYTHING := test,demo,json,notebook,lm-eval
@@ -138,8 +148,9 @@ $(INSTALLED_OLDEST): constraints-oldest.txt
 $(VENV)/.installed-demo: EXTRAS := demo
 $(INSTALLED) $(INSTALLED_OLDEST): EXTRAS := $(EVERYTHING)
 $(VENV)/.installed-demo $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard hf_batchllm/lm_eval/startup/*)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-batchllm needs Python 3.11 or newer; try make PYTHON=python3.11")'
-	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
+	@$(check_python)
+	@# Without the link the next try creates what this one could not, say for want of Debian's python3-venv.
+	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D) || { rm -f $(@D)/bin/python; exit 1; }; }
 	@echo "installing hf-batchllm and what `test $(EXTRAS) = demo && echo the demonstration || echo everything here` needs into $(@D) (a minute or more the first time)"
 	@$(call pip_install,$(@D),-e '.[$(EXTRAS)]',$(filter constraints%,$^))
 	@# On all cores, where pip compiles on one. Left out: what few import, and what is for a newer Python.

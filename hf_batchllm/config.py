@@ -16,24 +16,57 @@ from .wording import a_kind, either, is_whole, shown
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Names from other libraries, and options that belong to generate(): what to do instead, in the words of an error.
+_ONE_DEVICE = (
+    "is not an option here: a model is on one device. For several GPUs split the list of prompts, and run a process on "
+    "each of them"
+)
+_NO_MAX_LENGTH = (
+    "is not an option here: `max_prompt_tokens` of generate() cuts long prompts, and a warning names the prompts that "
+    "go beyond the model's context"
+)
 _FROM_ELSEWHERE = {
-    "gpu_memory_utilization": "is called `kv_memory` here: a fraction of the memory that is free",
-    "max_num_batched_tokens": "is called `max_batch_tokens` here",
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "mem_fraction_static"),
+        "is called `kv_memory` here: a fraction of the memory that is free",
+    ),
+    **dict.fromkeys(
+        ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens"), "is called `max_batch_tokens` here"
+    ),
+    "enable_chunked_prefill": "is not needed: long prompts are computed in parts (see `max_batch_tokens`)",
     "block_size": "is called `page_size` here",
     "enable_prefix_caching": "is called `share_prefixes` here (and `keep_prefixes` from one call to the next)",
+    "disable_radix_cache": "is called `share_prefixes=False` here",
     **dict.fromkeys(
-        ("batch_size", "max_num_seqs", "max_batch_size"),
+        ("batch_size", "max_num_seqs", "max_batch_size", "max_running_requests", "max_total_tokens"),
         "is not needed: the batch is as large as memory allows (see `kv_memory` and `max_batch_tokens`)",
     ),
     **dict.fromkeys(
-        ("device", "device_map", "dtype", "torch_dtype", "quantization", "tensor_parallel_size", "max_model_len"),
+        ("device", "device_map", "dtype", "torch_dtype", "quantization"),
         "is not an option here: the model runs on its own device, in its own dtype. Set it when you load the model",
     ),
     **dict.fromkeys(
         ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"),
         "is not needed: the adapters are those of the model (PEFT), and `adapter` of generate() chooses among them",
     ),
-    "enforce_eager": "is called `cuda_graphs=False` here",
+    **dict.fromkeys(("max_model_len", "context_length", "max_seq_len", "max_seq_length"), _NO_MAX_LENGTH),
+    **dict.fromkeys(
+        (
+            *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
+            *("tp_size", "dp_size", "pp_size", "ep_size", "tp", "dp", "enable_expert_parallel"),
+        ),
+        _ONE_DEVICE,
+    ),
+    "kv_cache_dtype": "is not an option here: keys and values have the model's dtype",
+    **dict.fromkeys(
+        (
+            *("speculative_config", "speculative_algorithm", "speculative_model", "speculative_num_steps"),
+            *("num_speculative_tokens", "speculative_draft_model_path"),
+        ),
+        "is not an option here: there is no speculation, which changes the speed and never the results. Leave it out",
+    ),
+    **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "is called `cuda_graphs=False` here"),
+    "attention_backend": "is called `backend` here",
+    **dict.fromkeys(("disable_log_stats", "disable_log_requests", "log_level"), "is not needed: leave it out"),
     **dict.fromkeys(
         ("swap_space", "cpu_offload_gb"), "is not needed: what does not fit in memory waits, or is computed anew"
     ),
@@ -42,10 +75,11 @@ _FROM_ELSEWHERE = {
         "is not an option here: pass it to from_pretrained, when you load the model or its tokenizer",
     ),
     **dict.fromkeys(
-        "generation_config seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
+        "seed progress on_error max_new_tokens max_tokens max_length min_new_tokens do_sample "
         "temperature top_k top_p min_p repetition_penalty num_return_sequences eos_token_id stop_strings".split(),
         "goes into generate(), with the prompts",
     ),
+    "generation_config": "goes into generate(), with the prompts. Left out, it is the model's own",
     "attn_implementation": "is not an option here: attention is this library's own (see `backend`)",
 }
 C = TypeVar("C")
@@ -151,7 +185,9 @@ class BatchConfig:
             found = _SIZE.fullmatch(size)
             unit = _UNITS.get(found.group(2).upper()) if found else None
             if found is None or unit is None:
-                raise ConfigError(f'`kv_memory` must be a size such as "20GiB" or "500MB", not {shown(size)}')
+                part = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", size)
+                hint = f": for a part of the free memory pass {float(part[1]) / 100:g}" if part else ""
+                raise ConfigError(f'`kv_memory` must be a size such as "20GiB" or "500MB", not {shown(size)}{hint}')
             size = int(float(found.group(1)) * unit)
         elif isinstance(size, float):
             if not 0.0 < size <= 1.0:
@@ -166,6 +202,11 @@ class BatchConfig:
             )
         if size <= 0:
             raise ConfigError(f"`kv_memory` must be more than 0, not {self.kv_memory!r}")
+        if is_whole(self.kv_memory) and 1 < size <= 100:  # 1 is refused where memory is counted
+            raise ConfigError(
+                f"`kv_memory` is {size} bytes: if it is a percentage of the free memory pass {size / 100:g}, and for "
+                'bytes a string such as "20GiB"'
+            )
         return int(size)
 
 
@@ -176,9 +217,11 @@ def elsewhere(name: str) -> str | None:
 
 def _check_names(config: type[BatchConfig], fields: dict[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(config)]
-    for name in fields:
-        if name not in names:
-            raise ConfigError(f"`{name}` {_unknown_field(name, names)}")
+    wrong = {name: _unknown_field(name, names) for name in fields if name not in names}
+    if wrong:  # all at once; the list of fields at the end of the last of them is enough
+        every = f"; the fields are {', '.join(names)}"
+        listed = "\n".join(f"`{name}` {why.removesuffix(every)}" for name, why in wrong.items())
+        raise ConfigError(listed + (every if any(why.endswith(every) for why in wrong.values()) else ""))
 
 
 def _unknown_field(name: str, names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from .inputs.preparing import bars_wanted
 from .inputs.seeds import Seeds
 from .inputs.short_tracebacks import with_short_tracebacks
 from .inputs.tokenizer import TokenizerLoader
+from .installed_versions import warn_of_versions
 from .model.architecture import inspect_model, look_again
 from .model.choose_backend import check_backend
 from .model.device_memory import is_device_error
@@ -39,6 +40,7 @@ from .patches.fusion import Fusion
 from .planning.requests_and_prefixes import Request
 from .planning.sharing import make_plan
 from .results.generations import BatchResult, Generation
+from .results.missing_names import OF_A_GENERATOR, no_such
 from .results.run_report import RunReport
 from .results.scores import ScoreResult
 from .results.sharing_plan import SharingPlan
@@ -70,6 +72,7 @@ class BatchGenerator:
         self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
     ) -> None:
         self._config = BatchConfig.of(config, fields)
+        warn_of_versions()
         self._notices = Notices()
         given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
@@ -105,6 +108,11 @@ class BatchGenerator:
     def tokenizer(self) -> Any:
         """The tokenizer given, else the one saved beside the model; None if there is neither."""
         return self._tokenizer.shown()
+
+    if not TYPE_CHECKING:  # a type checker knows all attributes that there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such(self, name, OF_A_GENERATOR)
 
     # -- the public calls --------------------------------------------------------------------------------------
 

@@ -78,7 +78,10 @@ def run_lines(
         wanted = {} if record.settings.logprobs is None else {"logprobs": record.settings.logprobs}
         seed = record.settings.seed if record.settings.seed is not None else number
         config = configs.config(record.settings)
-        found = generator.generate([record.prompt], [config], seed=seed, on_error="record", progress=False, **wanted)
+        with generator._notices.naming(lambda place, number=number: source.where(number)):
+            found = generator.generate(
+                [record.prompt], [config], seed=seed, on_error="record", progress=False, **wanted
+            )
         errors += found[0].error is not None
         lines.append(writer.result(record, KEY, list(found)))
     return lines, errors

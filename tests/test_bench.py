@@ -36,6 +36,7 @@ from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.planning.step import Step
 
+MPS = torch.backends.mps.is_available()
 SMALL = "--config tiny --requests 6 --degree 3 --shared 40 --own 5 --new 3 --runs 1 --batch-sizes 2,4".split()
 
 
@@ -292,6 +293,7 @@ def test_a_rival_that_fails_is_reported_as_such(
         (["--plot", "nowhere/figure.svg", "--steps-per-sync", "1"], "not --steps-per-sync"),
         (["--json", "nowhere/figures.json"], "there is no folder nowhere"),
         (["--rivals", "vllm"], "'vllm' is not one of generate, generate_batch, none"),
+        pytest.param(["--device", "mps"], "finds no GPU of a Mac", marks=pytest.mark.skipif(MPS, reason="a Mac's GPU")),
     ],
 )
 def test_what_it_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

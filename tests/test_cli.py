@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support_accelerated import word_tokenizer
 from support_families import build
 from support_file_stand_ins import Runs
@@ -67,6 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert not out
+    err = re.sub(r"\Ahf-batchllm: loading .*\n", "", err)
     assert err.startswith("hf-batchllm: error: ")
     assert "Traceback" not in err
     return err.removeprefix("hf-batchllm: error: ").strip()
@@ -164,6 +167,8 @@ def test_a_finished_run_needs_no_model_folder(
         ("run in out.jsonl --model m --n 5", "there is no option --n; did you mean -n?"),
         ("run in out.jsonl --model m --temprature=1", "did you mean --temperature?"),
         ("run in out.jsonl --model m --seed x", "argument --seed: 'x' is not a whole number"),
+        ("run in out.jsonl --model m --dtype fp16", "did you mean float16?"),
+        ("run in out.jsonl --model m --dtype bf16", "did you mean bfloat16?"),
         ("run in out.jsonl --model m --limit 0", "'0' is less than 1"),
         ("run in out.jsonl --model m --kv-memory 5x", "--kv-memory must be a size such as"),
         ("run in out.jsonl --model m --backend trition", '--backend must be "auto", "torch" or "triton"'),
@@ -192,6 +197,15 @@ def test_a_finished_run_needs_no_model_folder(
         ("run in out.xyz --model m", "its name does not say what it is"),
         ("run in out.jsonl --model m --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "--restart needs an output that can be continued"),
+        ("run in out.jsonl --model m --ignore-eos", "--ignore-eos; it is a setting: pass --set ignore_eos=VALUE"),
+        ("run in out.jsonl --model m --stop-token-ids 5", "it is a setting: pass --set stop_token_ids=VALUE"),
+        ("run in out.jsonl --model m --max-model-len 5", "--max-prompt-tokens cuts long prompts"),
+        ("run in out.jsonl --model m --gpu-memory-utilization 0.5", "it is called --kv-memory here: a fraction"),
+        ("run in out.jsonl --model m --batch-size 5", "it is not needed: the batch is as large as memory allows"),
+        ("run in out.jsonl --model m --tensor-parallel-size 2", "a model is on one device"),
+        ("run -i in -o out.jsonl --model m", "the files come without an option: `hf-batchllm run IN OUT --model M`"),
+        ("run in --output-file out.jsonl --model m", "the files come without an option"),
+        ("run-batch -i in -o out.jsonl --model m", "did you mean run, as in `hf-batchllm run IN OUT --model M`?"),
         ("plan in --max-new-tokens 5", "there is no option --max-new-tokens"),
         ("plan in --html /nowhere/a.html", "--html /nowhere/a.html: No such file"),
     ],
@@ -263,6 +277,8 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     assert "it is a file: give the folder" in refused(capsys, *run, "in.jsonl")
     assert "--model no-such-model" in refused(capsys, *run, "no-such-model")
     assert "--device warp: it is cpu" in refused(capsys, *run, saved, "--device", "warp")
+    if not torch.backends.mps.is_available():
+        assert "--device mps: this torch finds no GPU of a Mac" in refused(capsys, *run, saved, "--device", "mps")
     assert "CUDA device" in refused(capsys, *run, saved, "--device", "cuda:99")
     assert "-n is 2, and greedy decoding gives one" in refused(capsys, *run, saved, "-n", "2")
     pickled = tmp_path / "pickled"
@@ -311,6 +327,7 @@ def test_a_tokenizer_that_is_missing_or_has_no_template(
     assert results()[0]["text"] is None
     save_without_template(word_tokenizer(), tmp_path / "plain")
     written({"prompt": "w5"})
+    Path("out.jsonl").unlink()
     said = refused(capsys, *run, "--tokenizer", str(tmp_path / "plain"), "--chat")
     assert "has no chat template, and the file has chats, from line 1 on" in said
 
@@ -413,6 +430,8 @@ def test_exit_codes_of_runs_that_stop(
         assert signal.getsignal(signal.SIGTERM) is before
         return code, capsys.readouterr().err
 
+    assert stops(raising(KeyboardInterrupt())) == (130, "hf-batchllm: error: interrupted.\n")
+    Path("out.jsonl").write_text("{}\n")
     code, said = stops(raising(OutputWriteError("the disk is full", 3)))
     assert (code, said) == (1, "hf-batchllm: error: the disk is full\n")
     code, said = stops(raising(RuntimeError("shapes do not fit")))
@@ -440,6 +459,43 @@ def test_exit_codes_of_runs_that_stop(
     runs.fail = raising(RuntimeError("shapes do not fit"))
     assert main([*run, "--traceback"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_run_that_is_refused_or_interrupted_leaves_no_files(
+    written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written({"prompt": "w5"})
+    folder = Path("in.jsonl").resolve().parent
+    for target in ("out.jsonl", "out.csv"):
+        run = ["run", "in.jsonl", target, "--model", saved, "--max-new-tokens", "2"]
+        capsys.readouterr()
+        with monkeypatch.context() as patched:
+            patched.setattr("hf_batchllm.cli.loading.load_model", raising(KeyboardInterrupt()))
+            assert main(run) == 130
+            assert capsys.readouterr().err == f"hf-batchllm: loading {saved}\nhf-batchllm: error: interrupted.\n"
+        assert main([*run, "--tokenizer", "./nowhere"]) == 2
+        assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl"]
+    run[2] = "out.jsonl"
+    Path("out.jsonl").touch()  # the user's own, which stays
+    assert main([*run, "--tokenizer", "./nowhere"]) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert main(run) == 0
+    before = Path("out.jsonl").read_bytes(), Path("out.jsonl.run.json").read_bytes()
+    written({"prompt": "w5"}, {"prompt": "w6"})
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_batchllm.cli.loading.load_model", raising(KeyboardInterrupt()))
+        assert main(run) == 130
+        assert capsys.readouterr().err == (
+            f"hf-batchllm: 1 of 2 results are there; loading {saved}\nhf-batchllm: error: interrupted. "
+            "The finished results are in out.jsonl: the same command continues from them\n"
+        )
+        patched.setattr("hf_batchllm.cli.run.first_records", raising(KeyboardInterrupt()))
+        assert main(run) == 130
+        assert "Nothing was changed: earlier results are in out.jsonl" in capsys.readouterr().err
+    assert Path("out.jsonl").read_bytes() == before[0]
+    assert main(run) == 0
+    assert "1 of 2 results are there; loading" in capsys.readouterr().err
 
 
 # -- plan and the commands that are handed on --------------------------------------------------------------------------

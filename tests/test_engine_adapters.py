@@ -197,6 +197,24 @@ def test_prompts_that_cannot_be_run_have_an_adapter_too() -> None:
     assert len(generator.generate([[], [-1]], adapter="a", on_error="record", max_new_tokens=2)) == 2
 
 
+def test_a_wrong_name_in_a_list_is_recorded_for_its_row() -> None:
+    generator = BatchGenerator(build("lora"), **PAGES)
+    names = ["a", "aa", None, "b"]
+    given = GIVEN[:4]
+    result = generator.generate(given, adapter=names, on_error="record", max_new_tokens=NEW_TOKENS)
+    why = "has the `adapter` 'aa'; the model has 'a', 'b'; did you mean 'a'?"
+    assert [row.error for row in result] == [None, why, None, None]
+    alone = generate("lora", [given[0], given[2], given[3]], ["a", None, "b"])
+    assert [result[place].token_ids for place in (0, 2, 3)] == alone.token_ids
+    scores = generator.score(given, [[5, 6]] * 4, adapter=names, on_error="record")
+    assert [score.error for score in scores] == [None, why, None, None]
+    assert scores[3].logprob == pytest.approx(generator.score(given[3:], [[5, 6]], adapter="b")[0].logprob, abs=1e-4)
+    everywhere = generator.generate(given, adapter=["x"] * 4, on_error="record", max_new_tokens=2)
+    assert all("'x'" in (row.error or "") for row in everywhere)
+    with pytest.raises(OptionValueError, match="`adapter` is 'x'; the model has"):
+        generator.generate(given, adapter="x", on_error="record", max_new_tokens=2)
+
+
 def test_after_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(build("lora"))
     generator = BatchGenerator(build("lora"), **PAGES)
@@ -276,7 +294,7 @@ def test_nothing_is_kept_of_a_stream_in_which_the_owner_switched() -> None:
     ("adapter", "why"),
     [
         ("c", r"`adapter` is 'c'; the model has 'a', 'b'"),
-        (["a", "b", "c", None, None, "a"], r"`adapter` is 'c'; the model has 'a', 'b'"),
+        (["a", "b", "c", None, None, "a"], r"`adapter` is 'c' at place 2; the model has 'a', 'b'"),
         (["a"] * 5, r"is a list of 5 and there are 6 prompts: it must have one for each"),
         ([["a", "b"]] * 6, r"has \['a', 'b'\] at place 0: an adapter is given by its name, or None"),
         (3, r"`adapter` is an int: an adapter is given by its name"),

@@ -24,6 +24,13 @@ def is_of(value: Any, schema: dict[str, Any]) -> bool:
     return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
 
 
+def test_without_llguidance_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "small_model", small_model)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(SystemExit, match="needs llguidance, of the `json` extra: pip install"):
+        examples_module("json_schemas")
+
+
 def test_every_answer_follows_the_schema_of_its_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,6 +212,7 @@ def test_a_template_makes_the_prompt() -> None:
     assert good({"m": {"t": "deep"}}, RecordLayout(template=Template("{m.t}"))).prompt == "deep"
     assert good({"m.t": "flat"}, RecordLayout(template=Template("{m.t}"))).prompt == "flat"
     assert "has no field 'question', which the template names (it has context)" in bad({"context": "C"}, form)
+    assert bad({"qustion": "Q", "context": "C"}, form).endswith("(it has qustion, context): did you mean {qustion}?")
     gap = {"context": "C", "question": None}
     assert "has nothing in 'question'" in bad(gap, form)
     assert good(gap, form, cells=True).prompt == "C\n\nQ: \nA: {"

@@ -78,6 +78,9 @@ def test_transformers_does_not_say_it_a_second_time() -> None:
     try:
         (warning,) = caught(partial(make().generate, IDS, **GREEDY, temperature=0.7, length_penalty=1.0), times=2)
         assert "`temperature` has no effect" in str(warning.message)
+        for name in ("output_attentions", "output_hidden_states"):
+            with pytest.raises(UnsupportedOptionError, match=rf"`?{name}.*it is set to True"):
+                make().generate(IDS, **GREEDY, **{name: True})
         assert heard == []
         GenerationConfig(temperature=0.7, do_sample=False)  # the owner's own: transformers' warning comes
         assert len(heard) <= 1

@@ -133,7 +133,7 @@ def test_every_option_of_transformers_is_in_the_table() -> None:
 def test_our_own_arguments_are_in_the_table_too() -> None:
     written = inspect.signature(BatchGenerator.generate).parameters
     ours = set(written) - {"self", "generate_kwargs"} - names(kind=OptionKind.FIELD) | {"adapter"}
-    taken = set(CALL_ARGUMENTS) | set(PROMPT_OPTIONS)
+    taken = set(CALL_ARGUMENTS) | set(PROMPT_OPTIONS) | {"stop_token_ids", "ignore_eos"}
     assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
     tensors = {"inputs", "input_ids", "attention_mask"}
     assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)

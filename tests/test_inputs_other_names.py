@@ -80,7 +80,7 @@ def test_no_logprobs_asked_for_by_false(generator: BatchGenerator) -> None:
         {"max_gen_toks": 4},
         {"best_of": 2},
         {"presence_penalty": 0.5},
-        {"stop_token_ids": [3]},
+        {"stop_token_ids": 3},
         {"do_sample": True, "top_k": -1},
     ],
 )
@@ -143,8 +143,6 @@ def test_a_value_that_asks_for_nothing_passes_at_every_door(generator: BatchGene
         ("presence_penalty", False),
         ("frequency_penalty", "0"),
         ("best_of", True),
-        ("ignore_eos", True),
-        ("ignore_eos", 0),
         ("logit_bias", {3: 1.0}),
         ("response_format", {"type": "json_object"}),
         ("use_beam_search", True),
@@ -163,3 +161,50 @@ def test_an_accelerated_generate_takes_what_generate_takes() -> None:
         model.generate(torch.tensor([[5, 6]]), max_tokens=2)
     with accelerated(model), pytest.raises(ValueError, match="presence_penalty"):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, presence_penalty=0.0)
+
+
+def test_end_tokens_mean_the_same_in_lines_runs_and_requests(generator: BatchGenerator, tmp_path: Path) -> None:
+    def texts(source: str, lines: list[Any], **settings: Any) -> list[Any]:
+        (tmp_path / source).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run_file(generator, tmp_path / source, tmp_path / f"out_{source}", **settings)
+        return [json.loads(line) for line in (tmp_path / f"out_{source}").read_text().splitlines()]
+
+    free = generator.generate(["w5 w6"], max_tokens=8)[0]
+    asked = {"stop_token_ids": [free.token_ids[2]]}
+    (cut,) = generator.generate(["w5 w6"], max_tokens=8, **asked)
+    assert len(cut.token_ids) < len(free.token_ids)
+    lines = [{"prompt": "w5 w6", **asked}, {"prompt": "w5 w6", "settings": asked}, {"prompt": "w5 w6"}]
+    found = texts("lines.jsonl", lines, max_tokens=8)
+    assert [line["text"] for line in found] == [cut.text, cut.text, free.text]
+    off = {"prompt": "w5 w6", "stop_token_ids": []}
+    found = texts("run.jsonl", [{"prompt": "w5 w6"}, off], max_tokens=8, **asked)
+    assert [line["text"] for line in found] == [cut.text, free.text]
+    ends = {"prompt": "w5 w6", "eos_token_id": asked["stop_token_ids"]}
+    found = texts("eos.jsonl", [ends, {"prompt": "w5 w6", "ignore_eos": False}], max_tokens=8, ignore_eos=True)
+    assert [line["text"] for line in found] == [cut.text, free.text]
+
+    def request(name: str, **body: Any) -> dict[str, Any]:
+        body = {"prompt": "w5 w6", "max_tokens": 8, **body}
+        return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+    wrong = {"guided_json": {}, "bad_words": ["x"], "truncate_prompt_tokens": -1, "stop_token_ids": ["x"]}
+    requests = [request("a", **asked), request("b", ignore_eos=True)]
+    requests += [request(name, **{name: value}) for name, value in wrong.items()]
+    served, ignored, *refused = (line["response"]["body"] for line in texts("batch.jsonl", requests))
+    assert served["choices"][0]["finish_reason"] == "stop"
+    assert ignored["choices"][0]["text"] == free.text
+    said = [each["error"]["message"] for each in refused]
+    words = (
+        "docs/constrained.md",
+        "pass --set bad_words_ids=... for the whole file",
+        "`truncate_prompt_tokens` must be",
+    )
+    for message, each in zip(said, (*words, "`stop_token_ids` must be a list of token ids"), strict=True):
+        assert each in message
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5]}')
+    with pytest.raises(BatchLLMError, match="call it `prompt`, which may hold token ids"):
+        run_file(generator, tmp_path / "ids.jsonl", tmp_path / "no.jsonl", max_tokens=1)
+
+
+def test_no_top_logprobs_ask_for_nothing(generator: BatchGenerator) -> None:
+    assert generator.generate([[5, 6]], max_tokens=1, top_logprobs=0)[0].logprobs is None

@@ -303,6 +303,8 @@ def test_samples_differ_and_repeat_with_the_seed_of_torch() -> None:
     [
         (settings(stop=["a"]), UnsupportedOptionError, "`stop` "),
         (settings(temprature=1.0), UnsupportedOptionError, "temperature"),
+        (settings(max_gen_tok=4), UnsupportedOptionError, "did you mean `max_gen_toks`"),
+        (settings(untill=["a"]), UnsupportedOptionError, "did you mean `until`"),
         (settings(num_return_sequences=2, num_beams=2), UnsupportedOptionError, "repeats"),
         (settings(max_gen_toks=300), UnsupportedOptionError, "`max_gen_toks` is 300"),
     ],

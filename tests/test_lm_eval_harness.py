@@ -13,6 +13,7 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
 from support_families import REFUSED
 from support_lm_eval import NAMES, PAIRS, ROOT, asked, assert_close, eval_model, eval_tokenizer, pair, task_manager
 from support_lm_eval import _quick as _quick  # fixtures, as are the next two
@@ -20,7 +21,7 @@ from support_lm_eval import calls as calls
 from support_lm_eval import saved as saved
 from transformers.utils import logging as transformers_logging
 
-from hf_batchllm import BatchConfig, ConfigError, UnsupportedModelError
+from hf_batchllm import BatchConfig, ConfigError, OptionValueError, UnsupportedModelError
 from hf_batchllm.bench.harness import main as bench
 from hf_batchllm.lm_eval.model import BatchLM
 from hf_batchllm.lm_eval.registration import NAME
@@ -101,6 +102,35 @@ def test_a_model_with_an_adapter(tmp_path: Path, saved: Path) -> None:
     )
 
 
+def test_an_adapter_is_chosen_by_name(saved: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(type(eval_model()).from_pretrained(saved), config, adapter_name="writer")
+    model.add_adapter("judge", config)
+    model.eval()
+    given = {"pretrained": model, "tokenizer": eval_tokenizer()}
+    asks = [("The dog", {"max_gen_toks": 6, "until": []}), ("Bees", {"max_gen_toks": 6, "until": ["."]})]
+    found = {}
+    for name in ("judge", "writer", None):  # "writer" is active
+        lm = BatchLM(**given, adapter=name)
+        found[name] = asked(lm, "loglikelihood", PAIRS[:6]), asked(lm, "generate_until", asks)
+        lm.close()
+    for name in ("writer", "judge"):
+        model.set_adapter(name)
+        theirs = HFLM(**given)
+        assert_close(found[name][0], asked(theirs, "loglikelihood", PAIRS[:6]))
+        assert found[name][1] == asked(theirs, "generate_until", asks)
+    assert len({str(each) for each in found.values()}) == 3
+    with pytest.raises(OptionValueError, match="did you mean 'judge'"):
+        BatchLM(**given, adapter="juge")
+    with pytest.raises(ConfigError, match=r"`adapter` chooses.*as `peft`"):
+        BatchLM("no/such-model", adapter="judge")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a PEFT adapter and no model: use peft=.*judge,pretrained="):
+        BatchLM(str(tmp_path / "judge"))
+
+
 def test_mixed_precision() -> None:
     theirs, ours = pair(mixed_precision_dtype="bfloat16", softmax_dtype="float32")
     expected = asked(theirs, "loglikelihood", PAIRS[:6])
@@ -132,12 +162,29 @@ def test_it_is_made_with_the_fields_of_a_config(caplog: pytest.LogCaptureFixture
         ({"softmax_dtype": "float64"}, ConfigError, "softmax_dtype"),
         ({"tp_plan": "auto"}, UnsupportedModelError, "tp_plan"),
         ({"backend": "seq2seq"}, UnsupportedModelError, "encoder-decoder"),
+        ({"pefft": "x"}, ConfigError, "did you mean `peft`"),
+        ({"low_cpu_mem_usage": True}, ConfigError, "`low_cpu_mem_usage` is not an argument.*model object"),
+        ({"peft": "x/y"}, ConfigError, "`peft` is 'x/y', and would be ignored.*load the adapter into the model first"),
+        ({"delta": "x/y"}, ConfigError, "`delta`.*ignored"),
+        ({"gptqmodel": True}, ConfigError, "`gptqmodel`.*ignored"),
+        ({"parallelize": True}, ConfigError, "`parallelize`.*ignored"),
+        ({"dtype": "float16"}, ConfigError, "`dtype` is float16.*in float32"),
+        ({"dtype": torch.bfloat16}, ConfigError, "`dtype` is bfloat16"),
+        ({"device": "meta"}, ConfigError, "`device` is meta.*on cpu"),
+        ({"revision": "v2"}, ConfigError, "`revision` is 'v2', and nothing is loaded"),
+        ({"adapter": "judge"}, OptionValueError, "`adapter` is 'judge', and the model has no adapters"),
     ],
     ids=str,
 )
 def test_what_is_refused(given: dict[str, Any], error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         BatchLM(pretrained=eval_model(), tokenizer=eval_tokenizer(), **given)
+
+
+def test_what_a_model_object_is_anyhow_passes() -> None:
+    given = {"dtype": "float32", "device": "cpu", "peft": None, "parallelize": False, "revision": "main"}
+    BatchLM(pretrained=eval_model(), tokenizer=eval_tokenizer(), **given)
+    BatchLM(pretrained=eval_model(), tokenizer=eval_tokenizer(), dtype=torch.float32).close()
 
 
 def test_an_encoder_decoder_is_refused_by_name() -> None:

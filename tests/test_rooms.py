@@ -33,7 +33,8 @@ ROOMS = (  # from the top down
     "results",
     "ground",
 )
-GROUND = ("config", "errors", "notices", "wording", "_version")  # loose modules that every room may import
+# Loose modules that every room may import.
+GROUND = ("config", "errors", "installed_versions", "notices", "wording", "_version")
 ALONE = ("kernels",)  # import nothing of the library
 WITHOUT_TORCH = ("planning", "results", "ground")
 

@@ -84,6 +84,8 @@ def read_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Na
             asked.rivals = _RIVALS
         if asked.torch_device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {asked.device}: this torch finds no CUDA device")
+        if asked.torch_device.type == "mps" and not torch.backends.mps.is_available():
+            raise ValueError(f"--device {asked.device}: this torch finds no GPU of a Mac (MPS)")
         if asked.config and asked.config not in SHAPES and not Path(asked.config).exists():
             raise ValueError(f"--config {asked.config!r} is neither one of {', '.join(SHAPES)} nor a file")
     except (ValueError, RuntimeError) as error:
@@ -250,7 +252,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", help="a folder or a name on the hub")
     which.add_argument("--config", help="a shape with random weights (default: tiny)")
-    model.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    model.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)")
     model.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, else bfloat16"
     )

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..installed_versions import in_words
 from .exits import INTERRUPTED, STOPPED, USAGE
 from .messages import Console, UsageError
 
@@ -27,6 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(asked.code, str):
             Console().error(asked.code)
         return asked.code if isinstance(asked.code, int) else 0 if asked.code is None else 1
+    except ImportError as error:
+        if (words := in_words(error)) is None:
+            raise
+        Console().error(str(words))
+        return USAGE
     except KeyboardInterrupt:  # while modules are loaded
         Console().error("interrupted.")
         return INTERRUPTED

@@ -149,7 +149,10 @@ def _add_model(group: Any) -> None:
         help="auto (the default): the dtype that the model was saved in",
     )
     group.add_argument(
-        "--device", metavar="D", default="auto", help="cpu, cuda, cuda:1; auto (the default): a GPU if there is one"
+        "--device",
+        metavar="D",
+        default="auto",
+        help="cpu, cuda, cuda:1, mps (a Mac's GPU); auto (the default): a CUDA or ROCm GPU if there is one, else cpu",
     )
     group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
     _add_code(group, "the model")

@@ -64,6 +64,8 @@ def dispatch(arguments: Sequence[str]) -> int:
     if command.startswith("-"):
         hint = "the command comes first, as in `hf-batchllm run IN OUT --model M`"
         raise UsageError(f"there is no option {command} before a command: {hint}")
+    if command in ("run-batch", "run_batch", "batch", "generate"):
+        raise UsageError(f"there is no command {command!r}; did you mean run, as in `{PROGRAM} run IN OUT --model M`?")
     near = difflib.get_close_matches(command, _COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(_COMMANDS)}"
     raise UsageError(f"there is no command {command!r}; {hint}")

@@ -45,6 +45,7 @@ class Loader:
         self._config = config
         self._base = base
         self._first = first
+        self.called = False  # all has been checked that needs no model, and the output was begun
         self.loaded = False
         self._names_checked = False
         self._stack = ExitStack()
@@ -65,6 +66,7 @@ class Loader:
         self._names_checked = True
 
     def __call__(self) -> BatchGenerator:
+        self.called = True
         asked = self._asked
         self.check_names()
         self._stack.enter_context(quiet_transformers(asked.quiet))
@@ -211,11 +213,13 @@ def _device(name: str) -> Any:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: it is cpu, cuda, cuda:1, ... or auto") from None
+        raise UsageError(f"--device {name}: it is cpu, cuda, cuda:1, ..., mps or auto") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise UsageError(f"--device {name}: this torch finds {'no' if not count else f'only {count}'} CUDA device")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(f"--device {name}: this torch finds no GPU of a Mac (MPS)")
     return device
 
 

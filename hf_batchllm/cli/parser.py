@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .messages import PROGRAM, UsageError
+from .other_flags import what_instead
 
 _WIDEST_HELP = 110
+_SIMILARITY = 0.75  # of a guess: below it, another option is meant more often than not
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +27,15 @@ class Parser(argparse.ArgumentParser):
             self.error(self._why_unknown(unknown))
         return asked
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], 1, 0.5)
+            if not near:
+                raise
+            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near[0]}?") from None
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n(`{self.prog} --help` tells more)")
 
@@ -36,7 +47,9 @@ class Parser(argparse.ArgumentParser):
         known = [text for text in self._option_string_actions if text.startswith("--")]
         short = [f"-{name.lstrip('-')}"] if f"-{name.lstrip('-')}" in self._option_string_actions else []
         same = short or [text for text in known if text.replace("-", "") == name.replace("-", "").replace("_", "")]
-        near = same or difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.6)
+        if not same and (instead := what_instead(name, self._option_string_actions)) is not None:
+            return f"there is no option {name}; {instead}"
+        near = same or difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=_SIMILARITY)
         return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..files.store.formats import format_of
 from ..files.store.open_output import kept_in
 from ..files.store.sources import open_source
 from ..files.store.stream_output import is_stream
+from ..installed_versions import missing_package
 from .argument_values import first_records, layout_from, reader_from, settings_from, size_from
 from .arguments import run_parser
 from .config_flags import config_from
@@ -32,6 +34,8 @@ _WITHOUT_ADAPTER = (
 
 def main(arguments: Sequence[str]) -> int:
     asked = run_parser().parse_args(arguments)
+    if problem := missing_package():
+        raise UsageError(problem)
     console = Console(asked.quiet, asked.traceback, in_flags(asked))
     with interruptible() as interrupts, console.warnings_shown():
         loader: Loader | None = None
@@ -51,8 +55,10 @@ def main(arguments: Sequence[str]) -> int:
                     loader = Loader(asked, config, base, first, adapters)
                     if len(output) < min(source.count, asked.limit or source.count):  # there is something to run
                         loader.check_names()
+                    importing = time.perf_counter()
                     from ..files.record_loop import run_records  # takes seconds: all else has been checked
 
+                    importing = time.perf_counter() - importing
                     report = run_records(
                         loader,
                         source,
@@ -63,12 +69,13 @@ def main(arguments: Sequence[str]) -> int:
                         identity=identity,
                         model_name=asked.model,
                         note=console.note,
+                        loading_seconds=importing,
                     )
             finally:
                 source.close()
         except KeyboardInterrupt:
-            begun = loader is not None and loader.loaded
-            console.error(f"interrupted.{_kept(asked) if begun else ''}")
+            continues = loader is not None and loader.called
+            console.error(f"interrupted.{_kept(asked) if continues else _untouched(asked)}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
@@ -141,6 +148,12 @@ def _why(error: Exception, begun: bool) -> str:
 def _kept(asked: argparse.Namespace) -> str:
     place = kept_in(asked.target, asked.output_format)
     return f" The finished results are {place}: the same command continues from them" if place else ""
+
+
+def _untouched(asked: argparse.Namespace) -> str:
+    """Before the output was begun: it may be another run's."""
+    place = kept_in(asked.target, asked.output_format)
+    return f" Nothing was changed: earlier results are {place}" if place else ""
 
 
 def _closed_pipe(error: Exception) -> bool:

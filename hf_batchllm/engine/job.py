@@ -20,6 +20,7 @@ from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
+from ..inputs.option_warnings import warn_of_greedy
 from ..inputs.options import Options, inferred_mask
 from ..inputs.other_names import by_our_names
 from ..inputs.padded_batch import PaddedBatch
@@ -116,6 +117,8 @@ class JobChecks:
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
+        if not any(options.do_sample or options.num_beams > 1 for options in resolved):
+            self._warn_of_greedy(generate_kwargs, seed, generation_config)
         self._warn_of_random_parts()
         passed = None
         if padded is None:
@@ -134,7 +137,12 @@ class JobChecks:
         else:
             resolved *= len(checked)
         seeds = None if seed is None else checked_seeds(seed, len(checked))
-        adapters = adapter_of_each(self._model, adapter, len(checked), self._notices)
+        wrong: dict[int, str] = {}  # adapters that the model does not have
+        recorded = wrong if on_error == "record" else None
+        adapters = adapter_of_each(self._model, adapter, len(checked), self._notices, recorded)
+        for index, unknown in wrong.items():
+            problems.setdefault(index, unknown)
+            checked[index] = None
         check_guidance(resolved, self._notices)
         check_beams(resolved)
         rules = rules_of_each(
@@ -190,8 +198,10 @@ class JobChecks:
         check_on_error(on_error)
         self._warn_of_random_parts()
         read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
-        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices)
-        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters)
+        wrong: dict[int, str] = {}  # adapters that the model does not have
+        recorded = wrong if on_error == "record" else None
+        adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices, wrong=recorded)
+        inputs = check_scores(contexts, continuations, choices, read, architecture, adapters, wrong)
         if inputs.problems and on_error == "raise":
             raise inputs.error()
         context = context_of(base_model(self._model).config)
@@ -211,6 +221,12 @@ class JobChecks:
             raise PromptError(problems)
         adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)
         return [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
+
+    def _warn_of_greedy(self, asked: dict[str, Any], seed: Any, generation_config: Any) -> None:
+        if self._notices.has_names:  # lines of a file, each with a seed: its settings say whether it samples
+            return
+        configs = generation_config if isinstance(generation_config, list | tuple) else [generation_config]
+        warn_of_greedy(asked, seed, configs, base_model(self._model).generation_config, self._notices)
 
     def _warn_of_random_parts(self) -> None:
         if not self._model.training:

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..results.run_report import RunReport
 
+_LEAST_LOADING = 0.05  # seconds that are told
+
 
 @dataclass
 class FileReport:
@@ -20,6 +22,7 @@ class FileReport:
     beyond_context: how many of this run's results have more tokens, with their prompts, than the model was made for.
     prompt_tokens, computed_tokens, new_tokens: of this run, summed over its calls.
     seconds: of this run, from its beginning to its end, without the time in which the model was loaded.
+    loading_seconds: in which the model was loaded; of the command, and the library. 0 where a model object was passed.
     """
 
     path: str
@@ -32,6 +35,7 @@ class FileReport:
     computed_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
+    loading_seconds: float = 0.0
     errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
 
     @property
@@ -76,13 +80,14 @@ class FileReport:
         return "\n".join(lines)
 
     def _of_this_run(self) -> str:
-        """``6 results in 1.4 s · 657 prompt tokens (64 % shared) · 18 new (13/s)``"""
+        """``6 results in 1.4 s and 7.2 s of loading · 657 prompt tokens (64 % shared) · 18 new (13/s)``"""
         text = _counted(self.written, "result")
         if not self.prompt_tokens:
             return text
+        loading = f" and {self.loading_seconds:,.1f} s of loading" if self.loading_seconds >= _LEAST_LOADING else ""
         rate = f" ({self.new_tokens / self.seconds:,.0f}/s)" if self.seconds else ""
         return (
-            f"{text} in {self.seconds:,.1f} s · {_counted(self.prompt_tokens, 'prompt token')} "
+            f"{text} in {self.seconds:,.1f} s{loading} · {_counted(self.prompt_tokens, 'prompt token')} "
             f"({100 * self.saving:.0f} % shared) · {self.new_tokens:,} new{rate}"
         )
 

@@ -27,7 +27,6 @@ from ..results.generations import Generation
 from ..sampling.host_sampler import NothingToDrawError
 from .file_report import FileReport
 from .records.line_configs import LineConfigs
-from .records.openai_requests import in_openai_names
 from .records.prompt_records import OPENAI, BadPromptRecord, PromptRecord
 from .records.record_reader import RecordReader
 from .records.result_lines import ResultWriter
@@ -56,6 +55,7 @@ def run_records(
     identity: Mapping[str, Any],  # what results depend on: a run that continues must have the same
     model_name: str,
     note: Callable[[str], None],
+    loading_seconds: float = 0.0,  # in which the library was loaded, where that is part of the run
 ) -> FileReport:
     """``gen``: a generator, or a function that makes one and is called only if there are records to run."""
     limit, began, loading = options.limit, time.perf_counter(), 0.0
@@ -74,9 +74,12 @@ def run_records(
             if isinstance(gen, BatchGenerator):
                 generator = gen
             else:
+                there = f"{report.before:,} of {report.records:,} results are there; " if report.before else ""
+                note(f"{there}loading {model_name}")
                 loads = time.perf_counter()
                 generator = gen()
                 loading = time.perf_counter() - loads
+                report.loading_seconds = loading_seconds + loading
                 opened.callback(generator.close)
             output.confirm_weights(fingerprint(generator.model))
             writer = ResultWriter(
@@ -165,7 +168,7 @@ class _FileRun:
             settings = record.settings
             why = self._configs.problem(settings)
             if why is not None:
-                self._write_error(record, settings.as_written(why) if record.request is None else in_openai_names(why))
+                self._write_error(record, self.reader.why(raw, settings, why))
                 continue
             # The model's own config may ask for beams, too.
             beams = self._configs.beams(settings) > 1

@@ -12,6 +12,7 @@ from ..errors import FilesError
 from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
+from ..inputs.config_names import with_known_names
 from ..inputs.named_options import shows_options
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
@@ -93,7 +94,9 @@ def run_file(
         )
     base = read_settings({**settings, "seed": seed})
     if generation_config is not None:
-        base = base.over(settings_in_config(generation_config))
+        own = base_model(gen.model).generation_config
+        known = with_known_names(generation_config, own, gen._notices)
+        base = base.over(settings_in_config(known or generation_config))
     options = RunOptions(
         output_format=output_format,
         token_ids=token_ids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,9 +27,16 @@ _NOT_TOKEN_BY_TOKEN = {  # PEFT's kinds of adapters that look at more than one t
 
 
 def adapter_of_each(
-    model: nn.Module, adapter: Any, count: int, notices: Notices | None = None
+    model: nn.Module,
+    adapter: Any,
+    count: int,
+    notices: Notices | None = None,
+    wrong: dict[int, str] | None = None,
 ) -> list[str | None] | None:
-    """The adapter of each of ``count`` prompts (None: the model without any); None where no adapter is chosen."""
+    """The adapter of each of ``count`` prompts (None: the model without any); None where no adapter is chosen.
+
+    ``wrong`` takes the places of a list with a name that the model does not have, and why; without it, they raise.
+    """
     if adapter is AS_IT_IS:
         _refuse_unsupported(model, active_adapters(model))
         return None
@@ -47,9 +54,17 @@ def adapter_of_each(
         each = list(adapter)
     else:
         raise OptionValueError("adapter", f"is {a_kind(adapter)}: {_AN_ADAPTER_IS}, or a list with one for each prompt")
-    asked = {name: None for name in each if name is not None}
     configs = adapter_configs(model)
-    _refuse_unknown(configs, asked)
+    in_a_list = isinstance(adapter, list | tuple)
+    if in_a_list and wrong is not None and configs:
+        wrong |= {
+            place: f"has the `adapter` {shown(name)}; {_which_there_are(name, configs)}"
+            for place, name in enumerate(each)
+            if name is not None and name not in configs
+        }
+        each = [None if place in wrong else name for place, name in enumerate(each)] if wrong else each
+    asked = {name: None for name in each if name is not None}
+    _refuse_unknown(configs, asked, each if in_a_list else None)
     # Adapters of most kinds change something even while another adapter is active.
     _refuse_unsupported(model, {name for name, config in configs.items() if name in asked or not _is_activated(config)})
     for name, config in configs.items():
@@ -69,7 +84,8 @@ def adapter_of_each(
             "adapter", f"cannot be chosen while {_listed(merged)} is merged into the weights: unmerge_adapter() first"
         )
     biased = [name for name, config in configs.items() if getattr(config, "bias", "none") not in ("none", False)]
-    if biased and None in each and notices is not None:
+    without = any(name is None and not (wrong and place in wrong) for place, name in enumerate(each))
+    if biased and without and notices is not None:
         notices(
             "bias",
             f"{_listed(biased)} has trained biases of the model itself, which stay where `adapter` is None (in PEFT, "
@@ -90,7 +106,8 @@ def active_adapters(model: nn.Module) -> Iterable[str]:
     return names if callable(on_top) or getattr(model, "_adapters_disabled", False) else names.union(on_top)
 
 
-def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str]) -> None:
+def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str], listed: Sequence[str | None] | None) -> None:
+    """``listed``: the adapters, where a list was passed."""
     for name in asked:
         if not configs:
             raise OptionValueError(
@@ -99,9 +116,13 @@ def _refuse_unknown(configs: Mapping[str, Any], asked: Iterable[str]) -> None:
                 "model.load_adapter)",
             )
         if name not in configs:
-            near = difflib.get_close_matches(name, configs, n=1)
-            hint = f"; did you mean {shown(near[0])}?" if near else ""
-            raise OptionValueError("adapter", f"is {shown(name)}; the model has {_listed(configs)}{hint}")
+            place = "" if listed is None else f" at place {listed.index(name)}"
+            raise OptionValueError("adapter", f"is {shown(name)}{place}; {_which_there_are(name, configs)}")
+
+
+def _which_there_are(name: str, configs: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, configs, n=1)
+    return f"the model has {_listed(configs)}" + (f"; did you mean {shown(near[0])}?" if near else "")
 
 
 def _refuse_unsupported(model: nn.Module, names: Iterable[str]) -> None:

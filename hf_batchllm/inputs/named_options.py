@@ -48,6 +48,8 @@ class GenerateOptions(MostTyped, total=False):
     min_tokens: int | None
     n: int | None
     stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
     top_logprobs: int | None
     # What comes back, and with which adapter.
     adapter: str | Sequence[str | None] | None

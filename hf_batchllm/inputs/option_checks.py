@@ -41,7 +41,9 @@ def check_generation_config(given: Any, name: str = "generation_config") -> None
         hint = "for the model's own defaults pass GenerationConfig()"
     elif kind == "SamplingParams":
         hint = "pass its values as keyword arguments, such as `do_sample=True, temperature=0.8`"
-    elif isinstance(given, str | list):
+    elif isinstance(given, str):
+        hint = "for the model's own defaults leave it out; if it is a prompt, put all prompts into one list"
+    elif isinstance(given, list):
         hint = "if it is a prompt, put all prompts into one list"
     else:
         hint = "or pass its values as keyword arguments"
@@ -134,7 +136,28 @@ def _check_watermark(name: str, value: Any) -> None:
         raise OptionValueError(name, f"{why}, not {shown(value)}")
 
 
+def _check_bad_words(name: str, value: Any) -> None:
+    if not isinstance(value, list | tuple) or not all(_are_tokens(each) for each in value):
+        hint = ": tokenizer(words, add_special_tokens=False).input_ids makes it of words"
+        raise OptionValueError(
+            name, f"must be a list of lists of token ids, such as [[5], [7, 8]], not {shown(value)}{hint}"
+        )
+
+
+def _check_bias(name: str, value: Any) -> None:
+    if isinstance(value, Mapping) and not all(_are_tokens(each) for each in value):
+        raise OptionValueError(
+            name, f"must map tuples of token ids to numbers, such as {{(5,): -1.0}}, not {shown(value)}"
+        )
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_whole, value))
+
+
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "bad_words_ids": _check_bad_words,
+    "sequence_bias": _check_bias,
     "stop_strings": _check_stop_strings,
     "exponential_decay_length_penalty": _check_decay,
     "watermarking_config": _check_watermark,

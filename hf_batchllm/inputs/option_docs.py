@@ -34,8 +34,11 @@ What is different, on purpose:
 (`num_return_sequences`), `stop` (`stop_strings`), and `logprobs=True` with `top_logprobs` (a number as `logprobs`).
 Other names are refused everywhere in the same words, which say what to do instead. One name differs: a `temperature`
 without `do_sample` has no effect here, as in `model.generate`, and a warning says so. In files and in the command it
-asks for sampling. A `text` ends with the stop string that ended it, as in transformers; vLLM and OpenAI leave it out,
-and so do the responses of OpenAI's batches here. See also [coming from vLLM](from-vllm.md).
+asks for sampling. A `text` ends with the token that completed the stop string, as in transformers: the string, and what
+else that token holds. vLLM and OpenAI leave both out, as `text.split(stop)[0]` does, and so do the responses of
+OpenAI's batches here. In a `GenerationConfig` these names, `stop_token_ids` and `ignore_eos` mean the same; any other
+option of `generate` there is refused, and a name that nobody knows is warned of. See also
+[coming from vLLM](from-vllm.md).
 
 Under `accelerated(model)`, a call with a refused option goes to the model's own `generate`. So do two other calls: one
 with your own processors or criteria for several rows, as `generate` calls them with all rows at once; and one with
@@ -88,6 +91,14 @@ gen.generate(prompts, logits_processor=factory)
 
 [constrained.md](constrained.md) tells more. Settings such as `sequence_bias` may differ between prompts, too:
 pass a list of `GenerationConfig`s.""",
+    Subject.RESULTS: """\
+Log-probabilities have three forms, each with an entry for each token:
+
+```python
+gen.generate(prompts, logprobs=2)[0].logprobs[0]    # {5: -0.2, 9: -1.8}: the token itself, and the likeliest
+gen.score(contexts, continuations)[0].logprobs[0]   # -0.2: of a token of the continuation
+json.loads(line_of_a_file)["logprobs"][0]           # {"token_id": 5, "token": " yes", "logprob": -0.2, "top": ...}
+```""",
     Subject.SPECULATION: """\
 Speculation drafts tokens (with an assistant model, by looking up the prompt, or with heads of the model's own). It
 makes `generate` faster and gives what the model alone would give. Here these options are accepted and change nothing;

@@ -109,6 +109,13 @@ TABLE: dict[str, OptionRow] = {
             "ended a sequence is its last token.",
             takes=Takes.TOKENS,
         ),
+        _added(
+            "stop_token_ids",
+            Where.DEVICE,
+            "A list of tokens that end a sequence besides the EOS tokens, as if they stood in `eos_token_id`, too.",
+            takes=Takes.IDS,
+        ),
+        _added("ignore_eos", Where.DEVICE, "True is another name for `eos_token_id=None`.", takes=Takes.FLAG),
         _honoured(
             "stop_strings",
             Where.LATE,
@@ -161,7 +168,7 @@ TABLE: dict[str, OptionRow] = {
             neutral=50,
         ),
         _honoured("top_p", Where.DEVICE, takes=Takes.NUMBER, sampling_only=True, neutral=1.0),
-        _honoured("min_p", Where.DEVICE, takes=Takes.NUMBER, sampling_only=True),
+        _honoured("min_p", Where.DEVICE, takes=Takes.NUMBER, sampling_only=True, neutral=0.0),
         _honoured("top_h", Where.STEP, takes=Takes.NUMBER, sampling_only=True),
         _honoured("typical_p", Where.STEP, takes=Takes.NUMBER, sampling_only=True, neutral=1.0),
         _honoured("epsilon_cutoff", Where.STEP, takes=Takes.NUMBER, sampling_only=True, neutral=0.0),

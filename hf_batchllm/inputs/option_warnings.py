@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -30,6 +30,8 @@ def warn_of_options(
     """
     if not config.do_sample:
         idle = [name for name in _FOR_SAMPLING if was_asked(name) and TABLE[name].asks(getattr(config, name))]
+        if config.temperature == 0 and "temperature" in idle:
+            idle.remove("temperature")  # the name for greedy decoding in other libraries
         if idle:
             notices(f"greedy: {idle}", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
     for name in _PROBABILITIES:
@@ -67,6 +69,33 @@ def warn_of_options(
                 f"`min_new_tokens` ({config.min_new_tokens:,}) is more than `max_new_tokens` "
                 f"({config.max_new_tokens:,}): every sequence stops at the latter",
             )
+
+
+def warn_of_greedy(
+    asked: Mapping[str, Any],
+    seed: Any,
+    configs: Sequence[GenerationConfig | None],
+    own: GenerationConfig | None,
+    notices: Notices,
+) -> None:
+    """Warn of a greedy call that seems to be meant for sampling: it has a temperature above 0, or a seed.
+
+    To other libraries these two ask for sampling. If ``do_sample`` is given, greedy decoding is no surprise.
+
+    ``asked``: the keyword arguments; ``configs``: those of the call, which may repeat what ``own`` says, the model's.
+    """
+    if asked.get("do_sample") is not None or any(getattr(each, "do_sample", None) is not None for each in configs):
+        return
+    temperature = asked.get("temperature")
+    if temperature is None:  # of the values in configs, those that ask for something have their warning already
+        neutral, theirs = TABLE["temperature"].neutral, getattr(own, "temperature", None)
+        found = (getattr(each, "temperature", None) for each in configs)
+        temperature = next((value for value in found if value == neutral and value != theirs), None)
+    idle = ["temperature"] if temperature is not None and temperature > 0 else []
+    if seed is not None:
+        idle.append("seed")
+    if idle and not (idle == ["temperature"] and TABLE["temperature"].asks(temperature)):  # has its warning already
+        notices(f"greedy: {idle}", f"{_have(idle)} no effect on greedy decoding: set `do_sample=True` to sample")
 
 
 def _have(names: list[str]) -> str:

@@ -30,21 +30,31 @@ FROM_ELSEWHERE = {
     ),
     **dict.fromkeys(("min_gen_tokens",), "is called `min_new_tokens` here"),
     **dict.fromkeys(
-        ("best_of", "num_samples", "num_generations", "num_outputs"),
+        ("num_samples", "num_generations", "num_outputs"),
         "is called `num_return_sequences` here",
     ),
+    "best_of": (
+        "is not an option here: ask for `n` answers with `logprobs=0`, and keep the one whose log-probabilities have "
+        "the largest sum"
+    ),
     **dict.fromkeys(("stop_words", "stop_sequences", "stop_sequence"), "is called `stop_strings` here"),
-    "stop_token_ids": "is called `eos_token_id` here, and replaces the model's own: list that one as well",
-    "ignore_eos": "is not an option here: pass `eos_token_id=None`",
     **dict.fromkeys(("sampling_params", "params"), "is not an option here: pass each option as a keyword argument"),
     **dict.fromkeys(("use_tqdm", "show_progress", "progress_bar", "verbose", "disable_tqdm"), _PROGRESS),
-    **dict.fromkeys(("random_seed", "generator", "rng"), "is called `seed` here, and is a whole number"),
+    **dict.fromkeys(
+        ("random_seed", "sampling_seed", "generator", "rng"), "is called `seed` here, and is a whole number"
+    ),
     **dict.fromkeys(
         ("presence_penalty", "frequency_penalty"), "is not an option of transformers; see `repetition_penalty`"
     ),
     **dict.fromkeys(("repeat_penalty", "rep_penalty", "rep_pen"), "is called `repetition_penalty` here"),
     **dict.fromkeys(("sample", "sampling"), "is called `do_sample` here"),
     "use_beam_search": "is not an option here: set `num_beams`",
+    **dict.fromkeys(("beam_width", "beam_size"), "is called `num_beams` here"),
+    **dict.fromkeys(
+        ("return_logprob", "return_logprobs", "top_logprobs_num"),
+        "is called `logprobs` here: the number of likeliest tokens beside the token itself, 0 for itself alone",
+    ),
+    "logprob_start_len": "is not an option here: `prompt_logprobs` asks for those of the whole prompt",
     "stream": "is not an option here: BatchGenerator.stream gives each result as soon as it is finished",
     "greedy": "is not an option here: pass `do_sample=False`",
     **dict.fromkeys(
@@ -91,14 +101,18 @@ FROM_ELSEWHERE = {
         "is called `adapter` here: the name of a PEFT adapter that the model has, or a list with one for each prompt",
     ),
     **dict.fromkeys(
-        ("guided_decoding", "structured_outputs", "response_format", "guided_json", "guided_regex", "grammar"),
+        (
+            *("guided_decoding", "structured_outputs", "response_format", "guided_json", "guided_regex"),
+            *("guided_grammar", "grammar", "regex", "ebnf", "json_schema", "structural_tag"),
+        ),
         "is not an option of transformers: pass `logits_processor=factory`, where factory(index, prompt_token_ids) "
-        "makes the processors of one sequence (docs/generate.md)",
+        "makes the processors of one sequence (docs/constrained.md)",
     ),
     "guided_choice": "is not an option here: `score(prompts, choices=[...])` says how likely each choice is",
     **dict.fromkeys(
         ("include_stop_str_in_output", "no_stop_trim"),
-        "is not an option here: as in transformers, a `text` ends with the stop string that ended it",
+        "is not an option here: as in transformers, a `text` ends with the token that completed the stop string; "
+        "text.split(stop)[0] is what comes before the string",
     ),
     "logits_processors": "is called `logits_processor` here: a list for all prompts, or a callable that makes one",
     "logit_bias": "is called `sequence_bias` here, and maps tuples of token ids to a bias",
@@ -116,8 +130,8 @@ FROM_ELSEWHERE = {
 _NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     **dict.fromkeys(("repeat_penalty", "rep_penalty", "rep_pen", "best_of"), (1,)),
-    **dict.fromkeys(("logit_bias", "stop_token_ids", "bad_words", "stop_words", "stop_sequences"), ({}, [])),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "stream", "echo", "return_full_text"), (False,)),
+    **dict.fromkeys(("logit_bias", "bad_words", "stop", "stop_words", "stop_sequences"), ({}, [])),
+    **dict.fromkeys(("use_beam_search", "stream", "echo", "return_full_text"), (False,)),
     **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), (True,)),
     "skip_special_tokens": (True,),
     "response_format": ({"type": "text"},),
@@ -160,6 +174,8 @@ def wanted_logprobs(asked: Any, top: Any, refusal: Refusal) -> int | None:
         if not is_whole(top) or top < 0:
             raise refusal("top_logprobs", f"must be a whole number of at least 0, not {shown(top)}")
         if asked is False or asked is None:
+            if top == 0:
+                return None
             raise refusal("top_logprobs", "needs `logprobs`: set it to true")
         if asked is not True and asked != top:
             raise refusal("top_logprobs", "contradicts `logprobs`: keep one of them")

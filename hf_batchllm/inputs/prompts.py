@@ -138,7 +138,8 @@ def check_prompts(
                     pack(index, ids)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
-            notices("empty", f"prompt {empty} is an empty string: the model sees only the tokenizer's special tokens")
+            named = f"{'the prompt of ' if notices.has_names else ''}{notices.places([empty])}"
+            notices("empty", f"{named} is an empty string: the model sees only the tokenizer's special tokens")
     if options:
         all_chats = [index for index, prompt in enumerate(given) if is_chat(prompt)]
         # Lines of a file were written one by one. Lists in a call may well be made for all prompts by one rule.

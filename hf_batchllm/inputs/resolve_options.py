@@ -20,6 +20,8 @@ from ..notices import Notices
 from ..wording import shown
 from .base_model import GenerativeModel, base_model
 from .call_arguments import CALL_ARGUMENTS, CallArguments
+from .config_names import with_known_names
+from .end_tokens import settle_end_tokens
 from .option_checks import check_call_arguments, check_generation_config, check_values
 from .option_conflicts import check_samples, check_sampling
 from .option_row import Fate, OptionKind, OptionRow, PromptForm
@@ -95,8 +97,12 @@ def _checked_arguments(
     kwargs = _without_token_types(kwargs, model, padded)
     for name, value in kwargs.items():
         row = TABLE.get(name)
-        if row is not None and row.kind is not OptionKind.FIELD and row.asks(value):
+        if row is None or not row.asks(value):
+            continue
+        if row.kind is not OptionKind.FIELD:
             _refuse(row, padded)
+        elif row.fate is Fate.REFUSED and value is not None and value is not False:
+            _refuse(row, padded, _set_to(value))  # before transformers makes a config of it, and warns
     defaults = model._extract_generation_mode_kwargs(None, {}, None, None, None)
     if defaults["synced_gpus"]:  # transformers' default with ZeRO-3
         _refuse(TABLE["synced_gpus"], padded)
@@ -115,6 +121,7 @@ def _resolve(
     padded: PaddedBatch | None,
     notices: Notices,
 ) -> Options:
+    generation_config = with_known_names(generation_config, model.generation_config, notices)
     check_samples(fields, generation_config, model)
     lengths = (fields.get("max_length"), getattr(generation_config, "max_length", None))
     has_default_length = all(value is None for value in (*lengths, model.generation_config.max_length))
@@ -134,6 +141,7 @@ def _resolve(
 
     _refuse_fields(config, was_asked, padded)
     check_values(vars(config))
+    settle_end_tokens(config, generation_config, fields)
     check_sampling(config)
     warn_of_options(config, fields, was_asked, notices)
     if has_default_length and config.max_new_tokens is None:
@@ -213,7 +221,7 @@ def _refuse(row: OptionRow, padded: PaddedBatch | None, set_to: str = "") -> Non
 
 
 def _refuse_fields(config: GenerationConfig, was_asked: Callable[[str], bool], padded: PaddedBatch | None) -> None:
-    # A name that transformers does not know either is a checkpoint's own note: ignored, as by ``generate``.
+    # A name beside these is a note of the model's own config: ignored, as by ``generate``.
     for name in _FIELDS:
         value = getattr(config, name, None)
         if value is None or value is False:
@@ -223,7 +231,11 @@ def _refuse_fields(config: GenerationConfig, was_asked: Callable[[str], bool], p
             if value != config._get_default_generation_params().get(name):
                 raise unknown_field(name, value)
         elif row.asks(value) and (row.fate is Fate.REFUSED or was_asked(name)):
-            _refuse(row, padded, f" (it is set to {shown(value)})")
+            _refuse(row, padded, _set_to(value))
+
+
+def _set_to(value: object) -> str:
+    return f" (it is set to {shown(value)})"
 
 
 def _content_key(config: GenerationConfig) -> Hashable:

@@ -17,6 +17,7 @@ from ..engine.job import Job, JobChecks
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.call_arguments import CallArguments
+from ..inputs.config_names import without_foreign_names
 from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
@@ -105,8 +106,8 @@ def _block(
 class _ChecksAsGenerate(JobChecks):
     """Refuses calls whose results would differ from a batch of ``generate``, which runs all rows in step."""
 
-    def job(self, *given: Any) -> Job:
-        job = super().job(*given)
+    def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
+        job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
         if job.options and _is_padded(job):
             _refuse_callables_that_see_padding(job.options[0].arguments)
         # The beams of a prompt are passed together here, too.
@@ -119,6 +120,9 @@ class _ChecksAsGenerate(JobChecks):
                 why = "ends rows one by one, and without an EOS token `generate` goes on with all rows until all end"
                 raise UnsupportedOptionError(ending, why)
         return job
+
+    def _warn_of_greedy(self, *given: Any) -> None:
+        """Nothing: the caller writes for `generate`, whose names mean what they mean there."""
 
 
 class _AsGenerate(BatchGenerator):

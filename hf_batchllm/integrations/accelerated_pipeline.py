@@ -13,6 +13,7 @@ from transformers import Pipeline, TextGenerationPipeline
 from ..config import BatchConfig
 from ..engine.job import Job, JobChecks
 from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptionError
+from ..inputs.config_names import without_foreign_names
 from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
@@ -72,8 +73,8 @@ def _changed_method(pipe: TextGenerationPipeline) -> str | None:
 class _ChecksAsPipeline(JobChecks):
     """Refuses callables that a pipeline would call for one prompt after the other: they might keep state."""
 
-    def job(self, *given: Any) -> Job:
-        job = super().job(*given)
+    def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
+        job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
         if job.sequences > 1:
             why = (
                 'a pipeline calls for one batch after the other: use pipeline("batch-text-generation"), which calls it '
@@ -83,6 +84,9 @@ class _ChecksAsPipeline(JobChecks):
             if job.options[0].arguments.prefix_allowed_tokens_fn is not None:
                 raise UnsupportedOptionError("prefix_allowed_tokens_fn", f"is a function that {why}")
         return job
+
+    def _warn_of_greedy(self, *given: Any) -> None:
+        """Nothing: the caller writes for `generate`, whose names mean what they mean there."""
 
 
 class _GeneratorAsPipeline(TokenGenerator):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _FIELDS = frozenset(vars(GenerationConfig()))
+_HARNESS_NAMES = ("max_gen_toks", "until")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class AnswerSettings:
         inner = base_model(lm.model)
         for name in kwargs:
             if name not in _FIELDS:
-                raise unknown_option(name, inner)
+                raise _unknown(name, inner)
         if (kwargs.get("num_return_sequences") or 1) > 1:
             raise UnsupportedOptionError("num_return_sequences", "is more than 1: use the `repeats` of a task")
         if kwargs.get("max_length") is None:
@@ -109,6 +111,14 @@ class AnswerRequest:
         return answer
 
 
+def _unknown(name: str, model: Any) -> UnsupportedOptionError:
+    """The harness has names of its own for a length and for stop strings."""
+    near = difflib.get_close_matches(name, [*_HARNESS_NAMES, *_FIELDS], n=1)
+    if near and near[0] in _HARNESS_NAMES:
+        return UnsupportedOptionError(name, f"is not a setting of an answer; did you mean `{near[0]}`?")
+    return unknown_option(name, model)
+
+
 def answer_requests(lm: HFLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[AnswerRequest]:
     """A request for each pair of a context and the harness's ``gen_kwargs``."""
     known: dict[str, AnswerSettings] = {}
@@ -122,16 +132,17 @@ def answer_requests(lm: HFLM, requests: Sequence[tuple[str, dict[str, Any]]]) ->
 
 
 def run_requests(
-    generator: BatchGenerator, requests: Sequence[AnswerRequest], progress: bool
+    generator: BatchGenerator, requests: Sequence[AnswerRequest], adapter: Any, progress: bool
 ) -> Iterator[tuple[int, list[int]]]:
     """The place of each request and the tokens of its answer, as they finish.
 
     The engine finds strings fast, and finds those that begin in the prompt, too. An answer that such a string ended is
     computed once more, with the harness's own criteria, which are called for each token.
     """
+    options = {"adapter": adapter, "progress": progress}
     again: list[int] = []
     configs = [_config_with_strings(each.settings) for each in requests]
-    for each in generator.stream([each.ids for each in requests], configs, progress=progress):
+    for each in generator.stream([each.ids for each in requests], configs, **options):
         if each.finish_reason == "stop" and requests[each.index].ended_by_its_context(each.token_ids):
             again.append(each.index)
         else:
@@ -144,7 +155,7 @@ def run_requests(
         return list(some[index].criteria(len(prompt_token_ids)))
 
     configs = [each.settings.config for each in some]
-    for each in generator.stream([each.ids for each in some], configs, stopping_criteria=criteria, progress=progress):
+    for each in generator.stream([each.ids for each in some], configs, stopping_criteria=criteria, **options):
         yield again[each.index], each.token_ids
 
 

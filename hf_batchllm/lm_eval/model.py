@@ -5,11 +5,7 @@ The steps around the model are those of ``hf``: loading, chat templates, tokeniz
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import inspect
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,24 +17,17 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
-from ..config import BatchConfig, elsewhere
+from ..config import BatchConfig
 from ..engine.unfinished import part_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..generator import BatchGenerator
+from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..results.scores import Score
 from .answers import answer_requests, run_requests
+from .arguments import FIELDS, of_the_harness, refuse_what_is_ignored
 from .registration import NAME
 
 _log = logging.getLogger(__name__)
-
-_FIELDS = [field.name for field in dataclasses.fields(BatchConfig)]
-_HARNESS_BACKENDS = ("default", "causal", "seq2seq")  # the harness's values of `backend`; others are a BatchConfig's
-_HARNESS_ARGUMENTS = inspect.signature(HFLM.__init__).parameters
-_KNOWN = [*_FIELDS, *(name for name in _HARNESS_ARGUMENTS if name not in ("self", "kwargs"))]
-# Engines like this one have options of these names, and so has transformers.
-_OF_FROM_PRETRAINED = ("device_map", "torch_dtype", "quantization", "attn_implementation", "generation_config")
-_SIMILARITY = 0.8  # of a misspelt name; arguments of from_pretrained() are less like these
-_FLOAT32 = (None, "float32", torch.float32)
 
 TokenizedPair = tuple[tuple[str, str] | None, list[int], list[int]]  # the request's texts, a context, a continuation
 
@@ -50,19 +39,29 @@ class BatchLM(HFLM):
     It takes the arguments of ``hf``; ``pretrained`` may be a model object. ``batch_size``, ``max_batch_size`` and
     ``logits_cache`` have no effect. It also takes the fields of a BatchConfig (``kv_memory=20GiB``), or a
     BatchConfig as ``batch_config``. A ``backend`` that names a kind of model is the harness's, any other BatchConfig's.
+    ``adapter`` is the name of one of the PEFT adapters of a model object, or None for the model without any.
 
     Log-probabilities are computed in float32, as ``hf`` does with ``softmax_dtype=float32``. With ``num_beams``, a
     stop string ends the beam that holds it; in ``hf`` it ends the search.
     """
 
     def __init__(self, pretrained: str | PreTrainedModel, **given: Any) -> None:
-        ours = {name: given.pop(name) for name in _FIELDS if name in given and not _is_of_the_harness(name, given)}
+        ours = {name: given.pop(name) for name in FIELDS if name in given and not of_the_harness(name, given[name])}
         config = BatchConfig.of(given.pop("batch_config", None), ours, "batch_config")
-        _refuse(pretrained, given)
+        self._adapter = given.pop("adapter", AS_IT_IS)
+        refuse_what_is_ignored(pretrained, given)
+        self._check_adapter(pretrained)
         super().__init__(pretrained, **given)
         if str(self.batch_size_per_gpu) != "1":
             _log.warning("batch_size has no effect: the batch is as large as memory allows (kv_memory)")
         self._generator = BatchGenerator(self.model, self.tokenizer, config)
+
+    def _check_adapter(self, pretrained: str | PreTrainedModel) -> None:
+        if self._adapter is AS_IT_IS:
+            return
+        if isinstance(pretrained, str):
+            raise ConfigError("`adapter` chooses among the adapters of a model object: name a PEFT folder as `peft`")
+        adapter_of_each(pretrained, self._adapter, 1)
 
     def close(self) -> None:
         """Free the memory that is kept between calls. This object cannot be used afterwards; its model can."""
@@ -100,7 +99,12 @@ class BatchLM(HFLM):
         found: list[tuple[float, bool]] = []
         try:
             with self._precision():
-                scores = self._generator.score(contexts, continuations, progress=self._shows_progress(disable_tqdm))
+                scores = self._generator.score(
+                    contexts,
+                    continuations,
+                    adapter=self._adapter,
+                    progress=self._shows_progress(disable_tqdm),
+                )
         except BaseException as error:
             for score in part_of(error) or ():
                 if isinstance(score, Score):  # finished scores go into the harness's cache
@@ -135,7 +139,8 @@ class BatchLM(HFLM):
         if not tokenized:
             return texts
         with self._precision():
-            for place, token_ids in run_requests(self._generator, tokenized, self._shows_progress(disable_tqdm)):
+            progress = self._shows_progress(disable_tqdm)
+            for place, token_ids in run_requests(self._generator, tokenized, self._adapter, progress):
                 texts[place] = tokenized[place].text(token_ids)
                 self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
         return texts
@@ -150,48 +155,3 @@ class BatchLM(HFLM):
         dtype = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None):
             yield
-
-
-def _is_of_the_harness(name: str, given: dict[str, Any]) -> bool:
-    return name == "backend" and given[name] in _HARNESS_BACKENDS
-
-
-def _refuse_wrong_folder(adapter: str) -> None:
-    """An adapter is looked for before the model is loaded, which takes long."""
-    folder = os.path.expanduser(adapter)
-    if os.path.isdir(folder):
-        if not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-            raise ConfigError(
-                f"`peft` is {adapter}, and there is no adapter_config.json in this folder: name a PEFT folder"
-            )
-    elif os.path.exists(folder):
-        raise ConfigError(f"`peft` is {adapter}, which is a file: name the folder that it is in")
-    elif adapter.startswith((".", "/", "~")) or adapter.count("/") != 1:  # else a name on the hub
-        raise ConfigError(f"`peft` is {adapter}, and there is no such folder")
-
-
-def _refuse(pretrained: Any, given: dict[str, Any]) -> None:
-    """Refuse arguments of ``hf`` that would be ignored, or that this model cannot honour."""
-    if given.get("softmax_dtype") not in _FLOAT32:
-        raise ConfigError("`softmax_dtype` must be float32: log-probabilities are computed in it here")
-    if given.get("tp_plan") is not None:
-        raise UnsupportedModelError("`tp_plan` spreads a model over devices, which is not supported: use --model hf")
-    if isinstance(given.get("peft"), str):
-        _refuse_wrong_folder(given["peft"])
-    if isinstance(pretrained, str):
-        for name in given:  # others may be for from_pretrained(), which takes the fields of any config
-            if name not in _HARNESS_ARGUMENTS and name not in _OF_FROM_PRETRAINED:
-                why = "is called `max_length` here" if name == "max_model_len" else elsewhere(name)
-                if why is not None:
-                    raise ConfigError(f"`{name}` {why}")
-            near = (
-                []
-                if name in (*_HARNESS_ARGUMENTS, "max_memory")
-                else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=_SIMILARITY)
-            )
-            if near:
-                raise ConfigError(f"`{name}` is not an argument of this model; did you mean `{near[0]}`?")
-    else:
-        for name in given:  # the harness passes others to from_pretrained(), which a loaded model does not need
-            if name not in _HARNESS_ARGUMENTS:
-                BatchConfig.of(None, {name: given[name]})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from .dataframes import Columns, dataset_of, prompt_column, table_of, write_json_lines
+from .missing_names import OF_A_GENERATION, OF_A_RESULT, no_such
 from .rows import headline, picked
 from .run_report import RunReport
 from .short_values import short_ids, short_text
@@ -64,6 +65,11 @@ class Generation:
     prompt: str | list[dict[str, Any]] | None = field(default=None, compare=False)
     adapter: str | None = None
 
+    if not TYPE_CHECKING:  # a type checker knows all attributes that there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such(self, name, OF_A_GENERATION)
+
     def __repr__(self) -> str:
         """In a line, the text first."""
         said = {"error": short_text(self.error)} if self.error is not None else {"text": short_text(self.text)}
@@ -105,6 +111,11 @@ class BatchResult(Sequence[Generation]):
         self._generations = list(generations)
         self.report = report
         self._decode = decode
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such(self, name, OF_A_RESULT)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, which stores the results without the tokenizer."""

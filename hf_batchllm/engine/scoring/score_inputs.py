@@ -103,10 +103,12 @@ def check_scores(
     read: Reading,
     architecture: Architecture,
     adapters: Callable[[int], list[str | None] | None],
+    wrong_adapters: Mapping[int, str],
 ) -> ScoreInputs:
     """Each continuation to score, or why it cannot be scored. Arguments that make no sense as a whole raise an error.
 
     ``adapters``: takes the number of contexts and gives the adapter of each, or None if no adapters were named.
+    It enters the contexts that name an unknown one into ``wrong_adapters``.
     """
     given, entries = _paired(contexts, continuations, choices)
     inputs = ScoreInputs(what="text" if given is None else "context")
@@ -118,7 +120,7 @@ def check_scores(
     for place, item in found:
         tokens = len(item.ids) - 1  # the last token never runs through the model
         described = f"has {tokens:,} tokens to run, continuation included"
-        why = position_problem(described, tokens, architecture, "shorten it")
+        why = wrong_adapters.get(item.index) or position_problem(described, tokens, architecture, "shorten it")
         why = why or id_without_logits(item.ids[item.first :], architecture)
         if why is None:
             items[place] = item

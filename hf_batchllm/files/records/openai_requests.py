@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...inputs.chats import chat_problem
-from ...inputs.other_names import asks_for_nothing
+from ...inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
-from .setting_names import nearest
+from .setting_names import NAMES, nearest
 from .settings import GenerationSettings, SettingError, read_settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -44,6 +45,8 @@ _SETTINGS = {
     "stop": "stop",
     "seed": "seed",
     "truncate_prompt_tokens": "max_prompt_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
 }
 _OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")  # settings, too, of requests with messages
 
@@ -89,16 +92,19 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     "echo": _only(False),
     "suffix": _only("", hint="models here continue a prompt at its end alone"),
     "use_beam_search": _only(False, hint="set --set num_beams=... for the whole file"),
-    "ignore_eos": _only(False),
-    "stop_token_ids": _only([]),
     "include_stop_str_in_output": _only(False),
     "skip_special_tokens": _only(True),
     "spaces_between_special_tokens": _only(True),
     "add_generation_prompt": _only(True, False),  # see ``_of_chats``
     "add_special_tokens": _only(True, False),
     "chat_template": _only(hint="it is the tokenizer's; see --tokenizer"),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _only()),
-    "structured_outputs": _only(),
+    **{
+        name: _only(
+            hint="answers of lines are free text; BatchGenerator.generate takes a grammar (docs/constrained.md)"
+        )
+        for name in ("guided_json", "guided_regex", "guided_grammar", "structured_outputs")
+    },
+    "guided_choice": _only(hint="`score` of BatchGenerator says how likely each choice is (docs/scoring.md)"),
 }
 _KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_OF_CHATS, *_WITHOUT_EFFECT}
 
@@ -109,6 +115,7 @@ def in_openai_names(why: str) -> str:
         ("`num_return_sequences`", "`n`"),
         ("`sequence_bias`", "`logit_bias`"),
         ("`stop_strings`", "`stop`"),
+        ("`max_prompt_tokens`", "`truncate_prompt_tokens`"),
         ("`do_sample=True`", "a `temperature` above 0"),
     ):
         why = why.replace(ours, theirs)
@@ -181,6 +188,12 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
         return f"`{name}` does not go with {endpoint}, whose requests have `{source}`"
     if name == "top_logprobs":
         return f"`top_logprobs` does not go with {endpoint}: `logprobs` is the number there"
+    if name in FROM_ELSEWHERE:
+        ours = re.match(r"is called `(\w+)`", FROM_ELSEWHERE[name])
+        more = ""
+        if ours is not None and ours[1] in NAMES and ours[1] not in _KNOWN:
+            more = f"; a request cannot have it: pass --set {ours[1]}=... for the whole file"
+        return f"`{name}` {FROM_ELSEWHERE[name]}{more}"
     near = nearest(name)
     return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
@@ -255,7 +268,7 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
     try:
         settings = read_settings(given)
     except SettingError as error:
-        raise RecordError(str(error), error.name) from None
+        raise RecordError(in_openai_names(str(error)), error.name) from None
     # OpenAI's temperature is 1 by default, so these ask for sampling.
     draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)
     return replace(settings, implies_sampling=draws)

@@ -15,9 +15,9 @@ import numpy as np
 from ...inputs.chats import chat_problem, is_chat
 from ...wording import a_kind, shown
 from .json_records import NoPromptError, NotJsonError, RecordError, not_finite, parse
-from .openai_requests import prompt_of, read_request
+from .openai_requests import in_openai_names, prompt_of, read_request
 from .prompt_records import ALL_FIELDS, OPENAI, PLAIN, BadPromptRecord, PromptRecord, RecordLayout
-from .setting_names import TOP_LEVEL_NAMES
+from .setting_names import TOP_LEVEL_NAMES, if_data
 from .settings import NO_SETTINGS, GenerationSettings, SettingError, settings_in_record
 from .templates import MissingField, fields_in_words
 
@@ -78,6 +78,13 @@ class RecordReader:
                 no_prompt=isinstance(error, NoPromptError),
             )
 
+    def why(self, raw: bytes, settings: GenerationSettings, why: str) -> str:
+        """A problem that only the model finds with the settings of a record, by the names that the record has."""
+        if self.dialect == OPENAI:
+            return in_openai_names(why)
+        written = settings.as_written(why)
+        return if_data(written, parse(raw)) if self.layout.line_settings else written
+
     def prompt_text(self, raw: bytes) -> str:
         """The text whose beginning two records must have in common to share anything; "" for a bad record."""
         try:
@@ -123,7 +130,7 @@ class RecordReader:
                 kept=() if self.layout.keep == ALL_FIELDS else self.layout.keep,
             )
         except SettingError as error:
-            raise RecordError(str(error), error.name) from None
+            raise RecordError(if_data(str(error), record), error.name) from None
         return self.base if own is NO_SETTINGS else own.over(self.base)
 
     def _kept(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,6 +183,8 @@ class RecordReader:
         if misspelt is not None:
             return f"{what}: did you mean `{misspelt[1]}` by `{misspelt[0]}`?"
         like = next((name for name in _LIKELY_PROMPT_FIELDS if isinstance(record.get(name), str)), None)
+        if isinstance(record.get("prompt_token_ids"), list):
+            return f"{what}: pass --prompt-field prompt_token_ids, or call it `prompt`, which may hold token ids"
         hint = f": pass --prompt-field {like}, or a --template" if like else ": pass --prompt-field, or a --template"
         return what + hint
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from ...inputs.option_row import Fate, OptionKind
 from ...inputs.option_table import names
@@ -12,7 +14,10 @@ from ...inputs.prompt_options import PROMPT_OPTIONS
 
 NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS)  # not fields of a GenerationConfig
 NAMES = frozenset(
-    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"} | set(ALIASES) | set(NOT_IN_CONFIG)
+    names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"}
+    | set(ALIASES)
+    | set(NOT_IN_CONFIG)
+    | {"stop_token_ids", "ignore_eos"}
 )
 _HONOURED = frozenset(names(fate=Fate.HONOURED) & NAMES | set(ALIASES) | set(NOT_IN_CONFIG))
 # A record's field with such a name is a setting. The other names are common words, which people use for their own data.
@@ -22,14 +27,13 @@ _USUAL_DATA = frozenset(
     (
         *("prompt", "text", "texts", "text_inputs", "messages", "conversations", "chats", "prompt_token_ids"),
         *("model", "config", "params", "sample", "sampling", "device", "dtype", "generator", "verbose", "timeout"),
-        *("documents", "grammar", "thinking", "tool", "adapted", "stream"),
+        *("documents", "grammar", "thinking", "tool", "adapted", "stream", "regex", "ebnf", "json_schema"),
     )
 )
 # Names from elsewhere. To pass over them would give another answer than was asked for.
 _OTHER_NAMES = {
     **{name: why for name, why in FROM_ELSEWHERE.items() if name not in _USUAL_DATA},
     "logit_bias": 'is called `sequence_bias` here: [[[token id], bias], ...], as in {"sequence_bias": [[[42], -5.0]]}',
-    "ignore_eos": "is not taken: set `min_new_tokens`",
     "truncate_prompt_tokens": "is called `max_prompt_tokens` here",
     "enable_thinking": 'goes into `chat_template_kwargs`: {"chat_template_kwargs": {"enable_thinking": false}}',
     "sampling_params": 'is called `settings` here: {"settings": {"temperature": 0.8}}',
@@ -38,6 +42,7 @@ NOT_FOR_FILES = {
     "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
     "prompt_logprobs": "is not for files: see BatchGenerator.generate",
 }
+_SHORT_NAMES = ("n", "stop", "seed")  # settings whose names are usual names of data, too
 _SHORTEST_GUESSED = 7  # letters of a setting's name: shorter ones are similar to too many other words
 _SIMILARITY = 0.85
 
@@ -54,6 +59,12 @@ def mistaken_name(name: str) -> str | None:
         return _OTHER_NAMES[elsewhere]
     near = near or nearest(name)
     return None if near is None else f"is not the name of a setting; did you mean `{near}`?"
+
+
+def if_data(why: str, record: Mapping[str, Any]) -> str:
+    """A problem with settings of a line, and what to do if the field that it names was meant as data."""
+    named = next((name for name in _SHORT_NAMES if name in record and f"`{name}`" in why), None)
+    return why if named is None else f"{why} (if `{named}` is a field of your own data: --no-line-settings)"
 
 
 def nearest(name: str, exactly: bool = False) -> str | None:

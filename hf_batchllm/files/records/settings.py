@@ -17,7 +17,7 @@ from ...inputs.option_row import Takes
 from ...inputs.option_table import TABLE
 from ...inputs.other_names import ALIASES, FROM_ELSEWHERE, asks_for_nothing, wanted_logprobs
 from ...inputs.prompt_options import PROMPT_OPTIONS, checked_prompt_option
-from ...wording import shown
+from ...wording import is_whole, shown
 from .setting_names import NAMES, NOT_FOR_FILES, NOT_IN_CONFIG, TOP_LEVEL_NAMES, mistaken_name
 
 _IF_DATA = " (for a field of your own data: --keep {name}, or --no-line-settings)"
@@ -67,6 +67,10 @@ class GenerationSettings:
         for short, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
             if short in self.options and other not in self.options:
                 options.pop(other, None)  # the base's, which would win over it
+        if self.options.get("ignore_eos") and "eos_token_id" not in self.options:
+            options.pop("eos_token_id", None)
+        elif "eos_token_id" in self.options and "ignore_eos" not in self.options:
+            options.pop("ignore_eos", None)
         if self.implies_sampling and "do_sample" not in options:
             options["do_sample"] = True
         return GenerationSettings(
@@ -233,6 +237,8 @@ def _checked(name: str, known: str, value: Any) -> Any:
         raise SettingError(name, f"must be a number, not {value}")
     if known in ("max_new_tokens", "num_return_sequences", "num_beams") and value < 1:
         raise SettingError(name, f"must be at least 1, and is {value}")
+    if known == "stop_token_ids" and not (isinstance(value, list) and all(map(is_whole, value))):
+        raise SettingError(name, f"must be {takes.value}, not {shown(value)}")
     if known == "stop_strings":
         listed = [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import string
 from collections.abc import Mapping
@@ -66,7 +67,10 @@ def _text(record: Mapping[str, Any], name: str) -> str:
         found: Any = record
         for part in name.split("."):  # {meta.title}
             if not isinstance(found, Mapping) or part not in found:
-                raise MissingField(f"has no field {shown(name)}, which the template names{fields_in_words(record)}")
+                near = difflib.get_close_matches(name, [str(field) for field in record], n=1)
+                hint = f": did you mean {{{near[0]}}}?" if near else ""
+                why = f"has no field {shown(name)}, which the template names{fields_in_words(record)}{hint}"
+                raise MissingField(why)
             found = found[part]
         value = found
     if value is None:

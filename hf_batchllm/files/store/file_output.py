@@ -43,6 +43,7 @@ class FileOutput(Output):
         self._table = kind in TABLES
         self._record_path = record_path(self.path)
         self._journal_path = journal_path(self.path, self._table)
+        self._has_old_record = os.path.exists(self._record_path)
         self._restart = restart
         self._note = note
         self._record: RunRecord | None = None
@@ -192,6 +193,7 @@ class FileOutput(Output):
                 self._journal.close()
                 self._journal = self._make_journal()
             sync_folder(self.path)
+            self._has_old_record = False
         except OSError as error:
             raise OutputFileError(f"{self.path} cannot be moved to {aside}: {reason(error)}") from error
         self._note(f"what was in {self.path} is in {aside} now")
@@ -274,10 +276,19 @@ class FileOutput(Output):
             ) from error
 
     def close(self) -> None:
-        self._journal.close(remove=self._table_written)
+        unused = self._was_never_used()
+        if unused and not self._has_old_record:
+            with contextlib.suppress(OSError):
+                os.unlink(self._record_path)
+        self._journal.close(remove=self._table_written or (unused and self._journal.created))
         if self._table_written:
             sync_folder(self.path)
         self._table_written = False
+
+    def _was_never_used(self) -> bool:
+        """Whether this run was begun and then refused, or broken off, before its first result."""
+        begun = self._record is not None and self._record.finished is None and not self.complete
+        return begun and self._journal.is_open and self._journal.empty
 
 
 def journal_path(output: str, is_table: bool) -> str:

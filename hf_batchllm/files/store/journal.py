@@ -125,6 +125,15 @@ class Journal:
         return len(self._index)
 
     @property
+    def is_open(self) -> bool:
+        return self._descriptor >= 0
+
+    @property
+    def created(self) -> bool:
+        """Whether the file was made by this object."""
+        return self._created
+
+    @property
     def empty(self) -> bool:
         """Not even half a line."""
         return os.fstat(self._descriptor).st_size == 0

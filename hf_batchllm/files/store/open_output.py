@@ -18,13 +18,15 @@ from .table_inputs import import_pyarrow
 
 
 def kept_in(path: str, format: str | None = None) -> str:
-    """Where a run that is not finished has its results, in words that follow "are"; "" where none are kept."""
+    """Where a run that is not finished has its results, in words that follow "are"; "" where there are none."""
     if is_stream(path):
         return ""
-    if format_of(path, format, OutputFileError) not in TABLES:
-        return f"in {path}"
+    is_table = format_of(path, format, OutputFileError) in TABLES
     named = real_path(path) if os.path.islink(path) else path
-    return f"in {journal_path(named, True)} ({path} itself comes at the end)"
+    journal = journal_path(named, is_table)
+    if not (os.path.isfile(journal) and os.path.getsize(journal)):
+        return ""
+    return f"in {journal} ({path} itself comes at the end)" if is_table else f"in {path}"
 
 
 def open_output(
