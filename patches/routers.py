@@ -81,7 +81,7 @@ def _sigmoid_of_some_groups(router: Any) -> Rule:
     return Rule(router.top_k, "sigmoid", share=share, added_to_sum=1e-20, factor=factor, **_groups(router, 2))
 
 
-def _groups(router: Any, best: int) -> dict[str, int]:
+def _groups(router: Any, best: int) -> dict[str, Any]:
     return {"groups": router.num_group, "top_groups": router.topk_group, "group_best": best}
 
 

@@ -11,7 +11,17 @@ import triton
 from support_kernels import plain
 from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
-from hf_batchllm.kernels import layer_ops_triton, penalties_triton, prefill_hopper, sample_triton, top_k_top_p_triton
+from hf_batchllm.kernels import (
+    experts_triton,
+    layer_ops_triton,
+    penalties_triton,
+    prefill_hopper,
+    routing_triton,
+    sample_triton,
+    top_k_top_p_triton,
+)
+from hf_batchllm.kernels.experts_torch import Gating
+from hf_batchllm.kernels.routing_torch import Rule
 from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
@@ -89,6 +99,27 @@ def test_rotation(compiled: list[str], case: int) -> None:
 @pytest.mark.parametrize("case", range(0, len(NORM), 2))
 def test_norm(compiled: list[str], case: int) -> None:
     layer_ops_triton.add_rms_norm(**norm_case(case, NORM[case], BF16, 4))
+
+
+@pytest.mark.parametrize(("interleaved", "tokens"), [(False, 512), (True, 4)], ids=["wide", "narrow"])
+def test_experts(compiled: list[str], interleaved: bool, tokens: int) -> None:
+    experts, hidden, inter, top = 4, 256, 128, 2
+    groups = {"groups": 2, "top_groups": 1, "group_best": 2}
+    rule = Rule(top, "sigmoid", **groups) if interleaved else Rule(top)
+    logits, bias = torch.zeros(tokens, experts, dtype=BF16), torch.zeros(experts) if interleaved else None
+    tile = experts_triton.rows_of_a_tile(tokens * top, experts, BF16)
+    choice, rows = routing_triton.choose(logits, rule, tile, BF16, bias)
+    routing_triton.rows_of_experts(choice.indices, experts, tile)
+    up, down = (torch.zeros(experts, *shape, dtype=BF16) for shape in ((2 * inter, hidden), (hidden, inter)))
+    up_bias, down_bias = (torch.zeros(experts, size, dtype=BF16) for size in (2 * inter, hidden))
+    if interleaved:
+        up, down = up.transpose(1, 2).contiguous().transpose(1, 2), down.transpose(1, 2).contiguous().transpose(1, 2)
+    gating = Gating("gpt_oss", 7.0, interleaved=True) if interleaved else Gating()
+    x = torch.zeros(tokens, hidden, dtype=BF16)
+    made = experts_triton.up_products(x, up, up_bias if interleaved else None, rows, top, gating)
+    made = experts_triton.down_products(made, down, down_bias if interleaved else None, rows, top)
+    experts_triton.sum_of_shares(made, choice.shares)
+    assert len(compiled) == 5
 
 
 def test_prefill_in_gluon(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
