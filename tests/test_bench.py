@@ -89,7 +89,7 @@ def test_the_floor_stands_beside_the_speeds(tmp_path: Path, capsys: pytest.Captu
 def test_a_model_that_has_no_floor_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "load_model", lambda *args: greedy(build("mixtral")))
+    monkeypatch.setattr(bench, "load_model", lambda *args: greedy(build("jetmoe")))
     assert bench.main([*SMALL, "--floor", "--rivals", "none", "--no-pieces"]) == 0
     assert "no floor: not every token meets all of its matrices" in capsys.readouterr().out
 
