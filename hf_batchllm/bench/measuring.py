@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .contenders import Ours, Prompts, Tokens, end_tokens
-from .floor import Floor, NoFloorError, Shape, floor_of
+from .floor import Floor, Shape, floor_of
 from .machine_rates import Rates, measure_rates
-from .matrices import Matrices, matrices_of
+from .matrices import Matrices, NoFloorError, matrices_of
 from .recording_scheduler import StepSize
 from .routing_shares import with_measured_shares
 from .timing import free_memory, timed
