@@ -12,7 +12,9 @@ import pytest
 import torch
 from support_families import build
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from hf_batchllm.bench.contenders import Ours
 from hf_batchllm.bench.device_time import BusySpan, Gap, device_time_table, kind_of, time_of
 from hf_batchllm.bench.floor import Shape, floor_of
 from hf_batchllm.bench.gpu_busy import busy_share_of, gpu_busy
@@ -20,6 +22,7 @@ from hf_batchllm.bench.machine_rates import Rates, measure_rates
 from hf_batchllm.bench.matrices import Mixture, NoFloorError, matrices_of
 from hf_batchllm.bench.models import load_model
 from hf_batchllm.bench.routing_shares import with_measured_shares
+from hf_batchllm.bench.shapes import SHAPES
 from hf_batchllm.bench.workload import Mix, MixedGroups, PromptGroup, Workload
 
 RATES = Rates(780e12, 4.2e12)
@@ -174,6 +177,32 @@ def test_prompts_read_the_weights_once_at_least() -> None:
     longer = floor_of(QWEN_30B, [PromptGroup(10, [5, 5], [1, 9])], RATES)
     reads = QWEN_30B.step_bytes(np.array([20, *[1] * 8])).sum()
     assert longer.weights + longer.products == pytest.approx(reads / RATES.copy, rel=1e-2)
+
+
+def test_steps_of_a_run_meet_about_as_many_experts_as_said() -> None:
+    """And no fewer: an answer's tokens resemble each other, so rows of different answers meet somewhat more."""
+    fields = SHAPES["qwen3-30b-a3b"] | {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 16}
+    fields |= {"num_attention_heads": 4, "num_experts": 64, "moe_intermediate_size": 16}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    mixtures, rows = matrices_of(model).mixtures, 12
+    workload = Workload(rows, 0, 8, 24, 1)
+    prompts = workload.prompts(2048)
+    met: list[int] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, given: met.append(len(given[1].unique()))) for module, _ in mixtures
+    ]
+    ours = Ours(model)
+    with pytest.warns(UserWarning, match="hooks"):
+        answers = ours.run(prompts, workload.answers)
+    assert {size.rows for size in ours.scheduler.sizes} == {0, rows}
+    for hook in hooks:
+        hook.remove()
+    found, _ = with_measured_shares(model, mixtures, prompts, answers)
+    expected = np.mean([each.met(np.array([rows])) for each in found])
+    in_steps = np.mean(met[-2 * 23 :])
+    assert 0.8 * in_steps < expected < in_steps
 
 
 def test_shares_are_counted_over_answers(monkeypatch: pytest.MonkeyPatch) -> None:

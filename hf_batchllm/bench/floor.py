@@ -11,8 +11,9 @@ A mixture of experts differs in two ways. A token is multiplied by the matrices 
 shared experts, dense layers) and by those of the few experts that are chosen for it. And a step reads the weights that
 all tokens meet and those of each expert that is met by one of its rows at least. With a share p of all tokens choosing
 an expert, r rows all pass it by with probability (1 - p)^r; so the step meets as many experts as 1 - (1 - p)^r adds up
-to over a layer's experts. The shares are counted layer by layer over tokens of the run (``routing_shares.py``); where
-that is not possible each expert gets as many tokens as any other, which is when a step meets most.
+to over a layer's experts. The shares are counted layer by layer over tokens of the run (``routing_shares.py``). Tokens
+of one answer resemble each other more than those of several answers, so a step meets a few experts more than that: the
+floor is too low rather than too high. Where nothing can be counted, each expert gets as many tokens as any other.
 
 Not part of the floor, but shown beside it: what the small operations of a layer read and write even when fused.
 """
