@@ -15,6 +15,7 @@ from hf_batchllm.patches.fused_experts import ExpertKernels
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 
 import bench_experts
+import calibrate_experts
 from bench_support.expert_layers import NAMES, ExpertShape, experts_of, with_tokens
 
 TWINS = ExpertKernels(
@@ -97,3 +98,13 @@ def test_the_kernels_are_timed_on_what_the_one_before_has_made(monkeypatch: pyte
     assert list(pieces) == ["route", "up", "down", "sum"]
     made = [piece() for piece in pieces.values()]
     torch.testing.assert_close(made[-1], layer.ours(TWINS))
+
+
+def test_the_tiles_to_try_suit_the_rows_that_an_expert_has() -> None:
+    shape = ExpertShape(128, 8, 2048, 768)
+    assert [calibrate_experts.row_sizes(shape, tokens)[-1] for tokens in (16, 256, 1024, 8192)] == [16, 32, 64, 128]
+    found = experts_of("gpt-oss-20b", 2, "cpu", torch.float32, **LESS["gpt-oss-20b"] | FEW_HEADS)
+    jobs = calibrate_experts.jobs_of(shape, with_tokens(found, 1)[0], 256)
+    assert {job.rows for job in jobs} == {16, 32} and {job.which for job in jobs} == {"up", "down"}
+    assert all(job.transposed and job.biased and job.gating.interleaved for job in jobs)
+    assert len(set(jobs)) == len(jobs)
