@@ -90,9 +90,59 @@ def test_the_floor_stands_beside_the_speeds(tmp_path: Path, capsys: pytest.Captu
 def test_a_model_that_has_no_floor_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "load_model", lambda *args: greedy(build("mixtral")))
+    monkeypatch.setattr(bench, "load_model", lambda *args: greedy(build("jetmoe")))
     assert bench.main([*SMALL, "--floor", "--rivals", "none", "--no-pieces"]) == 0
     assert "no floor: not every token meets all of its matrices" in capsys.readouterr().out
+
+
+SMALLER_MIXTURES = {
+    "qwen3-30b-a3b": {"num_experts": 16, "moe_intermediate_size": 32},
+    "gpt-oss-20b": {"num_local_experts": 8},
+    "mixtral-8x7b": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("qwen3-30b-a3b", "--degree 3 --shared 40 --batch-sizes 3"),
+        ("gpt-oss-20b", "--workload decode --batch-sizes 3"),
+        ("mixtral-8x7b", "--shared 40 --degrees 1,3 --rivals none"),
+        ("mixtral-8x7b", "--degree 3 --shared 40 --ablation sharing,order"),
+    ],
+)
+def test_mixtures_of_experts(name: str, asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every table, with the floor and the rivals."""
+    fields = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config, path = tmp_path / "config.json", tmp_path / "figures.json"
+    config.write_text(json.dumps(SHAPES[name] | fields | SMALLER_MIXTURES[name]))
+    arguments = f"--config {config} --requests 6 --own 5 --new 4 --runs 1 --floor --json {path} {asked}"
+    assert bench.main(arguments.split()) == 0
+    said = capsys.readouterr().out
+    assert "routing of the run ... counted over" in said and "no floor" not in said
+    figures = json.loads(path.read_text())
+    floor = figures["degrees"][1]["floor"] if "degrees" in figures else figures["floor"]
+    experts, top = SMALLER_MIXTURES[name].get("num_experts", 8), SHAPES[name]["num_experts_per_tok"]
+    assert floor["experts"] == experts and top < floor["experts_met"] <= experts
+    assert floor["routed_tokens"] in (3 * 3, 6 * 3) and floor["seconds"] > 0
+    if "contenders" in figures:
+        assert figures["same_tokens"] == [6, 6] and "layers without attention" in said
+        assert f"of {experts} in a layer, on average; counted over 18 tokens" in said
+        assert not figures["pieces"]["products_only"] and max(map(len, said.splitlines())) <= 120
+
+
+def test_without_a_count_experts_are_taken_to_be_alike(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("hf_batchllm.bench.measuring.with_measured_shares", fails)
+    monkeypatch.setattr(bench, "load_model", lambda *args: greedy(build("mixtral")))
+    assert bench.main([*SMALL, "--floor", "--rivals", "none", "--no-pieces"]) == 0
+    said = capsys.readouterr().out
+    assert "OutOfMemoryError; experts are taken to be chosen equally often" in said and "if all are met alike" in said
 
 
 def greedy(model: Any) -> Any:

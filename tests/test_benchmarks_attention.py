@@ -270,6 +270,8 @@ def test_a_gate_is_suggested_between_what_pays_and_what_does_not() -> None:
         "bench_decode_attention",
         "bench_prefill_attention",
         "calibrate_attention",
+        "bench_experts",
+        "calibrate_experts",
         "bench_small_kernels",
         "bench_sampling_kernels",
         "bench_fused_layers",

@@ -37,7 +37,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.bench.shapes import SHAPES
+from hf_batchllm.bench.shapes import SHAPES, has_experts
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
@@ -51,6 +51,7 @@ from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 
 DEVICE = torch.device("cuda")
+DENSE = tuple(name for name in SHAPES if not has_experts(name))  # a layer's products are the same for all tokens
 PAGE = 64
 
 
@@ -236,7 +237,7 @@ def profile_of(forward: Forward, what: str, count: int = 3) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llama-8b,qwen3-8b", help=f"of {', '.join(SHAPES)} (default: %(default)s)")
+    parser.add_argument("--shapes", default="llama-8b,qwen3-8b", help=f"of {', '.join(DENSE)} (default: %(default)s)")
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--length", type=int, default=2048, help="of each prompt")
     parser.add_argument("--seconds", type=float, default=14.0, help="for each shape and number of tokens")
@@ -250,6 +251,8 @@ def main() -> None:
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}; torch {torch.__version__}, transformers {transformers.__version__}, python {sys.version.split()[0]}")
     shapes, length = chosen.shapes.split(","), chosen.length
+    if unknown := [name for name in shapes if name not in DENSE]:
+        parser.error(f"--shapes: {', '.join(unknown)} is none of {', '.join(DENSE)}")
     counts = [int(each) for each in chosen.tokens.split(",")]
     kernels = fused_kernels(BatchConfig(page_size=PAGE), DEVICE)
     assert kernels is not None

@@ -14,7 +14,7 @@ import argparse
 
 import numpy as np
 import torch
-from bench_prompt_step import DEVICE, PAGE, SHAPES, Forward, Watch, build, turns
+from bench_prompt_step import DENSE, DEVICE, PAGE, Forward, Watch, build, turns
 from bench_support.gpu_timing import need_gpu
 
 from hf_batchllm import BatchConfig
@@ -24,7 +24,7 @@ from hf_batchllm.patches.fusion import Fusion
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=tuple(SHAPES))
+    parser.add_argument("--shape", default="llama-8b", choices=DENSE)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=2048, help="of each prompt")
     parser.add_argument("--seconds", type=float, default=10.0)

@@ -72,7 +72,7 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     if asked.trace and report is not None and report.timeline is not None:
         where = f"{_name(model)}, {_machine(model.device)}"
         draw_steps({ours.name: report.timeline}, asked.trace, f"{where}. {_describe_work(asked)}")
-    floors = Floors(model) if asked.floor else None
+    floors = Floors(model, rows[0]) if asked.floor else None
     # Answers of many lengths mean steps of many sizes: timing each of them would take too long.
     wanted = not asked.no_pieces and not isinstance(workload, Mix) and not asked.stop_after
     alone = time_model_alone(model, sizes) if wanted else None

@@ -253,7 +253,7 @@ def ablate(
             pairs = zip(ablated.row.tokens, rows[0].row.tokens, strict=True)
             ablated.same_tokens = sum(mine == theirs for mine, theirs in pairs)
     if floor:
-        floors = Floors(model)
+        floors = Floors(model, rows[0].row)
         result.note = floors.reason
         least = floors.of(workload)
         for ablated in rows:

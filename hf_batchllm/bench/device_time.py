@@ -17,6 +17,7 @@ KINDS = {
         "_best_of", "_noisy_weight", "_draw_from", "_advance", "_survey", "_search", "_cut", "_penalise", "_mark_seen",
         "_edge", "_list_groups",
     ),
+    "experts": ("_up_products", "_down_products", "_sum_of_shares", "_rows_of_experts", "_choose", "_cut_tiles"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "gemv"),
     "copies": ("memcpy", "memset"),
 }  # fmt: skip

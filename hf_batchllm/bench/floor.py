@@ -4,33 +4,41 @@ Computed at the rate of large matrix products: the products of all prompt tokens
 the LM head, and the prompts' attention. Read at the rate of a large copy: the K and V of each decode step, a shared
 prefix once for its group. Reading the weights costs nothing where decode rows run in one step with prompts. If nothing
 is shared, prompts come first and decode steps run alone: each then takes at least as long as reading the weights.
+Prompts take at least as long as reading the weights once, and a run with shared prefixes at least as long as reading
+them once for the prompts and once for each further token of the longest answer.
+
+A mixture of experts differs in two ways. A token is multiplied by the matrices that all tokens meet (attention, router,
+shared experts, dense layers) and by those of the few experts that are chosen for it. And a step reads the weights that
+all tokens meet and those of each expert that is met by one of its rows at least. With a share p of all tokens choosing
+an expert, r rows all pass it by with probability (1 - p)^r; so the step meets as many experts as 1 - (1 - p)^r adds up
+to over a layer's experts. The shares are counted layer by layer over tokens of the run (``routing_shares.py``). Tokens
+of one answer resemble each other more than those of several answers, so a step meets a few experts more than that: the
+floor is too low rather than too high. Where nothing can be counted, each expert gets as many tokens as any other.
 
 Not part of the floor, but shown beside it: what the small operations of a layer read and write even when fused.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..model.architecture import inspect_model
 from .machine_rates import Rates
+from .matrices import Matrices, Mixture, NoFloorError, matrices_of
 from .workload import PromptGroup
 
 # Values that pass through memory for each token and layer, as multiples of a width. Twice a layer a norm reads a
 # sublayer's output and the residual and writes both the sum and its norm; rope reads q, k and v and writes them (k and
 # v to the cache); an activation reads gate and up and writes one.
 _NORMS, _ROPE, _GATED_MLP, _PLAIN_MLP = 8, 2, 3, 2
-
-
-class NoFloorError(ValueError):
-    """The floor's arithmetic does not hold for this model."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,15 @@ class Shape:
     heads: int
     head_dim: int
     vocabulary: int
-    linear_weights: int  # of all layers, without embedding and LM head
+    linear_weights: int  # of all layers, without embedding, LM head and experts
     kv_bytes: int  # of a token, over all layers that read them
     windows: tuple[int | None, ...]  # [layers]  keys that each layer sees; None: all
     query_key_value: int  # values of a token's q, k and v in a layer
     mlp_width: int
     gated: bool
     value_bytes: int = 2
+    mixtures: tuple[Mixture, ...] = ()  # of the layers that have one
+    routed_tokens: int = 0  # of the run, over which their shares were counted; 0: all experts are taken to be alike
 
     @property
     def layers(self) -> int:
@@ -58,43 +68,62 @@ class Shape:
         return self.hidden * self.vocabulary
 
     @property
-    def step_bytes(self) -> int:
-        """Weights that a step of decode rows reads, however few rows it has."""
-        return (self.linear_weights + self.head_weights) * self.value_bytes
+    def met_weights(self) -> int:
+        """Weights of all layers by which a token is multiplied."""
+        return self.linear_weights + sum(mixture.top * mixture.weights for mixture in self.mixtures)
+
+    def step_bytes(self, rows: np.ndarray) -> np.ndarray:  # [steps] -> [steps]
+        """Weights that a step of so many rows reads, on average; without experts the number does not matter."""
+        whole = np.full(len(rows), float(self.linear_weights + self.head_weights))
+        counted = Counter(self.mixtures).items()
+        return (whole + sum(n * each.weights * each.met(rows) for each, n in counted)) * self.value_bytes
+
+    def experts_met(self, rows: np.ndarray) -> float:
+        """Of a layer by a step, on average over layers and steps."""
+        if not self.mixtures or not len(rows):
+            return 0.0
+        met = sum(n * each.met(rows).mean() for each, n in Counter(self.mixtures).items())
+        return float(met / len(self.mixtures))
 
     @property
     def elementwise_bytes(self) -> int:
-        """Bytes that a token's small operations read and write, over all layers."""
-        mlp = (_GATED_MLP if self.gated else _PLAIN_MLP) * self.mlp_width
-        values = _NORMS * self.hidden + _ROPE * self.query_key_value + mlp
-        return values * self.layers * self.value_bytes
+        """Bytes that a token's small operations read and write, over all layers.
+
+        An expert's activation is part of its products. The sum of a token's experts reads each result and writes one.
+        """
+        gated = _GATED_MLP if self.gated else _PLAIN_MLP
+        values = (_NORMS * self.hidden + _ROPE * self.query_key_value) * self.layers
+        values += gated * self.mlp_width * (self.layers - len(self.mixtures))
+        values += sum((each.top + 1) * self.hidden + gated * each.shared_width for each in self.mixtures)
+        return values * self.value_bytes
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Shape:
+    def of(cls, model: PreTrainedModel, matrices: Matrices | None = None) -> Shape:
         config = model.config.get_text_config(decoder=True)
         head = model.get_output_embeddings()
-        linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
-        known = {id(module.weight) for module in [*linear, head]}
-        known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        if any(id(weight) not in known for weight in model.parameters() if weight.ndim > 1):
-            raise NoFloorError("not every token meets all of its matrices (a mixture of experts)")
+        matrices = matrices or matrices_of(model)
+        if matrices.why_not_known:
+            raise NoFloorError(matrices.why_not_known)
         architecture = inspect_model(model)
         values = sum(shape.kv_values for shape in architecture.attention)  # each layer reads them, shared or not
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = architecture.attention[0].heads
+        # Of queries and values, which may differ, and over layers, which may differ as well.
+        widths = sum(shape.heads * (shape.qk_dim + shape.v_dim) for shape in architecture.attention)
+        head_dim = widths // (2 * heads * architecture.layers)
         inner = getattr(config, "n_inner", None) or 4 * config.hidden_size
         return cls(
             hidden=config.hidden_size,
             heads=heads,
             head_dim=head_dim,
             vocabulary=head.weight.shape[0],
-            linear_weights=sum(module.weight.numel() for module in linear),
+            linear_weights=sum(_numbers(module) for module in matrices.linear) + matrices.routers,
             kv_bytes=values * model.dtype.itemsize,
             windows=_windows(config, architecture.layers),
             query_key_value=heads * head_dim + values // architecture.layers,
             mlp_width=getattr(config, "intermediate_size", None) or inner,
             gated=any("gate" in name.rpartition(".")[2] for name, _ in model.named_modules()),
             value_bytes=model.dtype.itemsize,
+            mixtures=tuple(mixture for _, mixture in matrices.mixtures),
         )
 
 
@@ -106,8 +135,9 @@ class Needs:
     decode_tokens: int
     operations: float  # of products and of the prompts' attention
     kv_bytes: float  # that decode steps read, each shared prefix once for its group
-    waiting: float  # seconds by which reading the weights exceeds the products of decode steps
+    waiting: float  # seconds by which reading the weights exceeds the products
     elementwise_bytes: float
+    experts_met: float = 0.0  # of a layer by a decode step, on average
 
 
 @dataclass(frozen=True)
@@ -115,6 +145,8 @@ class Floor:
     needs: Needs
     rates: Rates
     alone: bool  # whether decode steps run without prompts
+    experts: int = 0  # of a layer
+    routed_tokens: int = 0  # over which the share of each was counted
 
     @property
     def products(self) -> float:
@@ -126,7 +158,7 @@ class Floor:
 
     @property
     def weights(self) -> float:
-        return self.needs.waiting if self.alone else 0.0
+        return self.needs.waiting
 
     @property
     def seconds(self) -> float:
@@ -138,11 +170,13 @@ class Floor:
 
 
 def floor_of(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Floor:
-    return Floor(_needs(shape, groups, rates), rates, alone=not any(group.shared for group in groups))
+    alone = not any(group.shared for group in groups)
+    most = max((mixture.experts for mixture in shape.mixtures), default=0)
+    return Floor(_needs(shape, groups, rates, alone), rates, alone, most, shape.routed_tokens)
 
 
-def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Needs:
-    linear, head = 2 * shape.linear_weights, 2 * shape.head_weights  # operations of a token
+def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates, alone: bool) -> Needs:
+    linear, head = 2 * shape.met_weights, 2 * shape.head_weights  # operations of a token
     per_pair = 4 * shape.heads * shape.head_dim
     layer_bytes = shape.kv_bytes / shape.layers
     prompt_tokens = samples = 0
@@ -163,8 +197,12 @@ def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Needs:
     counts = np.concatenate([np.asarray(group.new) for group in groups]) - 1
     rows = np.array([(counts > step).sum() for step in range(counts.max(initial=0))])  # [steps]
     decode_tokens = int(counts.sum())
-    operations = linear * prompt_tokens + attention + head * samples + (linear + head) * decode_tokens
-    short = shape.step_bytes / rates.copy - rows * (linear + head) / rates.operations
+    of_prompts = linear * prompt_tokens + attention + head * samples
+    operations = of_prompts + (linear + head) * decode_tokens
+    # The fewest steps: all prompts in one, then one for each further token of the longest answer.
+    reads = shape.step_bytes(np.array([prompt_tokens, *rows])) / rates.copy
+    computes = np.array([of_prompts, *rows * (linear + head)]) / rates.operations
+    short = reads - computes if alone else (reads.sum() - computes.sum())[None]
     return Needs(
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
@@ -172,6 +210,7 @@ def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates) -> Needs:
         kv_bytes=kv,
         waiting=float(np.maximum(short, 0).sum()),
         elementwise_bytes=float(shape.elementwise_bytes) * (prompt_tokens + decode_tokens),
+        experts_met=shape.experts_met(rows),
     )
 
 
@@ -181,6 +220,12 @@ def _seen(queries: float, before: float, window: int | None) -> float:
         return queries * before + queries * queries / 2
     growing = max(window - before, 0)
     return growing * before + growing * growing / 2 + (queries - growing) * window
+
+
+def _numbers(module: nn.Module) -> int:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.numel()
 
 
 def _counted(windows: Sequence[int | None]) -> list[tuple[int | None, int]]:

@@ -39,6 +39,8 @@ def floor_figures(floor: Floor) -> dict[str, Any]:
         "elementwise_seconds": floor.elementwise,
         "operations_per_second": floor.rates.operations,
         "copy_bytes_per_second": floor.rates.copy,
+        "experts": floor.experts,
+        "routed_tokens": floor.routed_tokens,
         **asdict(floor.needs),
     }
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from .contenders import Ours, Prompts, Tokens, end_tokens
-from .floor import Floor, NoFloorError, Shape, floor_of
+from .floor import Floor, Shape, floor_of
 from .machine_rates import Rates, measure_rates
+from .matrices import Matrices, NoFloorError, matrices_of
 from .recording_scheduler import StepSize
+from .routing_shares import with_measured_shares
 from .timing import free_memory, timed
 from .workload import Mix, Workload
 
@@ -107,23 +110,40 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
 class Floors:
     """The floor of any workload on this model and machine."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, ran: Measurement) -> None:
+        """``ran`` has the prompts and answers by which the share of each expert is counted, if there are experts."""
         self.shape: Shape | None = None
         self.rates: Rates | None = None
         self.reason = ""  # why there is no floor
         try:
-            self.shape = Shape.of(model)
+            matrices = matrices_of(model)
+            self.shape = Shape.of(model, matrices)
         except NoFloorError as error:
             self.reason = str(error)
             return
         print("rates of the machine ...", end=" ", flush=True)
         self.rates = measure_rates(model.device, model.dtype)
         print(self.rates, flush=True)
+        if matrices.mixtures:
+            self.shape = _with_routing(model, matrices, self.shape, ran)
 
     def of(self, workload: Workload | Mix) -> Floor | None:
         if self.shape is None or self.rates is None:
             return None
         return floor_of(self.shape, workload.as_groups(), self.rates)
+
+
+def _with_routing(model: PreTrainedModel, matrices: Matrices, shape: Shape, ran: Measurement) -> Shape:
+    print("routing of the run ...", end=" ", flush=True)
+    free_memory(model.device)
+    prompts = ran.workload.prompts(model.config.get_text_config().vocab_size)
+    try:
+        mixtures, tokens = with_measured_shares(model, matrices.mixtures, prompts, ran.tokens)
+    except Exception as error:  # out of memory, for example: the other figures stand
+        print(f"{type(error).__name__}; experts are taken to be chosen equally often")
+        return shape
+    print(f"counted over {tokens:,} tokens", flush=True)
+    return replace(shape, mixtures=tuple(mixtures), routed_tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -137,8 +157,9 @@ class Reads:
     def of(cls, row: Measurement, shape: Shape, sizes: list[StepSize]) -> Reads | None:
         if row.floor is None:
             return None
-        steps = sum(not size.chunk_tokens for size in sizes)
-        return cls((row.floor.needs.kv_bytes + steps * shape.step_bytes) / row.seconds, steps)
+        rows = np.array([size.rows for size in sizes if not size.chunk_tokens], dtype=int)
+        weights = float(shape.step_bytes(rows).sum())
+        return cls((row.floor.needs.kv_bytes + weights) / row.seconds, len(rows))
 
 
 def agreement(ours: Measurement, theirs: Measurement | None, vocabulary: int) -> tuple[int, int] | None:

@@ -3,6 +3,10 @@
 The parts are the matrix products of the prompt tokens, the model's own layers without attention for decode rows, and
 the LM head for the sampled rows. The engine's overhead comes on top: attention, norms and activations of the prompt
 tokens, scheduling, sampling and results.
+
+A mixture of experts has matrices that are no linear layers, and a row meets few of them. There, whole layers are timed
+for prompt tokens as well. These are the model's own code, and random tokens choose the experts. The engine has kernels
+for such layers, so a run may take less time than the model alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context
 from ..patches.attention_swap import AttentionSwap
+from .matrices import matrices_of
 from .recording_scheduler import StepSize
 from .timing import timed
 
@@ -49,9 +54,10 @@ class _NoAttention:
 @torch.no_grad()
 def time_model_alone(model: PreTrainedModel, sizes: Sequence[StepSize]) -> ModelAlone:
     head = model.get_output_embeddings()
-    products = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
-    products_only = _has_no_other_matrices(model, products, head)
+    matrices = matrices_of(model)
+    products, products_only = matrices.linear, matrices.in_linear_layers_alone
     swap = AttentionSwap(model)
+    vocabulary = model.config.get_text_config().vocab_size
 
     def multiply(rows: int) -> Callable[[], None]:
         inputs = {
@@ -66,7 +72,7 @@ def time_model_alone(model: PreTrainedModel, sizes: Sequence[StepSize]) -> Model
         return run
 
     def layers(rows: int) -> Callable[[], None]:
-        ids = torch.arange(rows, device=model.device)[None] % 1000
+        ids = torch.randint(0, vocabulary, (1, rows), generator=torch.Generator().manual_seed(0)).to(model.device)
         positions = torch.zeros_like(ids)
 
         def run() -> None:
@@ -101,10 +107,3 @@ def _median(device: torch.device, work: Callable[[], None]) -> float:
 def _width(module: nn.Module) -> int:
     assert isinstance(module, nn.Linear | Conv1D)
     return int(module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features)
-
-
-def _has_no_other_matrices(model: nn.Module, products: Sequence[nn.Module], head: nn.Module) -> bool:
-    """False for a mixture of experts, whose weights are not in linear layers: no row meets all of them."""
-    known = {id(module.weight) for module in [*products, head]}
-    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return all(id(weight) in known for weight in model.parameters() if weight.ndim > 1)

@@ -42,7 +42,7 @@ def sweep_degrees(
         rows.append(measure(ours, workload, workload.prompts(vocabulary), runs))
     note = ""
     if floor:
-        floors = Floors(model)
+        floors = Floors(model, max(rows, key=lambda row: row.requests))
         note = floors.reason
         for row in rows:
             row.floor = floors.of(row.workload)

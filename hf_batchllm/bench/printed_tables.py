@@ -57,10 +57,15 @@ def floor_lines(floor: Floor, ours: Measurement) -> str:
         _seconds("  products, attention of prompts", floor.products, f"at {rates[0]}, measured in this run"),
         _seconds("  K and V that decode steps read", floor.keys, f"at {rates[1]}, measured in this run"),
     ]
-    if floor.alone:
+    if floor.alone or floor.weights:
+        of = "a step's" if floor.alone else "all"
         lines.append(
-            _seconds("  waiting for weights", floor.weights, "where reading them takes longer than a step's products")
+            _seconds("  waiting for weights", floor.weights, f"where reading them takes longer than {of} products")
         )
+    if floor.needs.experts_met:
+        counted = f"counted over {floor.routed_tokens:,} tokens" if floor.routed_tokens else "if all are met alike"
+        note = f"of {floor.experts:,} in a layer, on average; {counted}"
+        lines.append(_seconds("  experts that a decode step meets", floor.needs.experts_met, note))
     fused = "not in the floor: norms, rope, activations, all of them fused"
     lines.append(_seconds("small operations", floor.elementwise, fused))
     return "\n".join(lines)

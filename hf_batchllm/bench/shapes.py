@@ -161,11 +161,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def has_experts(name: str) -> bool:
+    return "num_experts_per_tok" in SHAPES[name]
+
+
 def layer_products(name: str) -> list[tuple[int, int]]:
     """(values in, values out) of a layer's four matrix products, merged as fused layers run them.
 
-    q, k and v in one; the output projection; gate and up in one; down.
+    q, k and v in one; the output projection; gate and up in one; down. Of a layer without experts.
     """
+    if has_experts(name):
+        raise ValueError(f"a layer of {name} has experts, and no four products that all tokens meet")
     fields = SHAPES[name]
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     dim, inner = fields.get("head_dim", hidden // heads), fields["intermediate_size"]
