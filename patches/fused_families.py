@@ -26,6 +26,14 @@ def _own_window(attention: Attention) -> int | None:
     return attention.sliding_window
 
 
+def _exaone_window(attention: Attention) -> int | None:
+    return attention.sliding_window if attention.is_sliding else None
+
+
+def _exaone_turns(attention: Attention) -> bool:
+    return attention.sliding_window is None or attention.is_sliding
+
+
 def _config_window(attention: Attention) -> int | None:
     window: int | None = getattr(attention.config, "sliding_window", None)
     return window
@@ -36,7 +44,7 @@ class Family:
     name: str  # its classes' names begin with it
     folder: str = ""  # in transformers; by default the name in small letters
     model: str = "Model"  # ends the name of the class that runs the layers
-    norm: str = "RMSNorm"  # ends the name of its norms' class
+    norm: str = "{}RMSNorm"  # its norms' class, by the name
     form: str = "llama"  # of its norms (see ``kernels.layer_ops_torch.rms_norm``)
 
     # The layer: the names of the norms (before, behind) attention, and (before, behind) the MLP.
@@ -47,8 +55,11 @@ class Family:
     dropouts: Names = (None, None)  # names of the dropouts of the results of attention and MLP
 
     # Attention. A single name is one projection for q, k and v together.
+    attention: bool = True  # otherwise it runs its own code
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qk_norms: str = ""  # "heads": of each head by itself; "all": of all heads at once
+    has_qk_norms: Callable[[Attention], bool] = lambda attention: True  # whether this layer has them
+    clip: Callable[[Attention], float | None] = _none  # the size to which q, k and v are cut before the rotation
     turn: str = "llama"  # how it rotates (see ``kernels.layer_ops_torch.rope_and_write``)
     turns: Callable[[Attention], bool] = lambda attention: True  # whether this layer rotates at all
     # The values that its attention passes on under these names.
@@ -57,9 +68,15 @@ class Family:
     sinks: Callable[[Attention], torch.Tensor | None] = _none
 
     # The MLP.
+    mlp: str = "mlp"  # the layer's name for it
+    mlp_class: str = "{}MLP"  # by the name
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
-    experts: str = ""  # ends the class name of its mixtures of experts, which run their own code
+    experts: str = ""  # ends the class name of its mixtures of experts, which stand in place of an MLP
+    shared: str = ""  # the mixture's name for an MLP beside its experts
+
+    # Attention's and the MLP's name for the share of their results that they drop while they are trained.
+    dropped: str = ""
 
     @property
     def home(self) -> str:
@@ -68,7 +85,10 @@ class Family:
 
     @property
     def norm_class(self) -> str:
-        return self.name + self.norm
+        return self.norm.format(self.name)
+
+    def norms_of_heads(self, attention: Attention) -> str:
+        return self.qk_norms if self.qk_norms and self.has_qk_norms(attention) else ""
 
     def norms(self) -> list[str]:
         """The names of a layer's norms, in the order in which they run."""
@@ -127,7 +147,7 @@ FAMILIES = (
     Family("SmolLM3", turns=lambda attention: bool(attention.use_rope), window=_own_window),
     Family(
         "Cohere2",
-        norm="LayerNorm",
+        norm="{}LayerNorm",
         form="cohere",
         mlp_norms=(None, None),
         parallel=True,
@@ -135,7 +155,7 @@ FAMILIES = (
         turns=lambda attention: attention.sliding_window is not None,
         window=_own_window,
     ),
-    Family("Qwen2Moe", folder="qwen2_moe", experts="SparseMoeBlock"),
+    Family("Qwen2Moe", folder="qwen2_moe", experts="SparseMoeBlock", shared="shared_expert"),
     Family("Qwen3Moe", folder="qwen3_moe", window=_own_window, qk_norms="heads", experts="SparseMoeBlock"),
     Family("Mixtral", window=_config_window, experts="SparseMoeBlock"),
     Family(
@@ -146,5 +166,62 @@ FAMILIES = (
         window=_own_window,
         sinks=lambda attention: attention.sinks,
         experts="MLP",
+    ),
+    Family("Qwen2VL", folder="qwen2_vl", model="TextModel", window=_own_window, mlp_class="Qwen2MLP"),
+    Family("Qwen2_5_VL", folder="qwen2_5_vl", model="TextModel", window=_own_window, mlp_class="Qwen2MLP"),
+    Family("Qwen3VLText", folder="qwen3_vl", qk_norms="heads"),
+    Family("Qwen3VLMoeText", folder="qwen3_vl_moe", qk_norms="heads", experts="SparseMoeBlock"),
+    Family(
+        "Glm4Moe",
+        folder="glm4_moe",
+        qk_norms="heads",
+        has_qk_norms=lambda attention: bool(attention.use_qk_norm),
+        experts="MoE",
+        shared="shared_experts",
+    ),
+    Family(
+        "Olmoe",
+        window=_config_window,
+        qk_norms="all",
+        clip=lambda attention: attention.config.clip_qkv,
+        experts="SparseMoeBlock",
+    ),
+    Family("DeepseekV2", folder="deepseek_v2", attention=False, experts="Moe", shared="shared_experts"),
+    Family("DeepseekV3", folder="deepseek_v3", attention=False, experts="MoE", shared="shared_experts"),
+    Family("SeedOss", folder="seed_oss", dropped="residual_dropout"),
+    Family(
+        "Exaone4",
+        attention_norms=(None, "post_attention_layernorm"),
+        mlp_norms=(None, "post_feedforward_layernorm"),
+        qk_norms="heads",
+        turns=_exaone_turns,
+        window=_exaone_window,
+    ),
+    Family(
+        "ExaoneMoe",
+        folder="exaone_moe",
+        qk_norms="heads",
+        turns=_exaone_turns,
+        window=_exaone_window,
+        experts="SparseMoEBlock",
+        shared="shared_experts",
+    ),
+    Family(
+        "GraniteMoe",
+        folder="granitemoe",
+        multiplier="residual_multiplier",
+        mlp="block_sparse_moe",
+        experts="MoE",
+    ),
+    Family("MiniMaxM2", folder="minimax_m2", qk_norms="all", experts="SparseMoeBlock"),
+    Family("Dots1", window=_own_window, qk_norms="heads", experts="MoE", shared="shared_experts"),
+    Family(
+        "Phi4Multimodal",
+        folder="phi4_multimodal",
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+        qkv=("qkv_proj",),
+        window=_config_window,
+        gate_up=("gate_up_proj",),
+        activation="activation_fn",
     ),
 )

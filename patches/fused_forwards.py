@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from .attention_interface import AttentionCall, Rotation, context_in_use
@@ -102,11 +103,12 @@ def layer_forward(
             states, stream = norms.begin(hidden_states, norm_named(before[0]))
         # The defaults are arguments that the layer's own forward names and hands on.
         attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
+        mlp = cast(nn.Module, layer._modules[family.mlp])
         if family.parallel:
-            result = made(1, layer.mlp(states), first=attended)
+            result = made(1, mlp(states), first=attended)
         else:
             states, stream = norms.add(made(0, attended), stream, norm_named(before[1]))
-            states = layer.mlp(states)
+            states = mlp(states)
             result = made(1, states[0] if isinstance(states, tuple) else states)  # experts may return scores, too
         return residual.leave(result, stream) if leaves else norms.sum(result, stream)
 
@@ -202,7 +204,7 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
     own = type(attention).forward
     dim = attention.head_dim
     heads, kv_heads = heads_of(attention, family)
-    norm_of_all = family.qk_norms == "all"
+    norms_of_heads = family.norms_of_heads(attention)
 
     def forward(
         hidden_states: torch.Tensor,  # [1, tokens, hidden]
@@ -221,14 +223,17 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
             states = getattr(attention, family.qkv[0])(hidden_states)[0]  # [tokens, (heads + 2 * kv_heads) * dim]
         else:
             states = functional.linear(hidden_states[0], *qkv[0])
-        if norm_of_all:
+        if norms_of_heads == "all":
             q, k = states.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)[:2]
             for norm, part in ((attention.q_norm, q), (attention.k_norm, k)):
                 kernels.add_rms_norm(part, None, norm.weight, family.eps(norm), form=family.form, out=part)
+        clip = family.clip(attention)
+        if clip is not None:
+            states.clamp_(min=-clip, max=clip)
         q, k, v = states.view(len(states), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
         cos, sin = (table[0] for table in position_embeddings) if family.turns(attention) else (None, None)
         rotation = Rotation(cos, sin, turn=family.turn)
-        if family.qk_norms and not norm_of_all:
+        if norms_of_heads == "heads":
             q_norm, k_norm = attention.q_norm, attention.k_norm
             eps = family.eps(q_norm)
             rotation = Rotation(cos, sin, q_norm.weight, k_norm.weight, eps, norm=family.form, turn=family.turn)
@@ -245,7 +250,7 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
                 rotation=rotation,
             )
         )
-        return attention.o_proj(out.reshape(1, len(out), -1)), None
+        return _dropped(attention.o_proj(out.reshape(1, len(out), -1)), attention, family), None
 
     return forward
 
@@ -256,10 +261,15 @@ def mlp_forward(mlp: Mlp, family: Family, gate_up: Merged | None, kernels: Fused
     def forward(x: torch.Tensor) -> torch.Tensor:  # [1, tokens, hidden]
         both = getattr(mlp, family.gate_up[0])(x) if gate_up is None else functional.linear(x, *gate_up[0])
         product = kernels.act_and_mul(both.view(-1, both.shape[-1]), activation=activation)
-        out: torch.Tensor = mlp.down_proj(product.view(*both.shape[:-1], -1))
-        return out
+        return _dropped(mlp.down_proj(product.view(*both.shape[:-1], -1)), mlp, family)
 
     return forward
+
+
+def _dropped(result: torch.Tensor, part: nn.Module, family: Family) -> torch.Tensor:
+    if family.dropped and part.training:
+        return functional.dropout(result, p=getattr(part, family.dropped))
+    return result
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

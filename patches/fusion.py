@@ -120,7 +120,8 @@ class Fusion:
             return f"nothing: {self.paused}"
         whole = self._fused_mixtures == self._mixtures
         which = "their experts" if whole else f"the experts of {self._fused_mixtures} of {self._mixtures}"
-        layers = f"{self._whole} of {self._layers} layers" + (f", with {which}" if self._mixtures else "")
+        but = " but for their attention" if self._own_attention else ""
+        layers = f"{self._whole} of {self._layers} layers{but}" + (f", with {which}" if self._mixtures else "")
         if not self._layers:
             layers = f"the experts of {self._fused_mixtures} of {self._mixtures} layers"
         if self._whole == self._layers and not self.reasons:
@@ -135,6 +136,7 @@ class Fusion:
         self._layers = len(layers)
         self._whole = sum(not layer.why_not for layer in layers)
         self._fused = sum(any(layer.fuses(part) for part in PARTS) for layer in layers)
+        self._own_attention = any(layer.family is not None and not layer.has(ATTENTION) for layer in layers)
         self._mixtures = len(experts)
         self._fused_mixtures = sum(each.why_not is None for each in experts)
         counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
@@ -245,11 +247,12 @@ class FusedLayers:
                 self._put(module.self_attn, attention_forward(module.self_attn, family, qkv, kernels))
                 self._places.append((module._modules, "self_attn", module.self_attn))
             if layer.fuses(MLP):
-                activation = activation_of(module.mlp, family)
-                assert activation is not None
+                activation = activation_of(layer.mlp, family)
+                assert activation is not None and layer.mlp_place is not None
                 gate_up = weights.get((index, MLP))
-                self._put(module.mlp, mlp_forward(module.mlp, family, gate_up, kernels, activation))
-                self._places.append((module._modules, "mlp", module.mlp))
+                self._put(layer.mlp, mlp_forward(layer.mlp, family, gate_up, kernels, activation))
+                self._places.append((module._modules, family.mlp, getattr(module, family.mlp)))
+                self._places.append((layer.mlp_place[0]._modules, layer.mlp_place[1], layer.mlp))
             for part in PARTS:
                 if layer.fuses(part):
                     self._watch(layer, part)

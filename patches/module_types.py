@@ -23,7 +23,9 @@ class Attention(nn.Module):
     scaling: float
     sliding_window: int | None
     attn_logit_softcapping: float | None
+    is_sliding: bool
     use_rope: int
+    use_qk_norm: bool
     sinks: torch.Tensor  # [heads]
     q_proj: nn.Linear
     k_proj: nn.Linear

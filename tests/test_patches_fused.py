@@ -71,6 +71,18 @@ class TestEveryFamily:
         assert set(fusing) == {forwards_of(family)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", family_params(WITH_EXPERTS))
+def test_bits_of_all_but_the_experts(
+    family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_batchllm.patches.fusion.mixtures", lambda model: [])
+    model = new_model(family).to(dtype)
+    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, dtype)
+    assert fusing
+
+
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3", "cohere2"]))
 def test_bits_of_half_precision(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model(family).half()

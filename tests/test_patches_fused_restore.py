@@ -11,6 +11,7 @@ import torch
 from support_families import family_params
 from support_fused import FUSED_FAMILIES, TWINS, forwards_of, new_model, some_prompts
 from support_fused import fusing as fusing  # a fixture
+from support_image_text_families import FUSED_IMAGE_TEXT, IMAGE_TEXT
 from support_interrupts import Stop
 from support_kernels import INTERPRETED
 from support_untouched import fingerprint
@@ -76,9 +77,14 @@ def plainly(model: Any) -> list[list[int]]:
         return generate(generator)
 
 
+def mlp_of(layer: Any) -> Any:
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
 def test_there_is_a_model_for_each_row() -> None:
-    found = [next(iter(stacks(new_model(name)))).family for name in ROWS]
-    assert found == sorted(fused_families.FAMILIES, key=found.index) and len(set(found)) == len(ROWS)
+    models = [new_model(name) for name in ROWS] + [IMAGE_TEXT[name]() for name in FUSED_IMAGE_TEXT]
+    found = [next(iter(stacks(model))).family for model in models]
+    assert found == sorted(fused_families.FAMILIES, key=found.index) and len(set(found)) == len(models)
 
 
 @pytest.mark.parametrize("family", family_params(ROWS))
@@ -121,7 +127,7 @@ class TestEveryRow:
         before = seen(model)
         generator = BatchGenerator(model, page_size=16)
         generate(generator)
-        handle = model.model.layers[-1].mlp.register_forward_hook(lambda *given: 1 / 0)
+        handle = mlp_of(model.model.layers[-1]).register_forward_hook(lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(generator)
         handle.remove()
