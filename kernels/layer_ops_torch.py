@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 NORM_FORMS = ("llama", "olmo", "gemma", "cohere")
-TURNS = ("llama", "gpt_oss", "cohere")
+TURNS = ("llama", "gpt_oss", "cohere", "glm", "ernie")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: str = "llama") -> torch.Tensor:
@@ -48,11 +48,14 @@ def rope_and_write(
     eps: float = 1e-6,
     norm: str = "llama",  # its form
     turn: str = "llama",
+    v_norm: bool = False,  # whether each head of v is normalised as well, without a weight
+    q_factor: torch.Tensor | None = None,  # [tokens]  by which q is multiplied at the end, of q's dtype
 ) -> None:
     """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots.
 
     "llama" turns the first half of a head's numbers against the second. So does "gpt_oss", from tables that hold each
-    angle once. "cohere" turns each number against its neighbour, in float32.
+    angle once. "cohere" turns each number against its neighbour, in float32. So does "ernie", with the first half
+    of the tables, in which neighbours have the same angle, and so does "glm", which rounds where "llama" does.
     """
     if turn not in TURNS:
         raise ValueError(f"turn {turn!r} is none of {', '.join(TURNS)}")
@@ -61,6 +64,9 @@ def rope_and_write(
     if turn == "gpt_oss" and cos is not None and sin is not None:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
+    if turn in ("glm", "ernie") and cos is not None and sin is not None:
+        cos, sin = (table[:, : table.shape[-1] // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
+
     def made(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is not None:
             x = rms_norm(x, weight, eps, norm)
@@ -68,8 +74,9 @@ def rope_and_write(
             return x
         rotary = cos.shape[-1]
         turning = x[..., :rotary]
-        if turn == "cohere":
+        if turn in ("cohere", "ernie"):
             turning = turning.float()
+        if turn in ("cohere", "ernie", "glm"):
             turned = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
         else:
             turned = torch.cat((-turning[..., rotary // 2 :], turning[..., : rotary // 2]), dim=-1)
@@ -77,8 +84,12 @@ def rope_and_write(
         return torch.cat((rotated.to(x.dtype), x[..., rotary:]), dim=-1)
 
     k_cache[at] = made(k, k_weight)[written]
+    if v_norm:
+        wide = v.float()
+        v = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(v.dtype)
     v_cache[at] = v[written]
-    (q if q_out is None else q_out).copy_(made(q, q_weight))
+    new_q = made(q, q_weight)
+    (q if q_out is None else q_out).copy_(new_q if q_factor is None else new_q * q_factor[:, None, None])
 
 
 def add_rms_norm(

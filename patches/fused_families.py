@@ -39,6 +39,13 @@ def _config_window(attention: Attention) -> int | None:
     return window
 
 
+def _llama_4_factor(attention: Attention, positions: torch.Tensor, modeling: Any) -> torch.Tensor:
+    given: dict[str, Any] = attention.config.rope_parameters
+    beta, longest = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
+    factor: torch.Tensor = modeling.get_llama_4_attn_scale(positions, beta, longest)
+    return factor
+
+
 @dataclass(frozen=True)
 class Family:
     name: str  # its classes' names begin with it
@@ -59,6 +66,8 @@ class Family:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qk_norms: str = ""  # "heads": of each head by itself; "all": of all heads at once
     has_qk_norms: Callable[[Attention], bool] = lambda attention: True  # whether this layer has them
+    # The factor of each token's q, by its position; of the module in which the attention is written.
+    q_factor: Callable[[Attention, torch.Tensor, Any], torch.Tensor] | None = None  # [1, tokens] -> [1, 1, tokens, 1]
     clip: Callable[[Attention], float | None] = _none  # the size to which q, k and v are cut before the rotation
     turn: str = "llama"  # how it rotates (see ``kernels.layer_ops_torch.rope_and_write``)
     turns: Callable[[Attention], bool] = lambda attention: True  # whether this layer rotates at all
@@ -121,6 +130,10 @@ def _norms_behind(name: str, **rest: Any) -> Family:
         qk_norms="all",
         **rest,
     )
+
+
+def _glm(name: str, **rest: Any) -> Family:
+    return Family(name, turn="glm", gate_up=("gate_up_proj",), activation="activation_fn", **rest)
 
 
 FAMILIES = (
@@ -213,6 +226,15 @@ FAMILIES = (
         mlp="block_sparse_moe",
         experts="MoE",
     ),
+    _glm("Glm"),
+    _glm(
+        "Glm4",
+        attention_norms=("input_layernorm", "post_self_attn_layernorm"),
+        mlp_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+    ),
+    Family("Ernie4_5", turn="ernie"),
+    Family("Ernie4_5_Moe", folder="ernie4_5_moe", turn="ernie", experts="SparseMoeBlock", shared="shared_experts"),
+    Family("Ministral3", window=_config_window, q_factor=_llama_4_factor),
     Family("MiniMaxM2", folder="minimax_m2", qk_norms="all", experts="SparseMoeBlock"),
     Family("Dots1", window=_own_window, qk_norms="heads", experts="MoE", shared="shared_experts"),
     Family(

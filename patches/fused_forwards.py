@@ -8,8 +8,9 @@ quantised projections and hooks in them keep working.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -237,6 +238,9 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
             q_norm, k_norm = attention.q_norm, attention.k_norm
             eps = family.eps(q_norm)
             rotation = Rotation(cos, sin, q_norm.weight, k_norm.weight, eps, norm=family.form, turn=family.turn)
+        if family.q_factor is not None:
+            factor = family.q_factor(attention, kwargs["position_ids"], sys.modules[family.home])
+            rotation = replace(rotation, q_factor=factor.reshape(-1).to(q.dtype))
         out = context.attend(
             AttentionCall(
                 layer=attention,
