@@ -103,7 +103,9 @@ def add_rms_norm(
     inner_eps: float | None = None,  # by default eps
     multiplier: float = 1.0,  # of x, before it is added
     first: torch.Tensor | None = None,  # [tokens, hidden]  is added to the residual before x is
+    scale: torch.Tensor | None = None,  # [1]  multiplies the sum
     keep: bool = True,  # else the residual stays as it is, and the sum is lost
+    summed: torch.Tensor | None = None,  # [tokens, hidden]  is where a sum is kept, instead of the residual
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [tokens, hidden]
     """The norm of ``residual + x``, which the residual becomes; or of x alone."""
@@ -112,10 +114,11 @@ def add_rms_norm(
     if multiplier != 1:
         x = x * multiplier
     if residual is not None:
-        before = residual
         x = (residual if first is None else residual + first) + x
+        if scale is not None:
+            x = (x * scale).to(x.dtype)
         if keep and weight is not None:
-            before.copy_(x)
+            (residual if summed is None else summed).copy_(x)
     made = x if weight is None else rms_norm(x, weight, eps, form)
     return made if out is None else out.copy_(made)
 

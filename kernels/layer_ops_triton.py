@@ -246,15 +246,16 @@ def rope_and_write(
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, first, weight, inner_weight, out,
+    x, residual, first, weight, inner_weight, scale, summed, out,
     eps, inner_eps, multiplier,
-    x_token, residual_token, first_token, out_token,  # strides
+    x_token, residual_token, first_token, summed_token, out_token,  # strides
     HIDDEN: tl.constexpr,
     ADD: tl.constexpr,
     FIRST: tl.constexpr,
     KEEP: tl.constexpr,
     INNER: tl.constexpr,
     MULTIPLY: tl.constexpr,
+    SCALE: tl.constexpr,
     NORM: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -275,8 +276,10 @@ def _add_rms_norm(
         row = (row.to(tl.float32) * multiplier).to(row.dtype)
     if ADD:
         row = (row.to(tl.float32) + before.to(tl.float32)).to(row.dtype)
+        if SCALE:
+            row = (row.to(tl.float32) * tl.load(scale).to(tl.float32)).to(row.dtype)
         if KEEP:
-            tl.store(residual + token * residual_token + at, row, mask=inside)
+            tl.store(summed + token * summed_token + at, row, mask=inside)
     if NORM:
         row = _normed(row, gain, inside, eps, HIDDEN, FORM)
     tl.store(out + token * out_token + at, row, mask=inside)
@@ -293,7 +296,9 @@ def add_rms_norm(
     inner_eps: float | None = None,  # by default eps
     multiplier: float = 1.0,  # of x, before it is added
     first: torch.Tensor | None = None,  # [tokens, hidden]  is added to the residual before x is
+    scale: torch.Tensor | None = None,  # [1]  multiplies the sum
     keep: bool = True,  # else the residual stays as it is, and the sum is lost
+    summed: torch.Tensor | None = None,  # [tokens, hidden]  is where a sum is kept, instead of the residual
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [tokens, hidden]
     """The norm of ``residual + x``, which the residual becomes; or of x alone."""
@@ -301,16 +306,17 @@ def add_rms_norm(
         raise ValueError(f"form {form!r} is none of {', '.join(_FORMS[:4])}")
     tokens, hidden = x.shape
     out = x.new_empty(x.shape) if out is None else out
-    given = [each for each in (x, residual, first, weight, inner_weight, out) if each is not None]
+    summed = residual if summed is None else summed
+    given = [each for each in (x, residual, first, weight, inner_weight, summed, out) if each is not None]
     assert all(each.dtype == x.dtype and each.stride(-1) == 1 for each in given)
     if tokens:
         _add_rms_norm[(tokens,)](
-            x, *(x if each is None else each for each in (residual, first, weight, inner_weight)), out,
+            x, *(x if each is None else each for each in (residual, first, weight, inner_weight, scale, summed)), out,
             eps, eps if inner_eps is None else inner_eps, multiplier,
-            x.stride(0), *(0 if each is None else each.stride(0) for each in (residual, first)), out.stride(0),
+            x.stride(0), *(0 if each is None else each.stride(0) for each in (residual, first, summed)), out.stride(0),
             HIDDEN=hidden, ADD=residual is not None, FIRST=first is not None, KEEP=keep and weight is not None,
-            INNER=inner_weight is not None, MULTIPLY=multiplier != 1, NORM=weight is not None,
-            FORM=_FORMS.index(form),
+            INNER=inner_weight is not None, MULTIPLY=multiplier != 1, SCALE=scale is not None,
+            NORM=weight is not None, FORM=_FORMS.index(form),
             num_warps=max(1, min(16, triton.next_power_of_2(hidden) // (32 * NORM_ELEMENTS))),
             # A product that is added to the residual would lose its rounding: Llama's form of it, and a multiplied one.
             # The other forms are made in float32, and their rounding stays.

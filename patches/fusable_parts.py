@@ -57,7 +57,7 @@ class Layer:
         """The projections that become one matrix product."""
         assert self.family is not None
         if part == ATTENTION:
-            return [getattr(self.module.self_attn, name) for name in self.family.qkv]
+            return [getattr(self.module.self_attn, name) for name in self.family.projections(self.module.self_attn)]
         return [getattr(self.mlp, name) for name in self.family.gate_up] if part == MLP else []
 
     def weights(self, part: str) -> list[list[torch.Tensor]]:
@@ -78,11 +78,12 @@ class Layer:
         layer, family = self.module, self.family
         assert family is not None
         if part == NORMS:
-            return [(layer, name) for name in (*family.norms(), *family.dropouts) if name is not None]
+            return [(layer, name) for name in (*family.norms(layer), *family.dropouts) if name is not None]
         if part == MLP:
             return [(self.mlp, name) for name in (*family.gate_up, family.activation)]
-        norms = ("q_norm", "k_norm") if family.norms_of_heads(layer.self_attn) else ()
-        return [(layer.self_attn, name) for name in (*family.qkv, *norms)]
+        norms = ["q_norm", "k_norm"] if family.norms_of_heads(layer.self_attn) else []
+        norms += ["v_norm"] if family.v_norm else []
+        return [(layer.self_attn, name) for name in (*family.projections(layer.self_attn), *norms)]
 
 
 @dataclass
@@ -171,7 +172,7 @@ def _why_not_norms(layer: nn.Module, family: Family, owner: nn.Module) -> str | 
     config = getattr(owner, "config", None)
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         return "the model's config asks for hidden states or attentions"
-    for name in family.norms():
+    for name in family.norms(layer):
         why = _why_not_norm(layer, name, family)
         if why is not None:
             return why
@@ -187,8 +188,8 @@ def _why_not_norm(owner: nn.Module, name: str, family: Family) -> str | None:
     norm = getattr(owner, name, None)
     why = why_not_plain(norm, family.home, family.norm_class)
     if why is None:
-        assert norm is not None
-        why = why_not_used(norm.weight)
+        weight = getattr(norm, "weight", None)
+        why = None if weight is None else why_not_used(weight)
         why = None if why is None else f"has a weight that {why}"
     return None if why is None else f"`{name}` {why}"
 
@@ -203,20 +204,27 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
     # With the package `kernels` installed, transformers itself turns the function into a module.
     if not is_function(rotary, family.home, "apply_rotary_pos_emb") and not hasattr(rotary, "kernel_layer_name"):
         return "its rotary embedding has been replaced"
+    why = family.why_not_attention(attention)
+    if why is not None:
+        return why
     if family.norms_of_heads(attention):
         why = _why_not_norm(attention, "q_norm", family) or _why_not_norm(attention, "k_norm", family)
+        if why is None and family.v_norm:
+            why = _why_not_norm(attention, "v_norm", family)
         if why is not None:
             return why
-    why = _why_not_linears(layer, ATTENTION, family.qkv, uses)
+    why = _why_not_linears(layer, ATTENTION, family.projections(attention), uses)
     if why is not None:
         return why
     rows = [linear.out_features for linear in layer.linears(ATTENTION)]
     heads, kv_heads = heads_of(attention, family)
-    if sum(rows) != (heads + 2 * kv_heads) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
+    of_v = 0 if len(rows) == 2 else kv_heads
+    if sum(rows) != (heads + kv_heads + of_v) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
         return "its projections do not fit its heads"
     if family.norms_of_heads(attention):
-        norms, dtype = (attention.q_norm, attention.k_norm), layer.linears(ATTENTION)[0].weight.dtype
-        if family.eps(norms[0]) != family.eps(norms[1]) or any(norm.weight.dtype != dtype for norm in norms):
+        norms, dtype = [attention.q_norm, attention.k_norm], layer.linears(ATTENTION)[0].weight.dtype
+        each_eps = {family.eps(norm) for norm in (*norms, *([attention.v_norm] if family.v_norm else []))}
+        if len(each_eps) > 1 or any(norm.weight.dtype != dtype for norm in norms):
             return "the norms of q and k differ from each other, or from their weights"
     return None
 

@@ -60,14 +60,18 @@ class Family:
     parallel: bool = False  # attention and MLP take the same input
     multiplier: str | None = None  # the layer's attribute by which results are multiplied before they are added
     dropouts: Names = (None, None)  # names of the dropouts of the results of attention and MLP
+    layer: str = "usual"  # or "gemma4" (see ``fused_gemma4``)
+    more_norms: Callable[[Any], tuple[str, ...]] = lambda layer: ()  # names of a layer's other norms
 
     # Attention. A single name is one projection for q, k and v together.
     attention: bool = True  # otherwise it runs its own code
+    why_not_attention: Callable[[Attention], str | None] = _none  # why this layer's does
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qk_norms: str = ""  # "heads": of each head by itself; "all": of all heads at once
     has_qk_norms: Callable[[Attention], bool] = lambda attention: True  # whether this layer has them
     # The factor of each token's q, by its position; of the module in which the attention is written.
     q_factor: Callable[[Attention, torch.Tensor, Any], torch.Tensor] | None = None  # [1, tokens] -> [1, 1, tokens, 1]
+    v_norm: bool = False  # each head of v is normalised as well, without a weight
     clip: Callable[[Attention], float | None] = _none  # the size to which q, k and v are cut before the rotation
     turn: str = "llama"  # how it rotates (see ``kernels.layer_ops_torch.rope_and_write``)
     turns: Callable[[Attention], bool] = lambda attention: True  # whether this layer rotates at all
@@ -99,25 +103,41 @@ class Family:
     def norms_of_heads(self, attention: Attention) -> str:
         return self.qk_norms if self.qk_norms and self.has_qk_norms(attention) else ""
 
-    def norms(self) -> list[str]:
-        """The names of a layer's norms, in the order in which they run."""
-        return [name for name in (*self.attention_norms, *self.mlp_norms) if name is not None]
+    def projections(self, attention: Attention) -> tuple[str, ...]:
+        """Some layers of Gemma 4 take their keys for values, too."""
+        return tuple(name for name in self.qkv if getattr(attention, name, self) is not None)
+
+    def norms(self, layer: nn.Module) -> list[str]:
+        """The names of a layer's norms."""
+        names = (*self.attention_norms, *self.mlp_norms, *self.more_norms(layer))
+        return [name for name in names if name is not None]
 
     def eps(self, norm: nn.Module) -> float:
-        eps: float = getattr(norm, "eps" if self.form == "gemma" else "variance_epsilon")
+        eps: float = getattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps")
         return eps
 
 
-def _sandwich(name: str, **rest: Any) -> Family:
+def _sandwich(name: str, form: str = "gemma", **rest: Any) -> Family:
     """Gemma since its second version: a norm before each part and one behind it."""
     return Family(
         name,
-        form="gemma",
+        form=form,
         attention_norms=("input_layernorm", "post_attention_layernorm"),
         mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         window=_own_window,
         **rest,
     )
+
+
+def _more_of_gemma4(layer: Any) -> tuple[str, ...]:
+    of_experts = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+    of_inputs = ("post_per_layer_input_norm",)
+    return (of_experts if layer.enable_moe_block else ()) + (of_inputs if layer.hidden_size_per_layer_input else ())
+
+
+def _shares_kv(attention: Attention) -> str | None:
+    shares = attention.store_full_length_kv and attention.config.num_kv_shared_layers
+    return "it shares its keys and values with other layers" if shares or attention.is_kv_shared_layer else None
 
 
 def _norms_behind(name: str, **rest: Any) -> Family:
@@ -146,6 +166,17 @@ FAMILIES = (
     Family("Gemma", form="gemma"),
     _sandwich("Gemma2", softcap=lambda attention: attention.attn_logit_softcapping),
     _sandwich("Gemma3", model="TextModel", qk_norms="heads"),
+    _sandwich(
+        "Gemma4Text",
+        form="olmo",
+        folder="gemma4",
+        norm="Gemma4RMSNorm",
+        layer="gemma4",
+        more_norms=_more_of_gemma4,
+        qk_norms="heads",
+        v_norm=True,
+        why_not_attention=_shares_kv,
+    ),
     Family(
         "Phi3",
         dropouts=("resid_attn_dropout", "resid_mlp_dropout"),

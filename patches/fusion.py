@@ -33,8 +33,11 @@ from .fused_forwards import (
     layer_forward,
     mlp_forward,
 )
+from .fused_gemma4 import gemma4_layer_forward
 from .merged_weights import merge, merged, unmerge
 from .unmodified import hook_dicts
+
+_LAYER_FORWARDS = {"usual": layer_forward, "gemma4": gemma4_layer_forward}
 
 
 def triton_fused_kernels() -> FusedKernels:
@@ -232,6 +235,10 @@ class FusedLayers:
         kernels = self._kernels
         adds = [layer.fuses(NORMS) for layer in stack.layers] + [stack.norm_why_not is None]
         leaves = [stack.chain_why_not is None and this and after for this, after in pairwise(adds)]
+        # Gemma 4 may go on with some of the tokens alone where layers begin that share keys and values.
+        cut = getattr(stack.owner, "first_kv_shared_layer_idx", None)
+        if isinstance(cut, int) and 0 < cut <= len(leaves):
+            leaves[cut - 1] = leaves[cut - 1] and cut == len(leaves)
         self._weights += weights.values()
         for index, layer in enumerate(stack.layers):
             module, family = layer.module, layer.family
@@ -240,7 +247,8 @@ class FusedLayers:
                 continue
             if adds[index]:
                 takes = index > 0 and leaves[index - 1]
-                self._put(module, layer_forward(module, family, kernels, self._residual, takes, leaves[index]))
+                make = _LAYER_FORWARDS[family.layer]
+                self._put(module, make(module, family, kernels, self._residual, takes, leaves[index]))
                 self._bypassed.append(module)
             if layer.fuses(ATTENTION):
                 qkv = weights.get((index, ATTENTION))

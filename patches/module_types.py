@@ -26,12 +26,15 @@ class Attention(nn.Module):
     is_sliding: bool
     use_rope: int
     use_qk_norm: bool
+    is_kv_shared_layer: bool
+    store_full_length_kv: bool
     sinks: torch.Tensor  # [heads]
     q_proj: nn.Linear
     k_proj: nn.Linear
     o_proj: nn.Module
     q_norm: Norm
     k_norm: Norm
+    v_norm: nn.Module
 
 
 class Mlp(nn.Module):

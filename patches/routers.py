@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
-from transformers.utils import is_torch_greater_or_equal
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from ..kernels.routing_torch import Rule
 
@@ -81,7 +81,7 @@ def _softmax(router: Any) -> Rule:
 
 
 def _softmax_of_some_groups(router: Any) -> Rule:
-    groups = {} if router.topk_method == "greedy" else _groups(router, 1)
+    groups: dict[str, Any] = {} if router.topk_method == "greedy" else _groups(router, 1)
     return Rule(router.top_k, share="scores", factor=router.routed_scaling_factor, **groups)
 
 
@@ -103,7 +103,7 @@ def _cohere(router: Any) -> Rule:
     return (_softmax_of_the_chosen if router.expert_selection_fn == "softmax" else _sigmoid_of_the_chosen)(router)
 
 
-def _groups(router: Any, best: int) -> dict[str, int]:
+def _groups(router: Any, best: int) -> dict[str, Any]:
     return {"groups": router.num_group, "top_groups": router.topk_group, "group_best": best}
 
 

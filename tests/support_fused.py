@@ -21,15 +21,16 @@ from hf_batchllm.patches.fusion import FusedLayers, Fusion
 # Each row of the table, by models of it.
 WITH_EXPERTS = [
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
-    *("exaone_moe", "granitemoe", "minimax_m2", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "granitemoe", "minimax_m2", "dots1", "ernie4_5_moe", "gemma4_moe"),
 ]
 WITH_A_DENSE_LAYER = ["ernie4_5_moe", "exaone_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "dots1"]
 WITH_SHARED_EXPERTS = ["qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "exaone_moe", "dots1", "ernie4_5_moe"]
+WITH_AN_MLP_IN_EACH_LAYER = ["gemma4_moe"]
 WITH_ATTENTION_OF_THEIR_OWN = ["deepseek_v2", "deepseek_v3"]
 FUSED_FAMILIES = [
     *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
     *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
-    *("seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "ministral3"),
+    *("seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "ministral3", "gemma4"),
     *WITH_EXPERTS,
 ]
 FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
@@ -43,6 +44,7 @@ def forwards_of(family: str) -> int:
     layers = layers_of(family)
     mixtures = layers - (family in WITH_A_DENSE_LAYER) if family in WITH_EXPERTS else 0
     of_a_mixture = 3 if family in WITH_SHARED_EXPERTS else 2  # experts, their router, the MLP beside them
+    of_a_mixture += family in WITH_AN_MLP_IN_EACH_LAYER
     of_each = 1 if family in WITH_ATTENTION_OF_THEIR_OWN else 2
     return layers * of_each + (layers - mixtures) + mixtures * of_a_mixture + 1
 

@@ -85,7 +85,8 @@ NORM = [
     (75, True, "gemma", True, ("lose",)), (2048, True, "olmo", True, ("no norm",)), (75, True, "olmo", True, ("lose",)),
     (640, True, "olmo", False, ()), (1024, True, "cohere", False, ("first",)), (75, False, "cohere", False, ()),
     (80, True, "cohere", True, ("first", "lose")), (96, True, "llama", False, ("no norm", "multiplier", "first")),
-    (512, True, "llama", False, ("lose", "multiplier")),
+    (512, True, "llama", False, ("lose", "multiplier")), (1536, True, "olmo", True, ("scale", "elsewhere")),
+    (75, True, "olmo", False, ("scale",)), (640, True, "olmo", True, ("no norm", "scale")),
 ]  # fmt: skip
 
 
@@ -102,7 +103,9 @@ def norm_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
         "inner_eps": 0.3 if "eps" in more else None,
         "multiplier": 0.22 if "multiplier" in more else 1.0,
         "first": draw(rng, tokens, hidden, dtype=dtype) if "first" in more else None,
+        "scale": draw(rng, 1, dtype=dtype) if "scale" in more else None,
         "keep": "lose" not in more,
+        "summed": torch.full((tokens, hidden), NAN, dtype=dtype) if "elsewhere" in more else None,
         "inner_weight": draw(rng, hidden, dtype=dtype) if inner else None,
         "out": torch.full((tokens, hidden), NAN, dtype=dtype) if rng.random() < 0.5 else None,
     }

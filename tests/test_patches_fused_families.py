@@ -340,3 +340,30 @@ def test_what_training_drops(fusing: list[int], monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         logits.append(logits_of_steps(monkeypatch, model, some_prompts(2), fuse=fuse))
     assert_same_logits(*logits, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "gemma4_shared"])
+def test_layers_of_gemma4(family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are scaled, and layers that share their keys and values, whose attention runs its own code."""
+    monkeypatch.setattr("hf_batchllm.patches.fusion.mixtures", lambda model: [])
+    model = new_model(family).to(dtype)
+    for number, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.6 + 0.1 * number)
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, dtype)
+    shares = "attention of 4 of 5 layers: it shares its keys and values with other layers"
+    assert reasons(model) == (shares if family == "gemma4_shared" else "")
+
+
+def test_what_watchers_of_gemma4_have_kept_is_never_written_to(fusing: list[int]) -> None:
+    for family, names in (("gemma4", ("per_layer_input_gate",)), ("gemma4_moe", ("router", "experts"))):
+        model, kept = new_model(family), []
+
+        def keep(module: nn.Module, args: Any, output: Any, kept: list[Any] = kept) -> None:
+            kept.extend((each, each.clone()) for each in args)
+
+        for name in (*names, "mlp", "self_attn.o_proj"):
+            a_layer(model).get_submodule(name).register_forward_hook(keep)
+        run(model)
+        assert kept and all(torch.equal(given, copy) for given, copy in kept)
