@@ -188,6 +188,7 @@ FAMILIES = (
     Family("Granite", multiplier="residual_multiplier"),
     _norms_behind("Olmo2"),
     _norms_behind("Olmo3", window=_own_window),
+    _norms_behind("FlexOlmo", folder="flex_olmo", experts="SparseMoeBlock"),
     Family("SmolLM3", turns=lambda attention: bool(attention.use_rope), window=_own_window),
     Family(
         "Cohere2",
@@ -232,6 +233,8 @@ FAMILIES = (
     ),
     Family("DeepseekV2", folder="deepseek_v2", attention=False, experts="Moe", shared="shared_experts"),
     Family("DeepseekV3", folder="deepseek_v3", attention=False, experts="MoE", shared="shared_experts"),
+    Family("Glm4MoeLite", folder="glm4_moe_lite", attention=False, experts="MoE", shared="shared_experts"),
+    Family("Youtu", attention=False),
     Family("SeedOss", folder="seed_oss", dropped="residual_dropout"),
     Family(
         "Exaone4",

@@ -259,8 +259,10 @@ class FusedLayers:
                 assert activation is not None and layer.mlp_place is not None
                 gate_up = weights.get((index, MLP))
                 self._put(layer.mlp, mlp_forward(layer.mlp, family, gate_up, kernels, activation))
-                self._places.append((module._modules, family.mlp, getattr(module, family.mlp)))
-                self._places.append((layer.mlp_place[0]._modules, layer.mlp_place[1], layer.mlp))
+                owner, name = layer.mlp_place
+                self._places.append((owner._modules, name, layer.mlp))
+                if owner is not module:
+                    self._places.append((module._modules, family.mlp, owner))
             for part in PARTS:
                 if layer.fuses(part):
                     self._watch(layer, part)

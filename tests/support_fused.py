@@ -21,16 +21,19 @@ from hf_batchllm.patches.fusion import FusedLayers, Fusion
 # Each row of the table, by models of it.
 WITH_EXPERTS = [
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
-    *("exaone_moe", "granitemoe", "minimax_m2", "dots1", "ernie4_5_moe", "gemma4_moe"),
+    *("exaone_moe", "granitemoe", "minimax_m2", "dots1", "ernie4_5_moe", "gemma4_moe", "flex_olmo"),
+    "glm4_moe_lite",
 ]
-WITH_A_DENSE_LAYER = ["ernie4_5_moe", "exaone_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "dots1"]
-WITH_SHARED_EXPERTS = ["qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "exaone_moe", "dots1", "ernie4_5_moe"]
+WITH_A_DENSE_LAYER = [
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
+]
+WITH_SHARED_EXPERTS = [*WITH_A_DENSE_LAYER, "qwen2_moe"]
 WITH_AN_MLP_IN_EACH_LAYER = ["gemma4_moe"]
-WITH_ATTENTION_OF_THEIR_OWN = ["deepseek_v2", "deepseek_v3"]
+WITH_ATTENTION_OF_THEIR_OWN = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
 FUSED_FAMILIES = [
     *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
     *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
-    *("seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "ministral3", "gemma4"),
+    *("seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "ministral3", "gemma4", "youtu"),
     *WITH_EXPERTS,
 ]
 FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm

@@ -28,11 +28,11 @@ ROPE = [
     (4, 2, 48, 48, 24, "olmo", "cohere", True),
     (4, 2, 96, 96, 24, "llama", "gpt_oss", False),
     (6, 2, 128, 128, 64, "", "glm", False),
-    (4, 2, 48, 48, 48, "", "ernie", False),
-    (4, 2, 40, 40, 24, "llama", "ernie", True),
-    (8, 2, 128, 128, 128, "", "llama", False, "q_factor"),
     (8, 2, 96, 96, 64, "olmo", "llama", False, "v_norm"),
+    (4, 2, 40, 40, 24, "llama", "ernie", True),
     (4, 1, 64, 40, 0, "olmo", "llama", False, "q_factor", "v_norm"),
+    (8, 2, 128, 128, 128, "olmo", "llama", False, "q_factor", "v_norm"),
+    (4, 2, 48, 48, 48, "", "ernie", False, "q_factor"),
 ]
 
 

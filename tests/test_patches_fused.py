@@ -106,7 +106,10 @@ def test_on_a_cpu_nothing_is_fused_and_nothing_is_said_of_it() -> None:
     assert where == {name: each.data_ptr() for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "cohere2", "gpt_oss"])
+WATCHED = ["llama", "olmo2", "cohere2", "gpt_oss", "gemma4", "gemma4_moe", "glm4_moe", "deepseek_v3", "exaone4"]
+
+
+@pytest.mark.parametrize("family", WATCHED)
 def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> None:
     """Of modules that are called: the same tensors in, the same out, the same keywords."""
     seen: dict[bool, list[Any]] = {}
