@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 NORM_FORMS = ("llama", "olmo", "gemma", "cohere")
-TURNS = ("llama", "gpt_oss", "cohere")
+TURNS = ("llama", "gpt_oss", "cohere", "glm", "ernie")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: str = "llama") -> torch.Tensor:
@@ -48,11 +48,14 @@ def rope_and_write(
     eps: float = 1e-6,
     norm: str = "llama",  # its form
     turn: str = "llama",
+    v_norm: bool = False,  # whether each head of v is normalised as well, without a weight
+    q_factor: torch.Tensor | None = None,  # [tokens]  by which q is multiplied at the end, of q's dtype
 ) -> None:
     """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots.
 
     "llama" turns the first half of a head's numbers against the second. So does "gpt_oss", from tables that hold each
-    angle once. "cohere" turns each number against its neighbour, in float32.
+    angle once. "cohere" turns each number against its neighbour, in float32. So does "ernie", with the first half
+    of the tables, in which neighbours have the same angle, and so does "glm", which rounds where "llama" does.
     """
     if turn not in TURNS:
         raise ValueError(f"turn {turn!r} is none of {', '.join(TURNS)}")
@@ -61,6 +64,9 @@ def rope_and_write(
     if turn == "gpt_oss" and cos is not None and sin is not None:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
+    if turn in ("glm", "ernie") and cos is not None and sin is not None:
+        cos, sin = (table[:, : table.shape[-1] // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
+
     def made(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is not None:
             x = rms_norm(x, weight, eps, norm)
@@ -68,8 +74,9 @@ def rope_and_write(
             return x
         rotary = cos.shape[-1]
         turning = x[..., :rotary]
-        if turn == "cohere":
+        if turn in ("cohere", "ernie"):
             turning = turning.float()
+        if turn in ("cohere", "ernie", "glm"):
             turned = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
         else:
             turned = torch.cat((-turning[..., rotary // 2 :], turning[..., : rotary // 2]), dim=-1)
@@ -77,8 +84,12 @@ def rope_and_write(
         return torch.cat((rotated.to(x.dtype), x[..., rotary:]), dim=-1)
 
     k_cache[at] = made(k, k_weight)[written]
+    if v_norm:
+        wide = v.float()
+        v = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(v.dtype)
     v_cache[at] = v[written]
-    (q if q_out is None else q_out).copy_(made(q, q_weight))
+    new_q = made(q, q_weight)
+    (q if q_out is None else q_out).copy_(new_q if q_factor is None else new_q * q_factor[:, None, None])
 
 
 def add_rms_norm(
@@ -92,7 +103,9 @@ def add_rms_norm(
     inner_eps: float | None = None,  # by default eps
     multiplier: float = 1.0,  # of x, before it is added
     first: torch.Tensor | None = None,  # [tokens, hidden]  is added to the residual before x is
+    scale: torch.Tensor | None = None,  # [1]  multiplies the sum
     keep: bool = True,  # else the residual stays as it is, and the sum is lost
+    summed: torch.Tensor | None = None,  # [tokens, hidden]  is where a sum is kept, instead of the residual
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [tokens, hidden]
     """The norm of ``residual + x``, which the residual becomes; or of x alone."""
@@ -101,10 +114,11 @@ def add_rms_norm(
     if multiplier != 1:
         x = x * multiplier
     if residual is not None:
-        before = residual
         x = (residual if first is None else residual + first) + x
+        if scale is not None:
+            x = (x * scale).to(x.dtype)
         if keep and weight is not None:
-            before.copy_(x)
+            (residual if summed is None else summed).copy_(x)
     made = x if weight is None else rms_norm(x, weight, eps, form)
     return made if out is None else out.copy_(made)
 

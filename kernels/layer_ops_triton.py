@@ -19,9 +19,9 @@ NORM_ELEMENTS = 16  # for each thread
 ACT_BLOCK = 1024  # elements for each block of 4 warps
 
 # The forms of norms and rotations, as the kernels know them.
-_FORMS = ("llama", "olmo", "gemma", "cohere", "gpt_oss")
-_LLAMA, _GEMMA, _COHERE, _GPT_OSS = (
-    tl.constexpr(_FORMS.index(name)) for name in ("llama", "gemma", "cohere", "gpt_oss")
+_FORMS = ("llama", "olmo", "gemma", "cohere", "gpt_oss", "glm", "ernie")
+_LLAMA, _GEMMA, _COHERE, _GPT_OSS, _GLM, _ERNIE = (
+    tl.constexpr(_FORMS.index(name)) for name in ("llama", "gemma", "cohere", "gpt_oss", "glm", "ernie")
 )
 _TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
@@ -52,7 +52,7 @@ def _rounded_product(a, b):
 
 @triton.jit
 def _turned_product(a, b, TURN: tl.constexpr):
-    if TURN == _COHERE:
+    if (TURN == _COHERE) | (TURN == _ERNIE):
         return a.to(tl.float32) * b.to(tl.float32)
     return _rounded_product(a, b)
 
@@ -67,6 +67,8 @@ def _turn_lines(
     sin,
     step,  # from one number of a table to the next
     eps,
+    factor,
+    MULTIPLY: tl.constexpr,  # by the factor, at the end
     NORM: tl.constexpr,
     FORM: tl.constexpr,
     TURN: tl.constexpr,
@@ -83,7 +85,7 @@ def _turn_lines(
         pair = line + tl.arange(0, triton.next_power_of_2(HALF))[None, :]
         turned = pair < HALF
         # Where both numbers of a pair stand, and their angles.
-        if TURN == _COHERE:
+        if (TURN == _COHERE) | (TURN == _GLM) | (TURN == _ERNIE):
             at, against = 2 * pair, 2 * pair + 1
         else:
             at, against = pair, HALF + pair
@@ -110,29 +112,40 @@ def _turn_lines(
             rest = _weighted(rest * scale, tl.load(weight + ROTARY + beyond, mask=beyond < REST, other=0.0), FORM)
 
     if HALF > 0:
-        low_cos = tl.load(cos + at * step, mask=turned, other=0.0)
-        low_sin = tl.load(sin + at * step, mask=turned, other=0.0)
-        if TURN == _GPT_OSS:
+        angle = at
+        if (TURN == _GLM) | (TURN == _ERNIE):
+            angle = pair
+        low_cos = tl.load(cos + angle * step, mask=turned, other=0.0)
+        low_sin = tl.load(sin + angle * step, mask=turned, other=0.0)
+        if (TURN == _GPT_OSS) | (TURN == _GLM) | (TURN == _ERNIE):
             high_cos, high_sin = low_cos, low_sin
         else:
             high_cos = tl.load(cos + against * step, mask=turned, other=0.0)
             high_sin = tl.load(sin + against * step, mask=turned, other=0.0)
         new_low = _turned_product(low, low_cos, TURN) - _turned_product(high, low_sin, TURN)
         new_high = _turned_product(high, high_cos, TURN) + _turned_product(low, high_sin, TURN)
+        new_low, new_high = new_low.to(target.dtype.element_ty), new_high.to(target.dtype.element_ty)
+        if MULTIPLY:
+            new_low, new_high = _rounded_product(factor, new_low), _rounded_product(factor, new_high)
         tl.store(target + at, new_low.to(target.dtype.element_ty), mask=inside)
         tl.store(target + against, new_high.to(target.dtype.element_ty), mask=inside)
     if REST > 0:
+        rest = rest.to(target.dtype.element_ty)
+        if MULTIPLY:
+            rest = _rounded_product(factor, rest).to(target.dtype.element_ty)
         tl.store(target + ROTARY + beyond, rest, mask=outside)
 
 
 @triton.jit
 def _rope_and_write(
-    q, k, v, cos, sin, k_cache, v_cache, slots, q_out, q_weight, k_weight,
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_out, q_weight, k_weight, q_factor,
     eps,
     q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, table_token, table_step,  # strides
     q_blocks,  # of each token; the next ones are those of k and v
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    NORM_V: tl.constexpr,
+    MULTIPLY: tl.constexpr,
     FORM: tl.constexpr,
     TURN: tl.constexpr,
     HEADS: tl.constexpr,
@@ -153,18 +166,28 @@ def _rope_and_write(
         head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         source = q + token * q_token + head * q_head
         target = q_out + token * out_token + head * out_head
+        factor = 1.0
+        if MULTIPLY:
+            factor = tl.load(q_factor + token).to(tl.float32)
         _turn_lines(
-            source, target, head < HEADS, q_weight, cos, sin, table_step, eps, NORM_Q, FORM, TURN, DIM, ROTARY
+            source, target, head < HEADS, q_weight, cos, sin, table_step, eps, factor, MULTIPLY, NORM_Q, FORM, TURN,
+            DIM, ROTARY,
         )  # fmt: skip
     else:
         head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         valid = head < KV_HEADS
         source = k + token * k_token + head * k_head
         target = k_cache + (slot * KV_HEADS + head) * DIM
-        _turn_lines(source, target, valid, k_weight, cos, sin, table_step, eps, NORM_K, FORM, TURN, DIM, ROTARY)
+        _turn_lines(
+            source, target, valid, k_weight, cos, sin, table_step, eps, 1.0, False, NORM_K, FORM, TURN, DIM, ROTARY
+        )  # fmt: skip
         at = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
         inside = valid & (at < V_DIM)
         value = tl.load(v + token * v_token + head * v_head + at, mask=inside, other=0.0)
+        if NORM_V:
+            wide = value.to(tl.float32)
+            total = tl.sum(wide * wide, 1, keep_dims=True)
+            value = (wide * tl.rsqrt(total / V_DIM + eps)).to(value.dtype)
         tl.store(v_cache + (slot * KV_HEADS + head) * V_DIM + at, value, mask=inside)
 
 
@@ -183,10 +206,12 @@ def rope_and_write(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm: str = "llama",  # its form: all but "cohere"
-    turn: str = "llama",  # or "gpt_oss", whose tables are half as wide, or "cohere"
+    turn: str = "llama",  # or "gpt_oss", whose tables are half as wide, "cohere", "glm" or "ernie"
+    v_norm: bool = False,  # whether each head of v is normalised as well, without a weight
+    q_factor: torch.Tensor | None = None,  # [tokens]  by which q is multiplied at the end, of q's dtype
 ) -> None:
     """Normalise and rotate q and k; q goes to ``q_out``, k and v to their slots. The twin says what the forms are."""
-    if norm not in _FORMS[:3] or turn not in ("llama", "gpt_oss", "cohere"):
+    if norm not in _FORMS[:3] or turn not in ("llama", *_FORMS[3:]):
         raise ValueError(f"there is no norm of heads {norm!r}, or no rotation {turn!r}")
     tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[1:]
@@ -197,7 +222,8 @@ def rope_and_write(
     if cos is not None and sin is not None:
         assert cos.stride() == sin.stride()
         assert cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    assert all(weight is None or weight.dtype == q.dtype for weight in (q_weight, k_weight))
+    assert all(weight is None or weight.dtype == q.dtype for weight in (q_weight, k_weight, q_factor))
+    assert q_factor is None or q_factor.is_contiguous()
     if tokens == 0:
         return
     # As many heads as a block of k and v has, so that few lines stand empty.
@@ -205,11 +231,13 @@ def rope_and_write(
     q_blocks = triton.cdiv(heads, lines)
     _rope_and_write[(tokens, q_blocks + triton.cdiv(kv_heads, lines))](
         q, k, v, q if cos is None else cos, q if sin is None else sin, k_cache, v_cache, slots, q_out,
-        q if q_weight is None else q_weight, q if k_weight is None else k_weight, eps,
+        q if q_weight is None else q_weight, q if k_weight is None else k_weight,
+        q if q_factor is None else q_factor, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2],
         *((0, 1) if cos is None else cos.stride()),
         q_blocks,
-        NORM_Q=q_weight is not None, NORM_K=k_weight is not None, FORM=_FORMS.index(norm), TURN=_FORMS.index(turn),
+        NORM_Q=q_weight is not None, NORM_K=k_weight is not None, NORM_V=v_norm, MULTIPLY=q_factor is not None,
+        FORM=_FORMS.index(norm), TURN=_FORMS.index(turn),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROTARY=rotary, BLOCK_H=lines,
         num_warps=max(1, min(4, lines * dim // 512)),  # 8 elements of each half for a thread
         enable_fp_fusion=False,
@@ -218,15 +246,16 @@ def rope_and_write(
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, first, weight, inner_weight, out,
+    x, residual, first, weight, inner_weight, scale, summed, out,
     eps, inner_eps, multiplier,
-    x_token, residual_token, first_token, out_token,  # strides
+    x_token, residual_token, first_token, summed_token, out_token,  # strides
     HIDDEN: tl.constexpr,
     ADD: tl.constexpr,
     FIRST: tl.constexpr,
     KEEP: tl.constexpr,
     INNER: tl.constexpr,
     MULTIPLY: tl.constexpr,
+    SCALE: tl.constexpr,
     NORM: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -247,8 +276,10 @@ def _add_rms_norm(
         row = (row.to(tl.float32) * multiplier).to(row.dtype)
     if ADD:
         row = (row.to(tl.float32) + before.to(tl.float32)).to(row.dtype)
+        if SCALE:
+            row = (row.to(tl.float32) * tl.load(scale).to(tl.float32)).to(row.dtype)
         if KEEP:
-            tl.store(residual + token * residual_token + at, row, mask=inside)
+            tl.store(summed + token * summed_token + at, row, mask=inside)
     if NORM:
         row = _normed(row, gain, inside, eps, HIDDEN, FORM)
     tl.store(out + token * out_token + at, row, mask=inside)
@@ -265,7 +296,9 @@ def add_rms_norm(
     inner_eps: float | None = None,  # by default eps
     multiplier: float = 1.0,  # of x, before it is added
     first: torch.Tensor | None = None,  # [tokens, hidden]  is added to the residual before x is
+    scale: torch.Tensor | None = None,  # [1]  multiplies the sum
     keep: bool = True,  # else the residual stays as it is, and the sum is lost
+    summed: torch.Tensor | None = None,  # [tokens, hidden]  is where a sum is kept, instead of the residual
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [tokens, hidden]
     """The norm of ``residual + x``, which the residual becomes; or of x alone."""
@@ -273,16 +306,17 @@ def add_rms_norm(
         raise ValueError(f"form {form!r} is none of {', '.join(_FORMS[:4])}")
     tokens, hidden = x.shape
     out = x.new_empty(x.shape) if out is None else out
-    given = [each for each in (x, residual, first, weight, inner_weight, out) if each is not None]
+    summed = residual if summed is None else summed
+    given = [each for each in (x, residual, first, weight, inner_weight, summed, out) if each is not None]
     assert all(each.dtype == x.dtype and each.stride(-1) == 1 for each in given)
     if tokens:
         _add_rms_norm[(tokens,)](
-            x, *(x if each is None else each for each in (residual, first, weight, inner_weight)), out,
+            x, *(x if each is None else each for each in (residual, first, weight, inner_weight, scale, summed)), out,
             eps, eps if inner_eps is None else inner_eps, multiplier,
-            x.stride(0), *(0 if each is None else each.stride(0) for each in (residual, first)), out.stride(0),
+            x.stride(0), *(0 if each is None else each.stride(0) for each in (residual, first, summed)), out.stride(0),
             HIDDEN=hidden, ADD=residual is not None, FIRST=first is not None, KEEP=keep and weight is not None,
-            INNER=inner_weight is not None, MULTIPLY=multiplier != 1, NORM=weight is not None,
-            FORM=_FORMS.index(form),
+            INNER=inner_weight is not None, MULTIPLY=multiplier != 1, SCALE=scale is not None,
+            NORM=weight is not None, FORM=_FORMS.index(form),
             num_warps=max(1, min(16, triton.next_power_of_2(hidden) // (32 * NORM_ELEMENTS))),
             # A product that is added to the residual would lose its rounding: Llama's form of it, and a multiplied one.
             # The other forms are made in float32, and their rounding stays.

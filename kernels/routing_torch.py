@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 SCORES = ("softmax", "sigmoid", "logits")
-SHARES = ("scores", "normalised", "softmax")
+SHARES = ("scores", "normalised", "softmax", "sigmoid", "normalised sigmoid")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Rule:
     groups: int = 1  # of experts that stand side by side; a token's experts come from ``top_groups`` of them
     top_groups: int = 1
     group_best: int = 1  # a group is as good as the sum of so many of its best: 1 or 2
-    # From the scores of those chosen: as they are; divided by their sum; or their softmax.
+    # From the scores of those chosen: as they are; divided by their sum; their softmax; their sigmoids, or those
+    # divided by their sum.
     share: str = "normalised"
     least_sum: float = 0.0  # by which is divided, at least
     added_to_sum: float = 0.0
@@ -89,7 +90,9 @@ def choose(
         compared = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).view(tokens, experts)
     indices = _first_best(compared, rule.top)
     shares = scores.gather(1, indices)
-    if rule.share == "normalised":
+    if rule.share.endswith("sigmoid"):
+        shares = shares.sigmoid()
+    if rule.share.startswith("normalised"):
         shares = shares / (shares.sum(-1, keepdim=True) + rule.added_to_sum).clamp(min=rule.least_sum)
     elif rule.share == "softmax":
         shares = shares.softmax(-1)

@@ -14,7 +14,9 @@ import triton.language as tl
 from .routing_torch import SCORES, SHARES, Choice, RowsOfExperts, Rule, most_tiles
 
 _SOFTMAX, _SIGMOID, _LOGITS = (tl.constexpr(SCORES.index(name)) for name in SCORES)
-_NORMALISED, _SOFTMAX_OF_CHOSEN = (tl.constexpr(SHARES.index(name)) for name in SHARES[1:])
+_NORMALISED, _SOFTMAX_OF_CHOSEN, _SIGMOIDS, _NORMALISED_SIGMOIDS = (
+    tl.constexpr(SHARES.index(name)) for name in SHARES[1:]
+)
 _PAIRS = 256  # for each block of ``rows_of_experts``
 _TOKENS = 4  # for each block of ``choose``
 
@@ -140,7 +142,9 @@ def _choose(
         left = left & (expert != at)
         chosen = tl.where(nth == n, at, chosen)
         share = tl.where(nth == n, tl.sum(tl.where(expert == at, score, 0.0), 1, keep_dims=True), share)
-    if SHARE == _NORMALISED:
+    if (SHARE == _SIGMOIDS) | (SHARE == _NORMALISED_SIGMOIDS):
+        share = tl.where(nth < TOP, 1 / (1 + tl.exp(-share)), 0.0)
+    if (SHARE == _NORMALISED) | (SHARE == _NORMALISED_SIGMOIDS):
         share = share / tl.maximum(tl.sum(share, 1, keep_dims=True) + added_to_sum, least_sum)
     elif SHARE == _SOFTMAX_OF_CHOSEN:
         share = tl.where(nth < TOP, share, float("-inf"))

@@ -98,6 +98,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
+_ROTATION_OPTIONS = ("q_weight", "k_weight", "eps", "norm", "turn", "v_norm", "q_factor")
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """One layer's call, in packed form."""
@@ -126,10 +129,12 @@ class Rotation:
     eps: float = 1e-6
     norm: str = "llama"  # one of ``layer_ops_torch.NORM_FORMS``
     turn: str = "llama"  # one of ``layer_ops_torch.TURNS``
+    v_norm: bool = False  # whether each head of v is normalised as well, without a weight
+    q_factor: torch.Tensor | None = None  # [tokens]  by which q is multiplied at the end
 
     def options(self) -> dict[str, Any]:
         """As keyword arguments of ``rope_and_write``."""
-        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "eps", "norm", "turn")}
+        return {name: getattr(self, name) for name in _ROTATION_OPTIONS}
 
 
 class AttentionContext(Protocol):

@@ -35,17 +35,30 @@ class Layer:
     module: DecoderLayer
     family: Family | None
     why_not: dict[str, str] = field(default_factory=dict)  # from a part to the obstacle
-    has_experts: bool = False  # a mixture of experts runs its own code; that is no obstacle
+    # The MLP's owner and its name there. None where a mixture of experts, which is no obstacle, has none beside it.
+    mlp_place: tuple[nn.Module, str] | None = None
 
     def fuses(self, part: str) -> bool:
-        return part not in self.why_not and not (part == MLP and self.has_experts)
+        return part not in self.why_not and self.has(part)
+
+    def has(self, part: str) -> bool:
+        """Whether there is fused code for such a part, if nothing is in its way."""
+        if part == ATTENTION:
+            return self.family is not None and self.family.attention
+        return part != MLP or self.mlp_place is not None
+
+    @property
+    def mlp(self) -> Mlp:
+        assert self.mlp_place is not None
+        owner, name = self.mlp_place
+        return cast(Mlp, getattr(owner, name))
 
     def linears(self, part: str) -> list[nn.Linear]:
         """The projections that become one matrix product."""
         assert self.family is not None
         if part == ATTENTION:
-            return [getattr(self.module.self_attn, name) for name in self.family.qkv]
-        return [getattr(self.module.mlp, name) for name in self.family.gate_up] if part == MLP else []
+            return [getattr(self.module.self_attn, name) for name in self.family.projections(self.module.self_attn)]
+        return [getattr(self.mlp, name) for name in self.family.gate_up] if part == MLP else []
 
     def weights(self, part: str) -> list[list[torch.Tensor]]:
         """The weights to merge, then the biases if there are any."""
@@ -65,11 +78,12 @@ class Layer:
         layer, family = self.module, self.family
         assert family is not None
         if part == NORMS:
-            return [(layer, name) for name in (*family.norms(), *family.dropouts) if name is not None]
+            return [(layer, name) for name in (*family.norms(layer), *family.dropouts) if name is not None]
         if part == MLP:
-            return [(layer.mlp, name) for name in (*family.gate_up, family.activation)]
-        norms = ("q_norm", "k_norm") if family.qk_norms else ()
-        return [(layer.self_attn, name) for name in (*family.qkv, *norms)]
+            return [(self.mlp, name) for name in (*family.gate_up, family.activation)]
+        norms = ["q_norm", "k_norm"] if family.norms_of_heads(layer.self_attn) else []
+        norms += ["v_norm"] if family.v_norm else []
+        return [(layer.self_attn, name) for name in (*family.projections(layer.self_attn), *norms)]
 
 
 @dataclass
@@ -135,13 +149,20 @@ def _why_not_layer(layer: Layer, owner: nn.Module, uses: Counter[int]) -> dict[s
         cls = type(module)
         why = f"the layer is a {cls.__name__} of {cls.__module__.partition('.')[0]}"
         return dict.fromkeys(PARTS, why)
-    layer.has_experts = bool(family.experts) and is_class(type(module.mlp), family.home, family.name + family.experts)
-    found = {
-        NORMS: _why_not_norms(module, family, owner),
-        ATTENTION: _why_not_attention(layer, uses),
-        MLP: None if layer.has_experts else _why_not_mlp(layer, uses),
-    }
+    layer.mlp_place = _mlp_place(module, family)
+    found = {NORMS: _why_not_norms(module, family, owner)}
+    if layer.has(ATTENTION):
+        found[ATTENTION] = _why_not_attention(layer, uses)
+    if layer.has(MLP):
+        found[MLP] = _why_not_mlp(layer, uses)
     return {part: why for part, why in found.items() if why is not None}
+
+
+def _mlp_place(layer: nn.Module, family: Family) -> tuple[nn.Module, str] | None:
+    mixture = getattr(layer, family.mlp)
+    if not family.experts or not is_class(type(mixture), family.home, family.name + family.experts):
+        return layer, family.mlp
+    return (mixture, family.shared) if getattr(mixture, family.shared or "-", None) is not None else None
 
 
 def _why_not_norms(layer: nn.Module, family: Family, owner: nn.Module) -> str | None:
@@ -151,7 +172,7 @@ def _why_not_norms(layer: nn.Module, family: Family, owner: nn.Module) -> str | 
     config = getattr(owner, "config", None)
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         return "the model's config asks for hidden states or attentions"
-    for name in family.norms():
+    for name in family.norms(layer):
         why = _why_not_norm(layer, name, family)
         if why is not None:
             return why
@@ -167,8 +188,8 @@ def _why_not_norm(owner: nn.Module, name: str, family: Family) -> str | None:
     norm = getattr(owner, name, None)
     why = why_not_plain(norm, family.home, family.norm_class)
     if why is None:
-        assert norm is not None
-        why = why_not_used(norm.weight)
+        weight = getattr(norm, "weight", None)
+        why = None if weight is None else why_not_used(weight)
         why = None if why is None else f"has a weight that {why}"
     return None if why is None else f"`{name}` {why}"
 
@@ -183,20 +204,27 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
     # With the package `kernels` installed, transformers itself turns the function into a module.
     if not is_function(rotary, family.home, "apply_rotary_pos_emb") and not hasattr(rotary, "kernel_layer_name"):
         return "its rotary embedding has been replaced"
-    if family.qk_norms:
+    why = family.why_not_attention(attention)
+    if why is not None:
+        return why
+    if family.norms_of_heads(attention):
         why = _why_not_norm(attention, "q_norm", family) or _why_not_norm(attention, "k_norm", family)
+        if why is None and family.v_norm:
+            why = _why_not_norm(attention, "v_norm", family)
         if why is not None:
             return why
-    why = _why_not_linears(layer, ATTENTION, family.qkv, uses)
+    why = _why_not_linears(layer, ATTENTION, family.projections(attention), uses)
     if why is not None:
         return why
     rows = [linear.out_features for linear in layer.linears(ATTENTION)]
     heads, kv_heads = heads_of(attention, family)
-    if sum(rows) != (heads + 2 * kv_heads) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
+    of_v = 0 if len(rows) == 2 else kv_heads
+    if sum(rows) != (heads + kv_heads + of_v) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
         return "its projections do not fit its heads"
-    if family.qk_norms:
-        norms, dtype = (attention.q_norm, attention.k_norm), layer.linears(ATTENTION)[0].weight.dtype
-        if family.eps(norms[0]) != family.eps(norms[1]) or any(norm.weight.dtype != dtype for norm in norms):
+    if family.norms_of_heads(attention):
+        norms, dtype = [attention.q_norm, attention.k_norm], layer.linears(ATTENTION)[0].weight.dtype
+        each_eps = {family.eps(norm) for norm in (*norms, *([attention.v_norm] if family.v_norm else []))}
+        if len(each_eps) > 1 or any(norm.weight.dtype != dtype for norm in norms):
             return "the norms of q and k differ from each other, or from their weights"
     return None
 
@@ -210,11 +238,11 @@ def heads_of(attention: Attention, family: Family) -> tuple[int, int]:
 
 
 def _why_not_mlp(layer: Layer, uses: Counter[int]) -> str | None:
-    mlp, family = layer.module.mlp, layer.family
-    assert family is not None
-    why = why_not_own(mlp, family.home, f"{family.name}MLP")
+    mlp, family = layer.mlp, layer.family
+    assert family is not None and layer.mlp_place is not None
+    why = why_not_own(mlp, family.home, family.mlp_class.format(family.name))
     if why is not None:
-        return f"`mlp` {why}"
+        return f"`{layer.mlp_place[1]}` {why}"
     activation = type(getattr(mlp, family.activation))
     if activation_of(mlp, family) is None:
         return f"there is no kernel for the activation {activation.__name__}"
@@ -225,7 +253,7 @@ def _why_not_mlp(layer: Layer, uses: Counter[int]) -> str | None:
 
 
 def _why_not_linears(layer: Layer, part: str, names: tuple[str, ...], uses: Counter[int]) -> str | None:
-    owner = layer.module.self_attn if part == ATTENTION else layer.module.mlp
+    owner = layer.module.self_attn if part == ATTENTION else layer.mlp
     for name in names:
         why = why_not_linear(getattr(owner, name, None))
         if why is not None:

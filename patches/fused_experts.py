@@ -71,9 +71,10 @@ def _tensors(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None
 
 def router_forward(router: Any, known: Router, kernels: ExpertKernels, handed: Handed) -> Forward:
     own = type(router).forward
+    indices_first = known.indices_first(router)
 
     def forward(hidden_states: torch.Tensor, *given: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-        if named:
+        if named or not known.fits(router):
             unusual: tuple[torch.Tensor, ...] = own(router, hidden_states, *given, **named)
             return unusual
         states = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -88,6 +89,8 @@ def router_forward(router: Any, known: Router, kernels: ExpertKernels, handed: H
             scales=known.scales(router),
         )
         handed.leave(indices, rows)
+        if indices_first:
+            return indices, shares, logits
         return logits.softmax(-1, torch.float32) if known.gives == "probabilities" else logits, shares, indices
 
     return forward

@@ -8,11 +8,13 @@ quantised projections and hooks in them keep working.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from .attention_interface import AttentionCall, Rotation, context_in_use
@@ -43,6 +45,14 @@ class Made(NamedTuple):
     norm: Norm | None = None
     multiplier: float = 1.0
     first: torch.Tensor | None = None  # another part's result from the same input, to be added before this one
+    scale: torch.Tensor | None = None  # [1]  multiplies the sum
+    kept: bool = False  # whether a module that is called has been given the residual, which then stays as it is
+
+    @property
+    def more(self) -> bool:
+        """Whether there is more to do than to add."""
+        others = (self.norm, self.first, self.scale)
+        return self.multiplier != 1 or any(each is not None for each in others)
 
 
 class Residual:
@@ -102,11 +112,12 @@ def layer_forward(
             states, stream = norms.begin(hidden_states, norm_named(before[0]))
         # The defaults are arguments that the layer's own forward names and hands on.
         attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
+        mlp = cast(nn.Module, layer._modules[family.mlp])
         if family.parallel:
-            result = made(1, layer.mlp(states), first=attended)
+            result = made(1, mlp(states), first=attended)
         else:
             states, stream = norms.add(made(0, attended), stream, norm_named(before[1]))
-            states = layer.mlp(states)
+            states = mlp(states)
             result = made(1, states[0] if isinstance(states, tuple) else states)  # experts may return scores, too
         return residual.leave(result, stream) if leaves else norms.sum(result, stream)
 
@@ -134,11 +145,15 @@ class Norms:
         """The norm of a first layer's input, and a residual to add to."""
         if norm is None:  # then sums are new tensors
             return x, x
-        stream = x.clone()  # sums are made in it, and the input may belong to another module
+        return self.alone(x, norm), x.clone()  # sums are made in it, and the input may belong to another module
+
+    def alone(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """The norm of x."""
         if not _alike(x, norm.weight):
-            return type(norm).forward(norm, x), stream
+            normed: torch.Tensor = type(norm).forward(norm, x)
+            return normed
         form, eps = self.family.form, self.family.eps(norm)
-        return self.kernels.add_rms_norm(_flat(x), None, norm.weight, eps, form=form).view(x.shape), stream
+        return self.kernels.add_rms_norm(_flat(x), None, norm.weight, eps, form=form).view(x.shape)
 
     def add(
         self, made: Made, stream: torch.Tensor, norm: Norm | None, keep: bool = True
@@ -150,18 +165,25 @@ class Norms:
         if not self._fit(made, stream, norm):
             stream = self._sum_in_torch(made, stream)
             return type(norm).forward(norm, stream), stream
-        return self._run(made, stream, norm.weight, self.family.eps(norm), keep), stream
+        summed = torch.empty_like(stream) if made.kept and keep else stream
+        return self._run(made, stream, norm.weight, self.family.eps(norm), keep, summed), summed
 
     def sum(self, made: Made, stream: torch.Tensor) -> torch.Tensor:
         """The sum, in new memory."""
-        if self._fit(made, stream, None) and (made.norm is not None or made.multiplier != 1 or made.first is not None):
+        if self._fit(made, stream, None) and made.more:
             return self._run(made, stream, None, 0.0, keep=False)
         return self._sum_in_torch(made, stream)
 
     def _run(
-        self, made: Made, stream: torch.Tensor, weight: torch.Tensor | None, eps: float, keep: bool
+        self,
+        made: Made,
+        stream: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        keep: bool,
+        summed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        states, norm, multiplier, first = made
+        states, norm, multiplier, first, scale, _ = made
         out = self.kernels.add_rms_norm(
             _flat(states),
             _flat(stream),
@@ -172,7 +194,9 @@ class Norms:
             inner_eps=None if norm is None else self.family.eps(norm),
             multiplier=multiplier,
             first=None if first is None else _flat(first),
+            scale=scale,
             keep=keep,
+            summed=None if summed is None else _flat(summed),
         )
         return out.view(states.shape)
 
@@ -191,7 +215,10 @@ class Norms:
         states = made.states if made.norm is None else type(made.norm).forward(made.norm, made.states)
         if made.multiplier != 1:
             states = states * made.multiplier
-        return (stream if made.first is None else stream + made.first) + states
+        states = (stream if made.first is None else stream + made.first) + states
+        if made.scale is not None:
+            states *= made.scale
+        return states
 
 
 def attention_forward(attention: Attention, family: Family, qkv: Merged | None, kernels: FusedKernels) -> Forward:
@@ -202,7 +229,8 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
     own = type(attention).forward
     dim = attention.head_dim
     heads, kv_heads = heads_of(attention, family)
-    norm_of_all = family.qk_norms == "all"
+    norms_of_heads = family.norms_of_heads(attention)
+    is_v_projected = len(family.projections(attention)) != 2
 
     def forward(
         hidden_states: torch.Tensor,  # [1, tokens, hidden]
@@ -214,24 +242,37 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
         context = context_in_use()
         usual = attention_mask is None and past_key_values is None and attention.is_causal
         if context is None or not usual or len(hidden_states) != 1:  # `attention_interface` refuses the call
-            given = hidden_states, position_embeddings, attention_mask, past_key_values
-            refused: tuple[torch.Tensor, None] = own(attention, *given, **kwargs)
+            kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            refused: tuple[torch.Tensor, None]
+            refused = own(attention, hidden_states, past_key_values=past_key_values, **kwargs)
             return refused
         if qkv is None:
             states = getattr(attention, family.qkv[0])(hidden_states)[0]  # [tokens, (heads + 2 * kv_heads) * dim]
         else:
             states = functional.linear(hidden_states[0], *qkv[0])
-        if norm_of_all:
+        if norms_of_heads == "all":
             q, k = states.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)[:2]
             for norm, part in ((attention.q_norm, q), (attention.k_norm, k)):
                 kernels.add_rms_norm(part, None, norm.weight, family.eps(norm), form=family.form, out=part)
-        q, k, v = states.view(len(states), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+        clip = family.clip(attention)
+        if clip is not None:
+            states.clamp_(min=-clip, max=clip)
+        if is_v_projected:
+            q, k, v = states.view(len(states), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+        else:
+            q, k = states.view(len(states), -1, dim).split([heads, kv_heads], dim=1)
+            v = k
         cos, sin = (table[0] for table in position_embeddings) if family.turns(attention) else (None, None)
         rotation = Rotation(cos, sin, turn=family.turn)
-        if family.qk_norms and not norm_of_all:
+        if norms_of_heads == "heads":
             q_norm, k_norm = attention.q_norm, attention.k_norm
             eps = family.eps(q_norm)
-            rotation = Rotation(cos, sin, q_norm.weight, k_norm.weight, eps, norm=family.form, turn=family.turn)
+            rotation = Rotation(
+                cos, sin, q_norm.weight, k_norm.weight, eps, norm=family.form, turn=family.turn, v_norm=family.v_norm
+            )
+        if family.q_factor is not None:
+            factor = family.q_factor(attention, kwargs["position_ids"], sys.modules[family.home])
+            rotation = replace(rotation, q_factor=factor.reshape(-1).to(q.dtype))
         out = context.attend(
             AttentionCall(
                 layer=attention,
@@ -245,7 +286,7 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
                 rotation=rotation,
             )
         )
-        return attention.o_proj(out.reshape(1, len(out), -1)), None
+        return _dropped(attention.o_proj(out.reshape(1, len(out), -1)), attention, family), None
 
     return forward
 
@@ -256,10 +297,15 @@ def mlp_forward(mlp: Mlp, family: Family, gate_up: Merged | None, kernels: Fused
     def forward(x: torch.Tensor) -> torch.Tensor:  # [1, tokens, hidden]
         both = getattr(mlp, family.gate_up[0])(x) if gate_up is None else functional.linear(x, *gate_up[0])
         product = kernels.act_and_mul(both.view(-1, both.shape[-1]), activation=activation)
-        out: torch.Tensor = mlp.down_proj(product.view(*both.shape[:-1], -1))
-        return out
+        return _dropped(mlp.down_proj(product.view(*both.shape[:-1], -1)), mlp, family)
 
     return forward
+
+
+def _dropped(result: torch.Tensor, part: nn.Module, family: Family) -> torch.Tensor:
+    if family.dropped and part.training:
+        return functional.dropout(result, p=getattr(part, family.dropped))
+    return result
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

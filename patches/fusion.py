@@ -33,8 +33,11 @@ from .fused_forwards import (
     layer_forward,
     mlp_forward,
 )
+from .fused_gemma4 import gemma4_layer_forward
 from .merged_weights import merge, merged, unmerge
 from .unmodified import hook_dicts
+
+_LAYER_FORWARDS = {"usual": layer_forward, "gemma4": gemma4_layer_forward}
 
 
 def triton_fused_kernels() -> FusedKernels:
@@ -120,7 +123,8 @@ class Fusion:
             return f"nothing: {self.paused}"
         whole = self._fused_mixtures == self._mixtures
         which = "their experts" if whole else f"the experts of {self._fused_mixtures} of {self._mixtures}"
-        layers = f"{self._whole} of {self._layers} layers" + (f", with {which}" if self._mixtures else "")
+        but = " but for their attention" if self._own_attention else ""
+        layers = f"{self._whole} of {self._layers} layers{but}" + (f", with {which}" if self._mixtures else "")
         if not self._layers:
             layers = f"the experts of {self._fused_mixtures} of {self._mixtures} layers"
         if self._whole == self._layers and not self.reasons:
@@ -135,6 +139,7 @@ class Fusion:
         self._layers = len(layers)
         self._whole = sum(not layer.why_not for layer in layers)
         self._fused = sum(any(layer.fuses(part) for part in PARTS) for layer in layers)
+        self._own_attention = any(layer.family is not None and not layer.has(ATTENTION) for layer in layers)
         self._mixtures = len(experts)
         self._fused_mixtures = sum(each.why_not is None for each in experts)
         counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
@@ -230,6 +235,10 @@ class FusedLayers:
         kernels = self._kernels
         adds = [layer.fuses(NORMS) for layer in stack.layers] + [stack.norm_why_not is None]
         leaves = [stack.chain_why_not is None and this and after for this, after in pairwise(adds)]
+        # Gemma 4 may go on with some of the tokens alone where layers begin that share keys and values.
+        cut = getattr(stack.owner, "first_kv_shared_layer_idx", None)
+        if isinstance(cut, int) and 0 < cut <= len(leaves):
+            leaves[cut - 1] = leaves[cut - 1] and cut == len(leaves)
         self._weights += weights.values()
         for index, layer in enumerate(stack.layers):
             module, family = layer.module, layer.family
@@ -238,18 +247,22 @@ class FusedLayers:
                 continue
             if adds[index]:
                 takes = index > 0 and leaves[index - 1]
-                self._put(module, layer_forward(module, family, kernels, self._residual, takes, leaves[index]))
+                make = _LAYER_FORWARDS[family.layer]
+                self._put(module, make(module, family, kernels, self._residual, takes, leaves[index]))
                 self._bypassed.append(module)
             if layer.fuses(ATTENTION):
                 qkv = weights.get((index, ATTENTION))
                 self._put(module.self_attn, attention_forward(module.self_attn, family, qkv, kernels))
                 self._places.append((module._modules, "self_attn", module.self_attn))
             if layer.fuses(MLP):
-                activation = activation_of(module.mlp, family)
-                assert activation is not None
+                activation = activation_of(layer.mlp, family)
+                assert activation is not None and layer.mlp_place is not None
                 gate_up = weights.get((index, MLP))
-                self._put(module.mlp, mlp_forward(module.mlp, family, gate_up, kernels, activation))
-                self._places.append((module._modules, "mlp", module.mlp))
+                self._put(layer.mlp, mlp_forward(layer.mlp, family, gate_up, kernels, activation))
+                owner, name = layer.mlp_place
+                self._places.append((owner._modules, name, layer.mlp))
+                if owner is not module:
+                    self._places.append((module._modules, family.mlp, owner))
             for part in PARTS:
                 if layer.fuses(part):
                     self._watch(layer, part)

@@ -23,13 +23,18 @@ class Attention(nn.Module):
     scaling: float
     sliding_window: int | None
     attn_logit_softcapping: float | None
+    is_sliding: bool
     use_rope: int
+    use_qk_norm: bool
+    is_kv_shared_layer: bool
+    store_full_length_kv: bool
     sinks: torch.Tensor  # [heads]
     q_proj: nn.Linear
     k_proj: nn.Linear
     o_proj: nn.Module
     q_norm: Norm
     k_norm: Norm
+    v_norm: nn.Module
 
 
 class Mlp(nn.Module):

@@ -18,11 +18,22 @@ from hf_batchllm.patches.fused_experts import ExpertKernels
 from hf_batchllm.patches.fused_forwards import FusedKernels
 from hf_batchllm.patches.fusion import FusedLayers, Fusion
 
-# Each row of the table, by models of it; those with experts keep their own MLPs.
-WITH_EXPERTS = ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss"]
+# Each row of the table, by models of it.
+WITH_EXPERTS = [
+    *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
+    *("exaone_moe", "granitemoe", "minimax_m2", "dots1", "ernie4_5_moe", "gemma4_moe", "flex_olmo"),
+    "glm4_moe_lite",
+]
+WITH_A_DENSE_LAYER = [
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
+]
+WITH_SHARED_EXPERTS = [*WITH_A_DENSE_LAYER, "qwen2_moe"]
+WITH_AN_MLP_IN_EACH_LAYER = ["gemma4_moe"]
+WITH_ATTENTION_OF_THEIR_OWN = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
 FUSED_FAMILIES = [
     *("llama", "llama3_rope", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window"),
     *("ministral", "cwm", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "olmo3", "smollm3", "cohere2"),
+    *("seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "ministral3", "gemma4", "youtu"),
     *WITH_EXPERTS,
 ]
 FORWARDS = 3 * 3 + 1  # of the tests' Llama: each layer, its attention, its MLP; and the last norm
@@ -33,13 +44,19 @@ def layers_of(family: str) -> int:
 
 
 def forwards_of(family: str) -> int:
-    return layers_of(family) * (4 if family in WITH_EXPERTS else 3) + 1  # experts and their router in an MLP's place
+    layers = layers_of(family)
+    mixtures = layers - (family in WITH_A_DENSE_LAYER) if family in WITH_EXPERTS else 0
+    of_a_mixture = 3 if family in WITH_SHARED_EXPERTS else 2  # experts, their router, the MLP beside them
+    of_a_mixture += family in WITH_AN_MLP_IN_EACH_LAYER
+    of_each = 1 if family in WITH_ATTENTION_OF_THEIR_OWN else 2
+    return layers * of_each + (layers - mixtures) + mixtures * of_a_mixture + 1
 
 
 def said_of(family: str) -> str:
     """What a report says where all is fused that can be."""
     layers = layers_of(family)
-    return f"{layers} of {layers} layers" + (", with their experts" if family in WITH_EXPERTS else "")
+    but = " but for their attention" if family in WITH_ATTENTION_OF_THEIR_OWN else ""
+    return f"{layers} of {layers} layers{but}" + (", with their experts" if family in WITH_EXPERTS else "")
 
 
 TWINS = FusedKernels(

@@ -59,7 +59,18 @@ def _family(name: str, text: dict[str, Any], vision: dict[str, Any], **more: Any
     return name, ImageTextFamily(name, text, vision, more)
 
 
-IMAGE_TEXT: dict[str, ImageTextFamily] = dict(
+_PHI4 = {**_TEXT, "sliding_window": None, "original_max_position_embeddings": 512}
+_PHI4 |= {"vision_config": _VISION | {"num_hidden_layers": 2, "crop_size": 32, "image_token_id": 99}}
+_PHI4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_PHI4["audio_config"] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "ext_pw_out_channel"), 32),
+    **dict.fromkeys(("depthwise_separable_out_channel", "nemo_conv_channels"), 32),
+    "num_blocks": 1,
+    "num_attention_heads": 2,
+    "audio_token_id": 98,
+}
+
+IMAGE_TEXT: dict[str, ImageTextFamily | Family] = dict(
     [
         _family("gemma3", _WINDOWED, _VISION, mm_tokens_per_image=4),
         _family("mistral3", {"model_type": "mistral"}, _VISION | {"model_type": "pixtral", "head_dim": 16}),
@@ -76,5 +87,8 @@ IMAGE_TEXT: dict[str, ImageTextFamily] = dict(
         _family("pp_chart2table", {"model_type": "qwen2"}, _OCR_VISION),
         _family("idefics3", {"model_type": "llama"}, _VISION),
         _family("aya_vision", {"model_type": "cohere2", **_WINDOWED}, _VISION | {"model_type": "siglip_vision_model"}),
+        ("phi4_multimodal", Family("phi4_multimodal", "phi4_multimodal", _PHI4)),
     ]
 )
+# One for each class of layers in the table of fused families that no model of text alone has.
+FUSED_IMAGE_TEXT = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "phi4_multimodal"]

@@ -10,7 +10,8 @@ from support_kernels import draw
 
 NAN = float("nan")
 
-# heads, kv_heads, dim, v_dim, rotary, the form of norms if there are any, that of the rotation, float32 tables
+# heads, kv_heads, dim, v_dim, rotary, the form of norms if there are any, that of the rotation, float32 tables,
+# and what else is asked for
 ROPE = [
     (32, 8, 128, 128, 128, "", "llama", False),
     (16, 8, 128, 128, 128, "llama", "llama", False),
@@ -26,6 +27,12 @@ ROPE = [
     (6, 3, 128, 128, 128, "", "cohere", False),
     (4, 2, 48, 48, 24, "olmo", "cohere", True),
     (4, 2, 96, 96, 24, "llama", "gpt_oss", False),
+    (6, 2, 128, 128, 64, "", "glm", False),
+    (8, 2, 96, 96, 64, "olmo", "llama", False, "v_norm"),
+    (4, 2, 40, 40, 24, "llama", "ernie", True),
+    (4, 1, 64, 40, 0, "olmo", "llama", False, "q_factor", "v_norm"),
+    (8, 2, 128, 128, 128, "olmo", "llama", False, "q_factor", "v_norm"),
+    (4, 2, 48, 48, 48, "", "ernie", False, "q_factor"),
 ]
 
 
@@ -38,7 +45,7 @@ def parts(merged: torch.Tensor, shape: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) -> dict[str, Any]:
-    heads, kv_heads, dim, v_dim, rotary, norm, turn, wide = shape
+    heads, kv_heads, dim, v_dim, rotary, norm, turn, wide, *more = shape
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(1, most))
     slots = rng.permutation(2 * tokens)[:tokens]
@@ -65,7 +72,9 @@ def rope_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
     }
     if norm:
         given |= {"q_weight": draw(rng, dim, dtype=dtype), "k_weight": draw(rng, dim, dtype=dtype)}
-    return given
+    if "q_factor" in more:
+        given["q_factor"] = draw(rng, tokens, dtype=dtype)
+    return given | {"v_norm": "v_norm" in more}
 
 
 # hidden, residual, form, inner_weight, and what else is asked for
@@ -76,7 +85,8 @@ NORM = [
     (75, True, "gemma", True, ("lose",)), (2048, True, "olmo", True, ("no norm",)), (75, True, "olmo", True, ("lose",)),
     (640, True, "olmo", False, ()), (1024, True, "cohere", False, ("first",)), (75, False, "cohere", False, ()),
     (80, True, "cohere", True, ("first", "lose")), (96, True, "llama", False, ("no norm", "multiplier", "first")),
-    (512, True, "llama", False, ("lose", "multiplier")),
+    (512, True, "llama", False, ("lose", "multiplier")), (1536, True, "olmo", True, ("scale", "elsewhere")),
+    (75, True, "olmo", False, ("scale",)), (640, True, "olmo", True, ("no norm", "scale")),
 ]  # fmt: skip
 
 
@@ -93,7 +103,9 @@ def norm_case(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int) 
         "inner_eps": 0.3 if "eps" in more else None,
         "multiplier": 0.22 if "multiplier" in more else 1.0,
         "first": draw(rng, tokens, hidden, dtype=dtype) if "first" in more else None,
+        "scale": draw(rng, 1, dtype=dtype) if "scale" in more else None,
         "keep": "lose" not in more,
+        "summed": torch.full((tokens, hidden), NAN, dtype=dtype) if "elsewhere" in more else None,
         "inner_weight": draw(rng, hidden, dtype=dtype) if inner else None,
         "out": torch.full((tokens, hidden), NAN, dtype=dtype) if rng.random() < 0.5 else None,
     }

@@ -27,6 +27,8 @@ RULES = {
         {"bias": True},
     ),
     "sigmoid": (Rule(5, "sigmoid"), {"bias": True}),
+    "sigmoid of the chosen": (Rule(3, "logits", share="normalised sigmoid"), {"bias": True}),
+    "sigmoid of the chosen, as it is": (Rule(3, "logits", share="sigmoid"), {}),
     "a least sum": (Rule(2, least_sum=0.9), {"bias": True}),
     "a scale for each": (Rule(2), {"scales": True}),
     "one": (Rule(1), {}),

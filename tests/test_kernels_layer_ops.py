@@ -130,11 +130,14 @@ def test_the_norms_twin_is_the_module_bit_for_bit(family: str, dtype: torch.dtyp
         assert torch.equal(got, module(summed))
 
 
+ROTATIONS = ["llama", "qwen3", "gemma3", "phi3", "olmo2", "cohere2", "gpt_oss", "glm4", "ernie4_5"]
+
+
 @plain
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "olmo2", "cohere2", "gpt_oss"])
+@pytest.mark.parametrize("family", ROTATIONS)
 def test_the_rotations_twin_is_the_attention_modules_bit_for_bit(family: str) -> None:
-    turn = {"cohere2": "cohere", "gpt_oss": "gpt_oss"}.get(family, "llama")
-    shape = (4, 2, 32, 32, 20 if family == "phi3" else 32, "", turn, family == "olmo2")
+    turn = {"cohere2": "cohere", "gpt_oss": "gpt_oss", "glm4": "glm", "ernie4_5": "ernie"}.get(family, "llama")
+    shape = (4, 2, 32, 32, 20 if family in ("phi3", "glm4") else 32, "", turn, family == "olmo2")
     rng, given = np.random.default_rng(0), rope_case(3, shape, torch.bfloat16, most=20)
     q, k, v = parts(given.pop("merged").nan_to_num(0.5), shape)
     plain_q, plain_k = q.clone(), k.clone()

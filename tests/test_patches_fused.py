@@ -71,6 +71,18 @@ class TestEveryFamily:
         assert set(fusing) == {forwards_of(family)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", family_params(WITH_EXPERTS))
+def test_bits_of_all_but_the_experts(
+    family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_batchllm.patches.fusion.mixtures", lambda model: [])
+    model = new_model(family).to(dtype)
+    own = logits_of_steps(monkeypatch, model, some_prompts(4), fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(4)), own, dtype)
+    assert fusing
+
+
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3", "cohere2"]))
 def test_bits_of_half_precision(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model(family).half()
@@ -94,7 +106,10 @@ def test_on_a_cpu_nothing_is_fused_and_nothing_is_said_of_it() -> None:
     assert where == {name: each.data_ptr() for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "cohere2", "gpt_oss"])
+WATCHED = ["llama", "olmo2", "cohere2", "gpt_oss", "gemma4", "gemma4_moe", "glm4_moe", "deepseek_v3", "exaone4"]
+
+
+@pytest.mark.parametrize("family", WATCHED)
 def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> None:
     """Of modules that are called: the same tensors in, the same out, the same keywords."""
     seen: dict[bool, list[Any]] = {}

@@ -279,3 +279,91 @@ def test_biases_are_merged_too(fusing: list[int], monkeypatch: pytest.MonkeyPatc
         assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
         assert set(fusing) == {forwards_of(family)}
         fusing.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_grow_with_their_positions(
+    dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model("ministral3").to(dtype)
+    before = logits_of_steps(monkeypatch, model, fuse=False)
+    model.config.rope_parameters |= {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 8}
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert not torch.equal(own[-1], before[-1])
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, dtype)
+
+
+def test_what_is_clipped(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_batchllm.patches.fusion.mixtures", lambda model: [])
+    model = new_model("olmoe")
+    before = logits_of_steps(monkeypatch, model, fuse=False)
+    model.config.clip_qkv = 0.5
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert not torch.equal(own[-1], before[-1])
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "deepseek_v3", "ernie4_5_moe"])
+def test_an_adapter_in_the_mlp_beside_the_experts(
+    family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model(family)
+    block = model.model.layers[-1].mlp
+    name = "shared_expert" if hasattr(block, "shared_expert") else "shared_experts"
+    _adapt(getattr(block, name), "up_proj")
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32, experts=True)
+    assert set(fusing) == {forwards_of(family) - 1}
+    assert "MLP of 1 of 3 layers: `up_proj` is a Adapter" in reasons(model)
+
+
+def test_heads_without_norms(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM-4-MoE is published with them and without."""
+    config = new_model("glm4_moe").config
+    for use in (True, False):
+        config.use_qk_norm = use
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        assert hasattr(model.model.layers[0].self_attn, "q_norm") == use
+        own = logits_of_steps(monkeypatch, model, fuse=False)
+        assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32, experts=True)
+        assert set(fusing) == {forwards_of("glm4_moe")}
+
+
+def test_what_training_drops(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model("seed_oss").train()
+    for module in model.modules():
+        if hasattr(module, "residual_dropout"):
+            module.residual_dropout = 0.5
+    logits = []
+    for fuse in (False, True):
+        torch.manual_seed(1)
+        logits.append(logits_of_steps(monkeypatch, model, some_prompts(2), fuse=fuse))
+    assert_same_logits(*logits, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "gemma4_shared"])
+def test_layers_of_gemma4(family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are scaled, and layers that share their keys and values, whose attention runs its own code."""
+    monkeypatch.setattr("hf_batchllm.patches.fusion.mixtures", lambda model: [])
+    model = new_model(family).to(dtype)
+    for number, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.6 + 0.1 * number)
+    own = logits_of_steps(monkeypatch, model, fuse=False)
+    assert_same_logits(logits_of_steps(monkeypatch, model), own, dtype)
+    shares = "attention of 4 of 5 layers: it shares its keys and values with other layers"
+    assert reasons(model) == (shares if family == "gemma4_shared" else "")
+
+
+def test_what_watchers_of_gemma4_have_kept_is_never_written_to(fusing: list[int]) -> None:
+    for family, names in (("gemma4", ("per_layer_input_gate",)), ("gemma4_moe", ("router", "experts"))):
+        model, kept = new_model(family), []
+
+        def keep(module: nn.Module, args: Any, output: Any, kept: list[Any] = kept) -> None:
+            kept.extend((each, each.clone()) for each in args)
+
+        for name in (*names, "mlp", "self_attn.o_proj"):
+            a_layer(model).get_submodule(name).register_forward_hook(keep)
+        run(model)
+        assert kept and all(torch.equal(given, copy) for given, copy in kept)

@@ -11,6 +11,7 @@ import torch
 from support_families import family_params
 from support_fused import FUSED_FAMILIES, TWINS, forwards_of, new_model, some_prompts
 from support_fused import fusing as fusing  # a fixture
+from support_image_text_families import FUSED_IMAGE_TEXT, IMAGE_TEXT
 from support_interrupts import Stop
 from support_kernels import INTERPRETED
 from support_untouched import fingerprint
@@ -22,8 +23,11 @@ from hf_batchllm.patches.fusable_parts import stacks
 from hf_batchllm.patches.fusion import FusedLayers, Fusion
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
-# One model for each row of the table.
+# A model for each row of the table.
 ROWS = [name for name in FUSED_FAMILIES if name not in ("llama3_rope", "qwen2_window", "qwen3_window")]
+# One for each way in which rows differ in what is put in place.
+SOME_ROWS = ["llama", "gemma3", "phi3", "granite", "olmo2", "cohere2", "gpt_oss", "gemma4", "gemma4_moe", "glm4_moe"]
+SOME_ROWS += ["deepseek_v3", "granitemoe"]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
@@ -76,13 +80,18 @@ def plainly(model: Any) -> list[list[int]]:
         return generate(generator)
 
 
+def mlp_of(layer: Any) -> Any:
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
 def test_there_is_a_model_for_each_row() -> None:
-    found = [next(iter(stacks(new_model(name)))).family for name in ROWS]
-    assert found == sorted(fused_families.FAMILIES, key=found.index) and len(set(found)) == len(ROWS)
+    models = [new_model(name) for name in ROWS] + [IMAGE_TEXT[name]() for name in FUSED_IMAGE_TEXT]
+    found = [next(iter(stacks(model))).family for model in models]
+    assert set(found) == set(fused_families.FAMILIES)
 
 
-@pytest.mark.parametrize("family", family_params(ROWS))
 class TestEveryRow:
+    @pytest.mark.parametrize("family", family_params(ROWS))
     def test_before_during_and_after(self, family: str, fusing: list[int], tmp_path: Path) -> None:
         model, plain = an_owners(family), an_owners(family)
         before, first = seen(model), values(model)
@@ -116,12 +125,13 @@ class TestEveryRow:
             train(each)
         assert_equal(values(model), values(plain))
 
+    @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_nothing_is_left(self, family: str, fusing: list[int]) -> None:
         model = an_owners(family)
         before = seen(model)
         generator = BatchGenerator(model, page_size=16)
         generate(generator)
-        handle = model.model.layers[-1].mlp.register_forward_hook(lambda *given: 1 / 0)
+        handle = mlp_of(model.model.layers[-1]).register_forward_hook(lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(generator)
         handle.remove()
@@ -131,6 +141,7 @@ class TestEveryRow:
         generator.close()
         assert seen(model) == before
 
+    @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_an_interrupt_in_the_midst_of_it(self, family: str) -> None:
         model, fusions = an_owners(family), []
         before, places = seen(model), {name: each.data_ptr() for name, each in model.named_parameters()}
@@ -155,6 +166,7 @@ class TestEveryRow:
             fusions[-1].unmerge()
             assert seen(model) == before, stop.place
 
+    @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_an_interrupt_while_forwards_are_put_in_place(self, family: str) -> None:
         model = an_owners(family)
         before = seen(model)
