@@ -181,7 +181,7 @@ class BatchGenerator:
         with self._taking(turn) as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
-            with bars_wanted(progress):
+            with bars_wanted(progress, call.timekeeper.during):
                 job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
             finished.expected, self.interrupted = job.sequences, None
             outputs = ExtraOutputs(job.options)
@@ -287,10 +287,10 @@ class BatchGenerator:
     ) -> ScoreResult:
         check_progress(progress)
         with self._taking(turn) as call:
-            with bars_wanted(progress):
+            with bars_wanted(progress, call.timekeeper.during):
                 inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
-            finished.expected, self.interrupted = len(inputs.items), None
+            finished.inputs, finished.expected, self.interrupted = inputs, len(inputs.items), None
             outputs = ScoreOutputs(job)
             with bars_wanted(progress), job.problems_named():
                 call.begin(job.job, outputs, strict)

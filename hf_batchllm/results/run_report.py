@@ -21,6 +21,8 @@ class RunReport:
     saving: the share of the prompts' tokens that sharing spares, from 0 to 1.
     cached_tokens: prompt tokens found in prefixes kept from an earlier call.
     new_tokens: tokens generated.
+    planning_seconds: until the plan was made, with the checks of prompts, and the loading of a tokenizer, before it.
+        ``timeline.phases`` has each by itself.
     model_tokens: all tokens that went through the model.
     peak_memory: the most bytes of KV cache that held tokens at the same time.
     kv_memory: bytes of the whole KV cache, which is as large as the call can use, or as memory allows.

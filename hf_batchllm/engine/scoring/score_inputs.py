@@ -18,6 +18,7 @@ from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_
 from ...model.architecture import Architecture
 from ...notices import Notices
 from ...wording import a_kind, is_array, is_number, shown
+from .lost_spaces import warn_of_lost_space
 
 _A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
 _MOST_LETTERS = 8  # of a string that may be meant as a choice of letters
@@ -56,6 +57,11 @@ class ScoreInputs:
     @property
     def count(self) -> int:
         return len(self.items) + len(self.problems)
+
+    def places(self) -> Iterator[Place]:
+        """Of all continuations asked for."""
+        yield from ((item.index, item.choice) for item in self.items)
+        yield from self.problems
 
     @property
     def longest(self) -> dict[int, int]:
@@ -142,6 +148,10 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         raise OptionValueError(
             "continuations",
             f"(one for each context) or `choices` (the same for all of them) must be given: {both}{hint}",
+        )
+    if isinstance(choices, Mapping):
+        raise OptionValueError(
+            "choices", f"is {a_kind(choices)}: pass a list of what it holds, choices=list(answers.values())"
         )
     if contexts is None:
         if choices is not None:
@@ -252,6 +262,7 @@ def _continued(
             inputs.problems[place] = _of_context(problems[index])
         elif isinstance(given, str) and isinstance(contexts[index], str):
             joined.append(place)
+            warn_of_lost_space(place[0], contexts[index], given, read.notices)
         else:
             separate.append(place)
 

@@ -19,14 +19,14 @@ _FIGURES = ("among these", "log-probability", "a token", "tokens")
 _IDS_SHOWN = 24  # token ids, where there is no text
 
 
-def scores_html(result: ShownScores) -> str:
+def scores_html(result: ShownScores, is_slice: bool = False) -> str:
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
         body += interrupted(report, BY_INDEX)
     body += _table(result)
     if report is not None:
-        whole = "" if result.complete else "The whole call: in"
+        whole = "The whole call: in" if is_slice or not result.complete else ""
         headline = (
             f"{whole or 'In'} {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
         )
@@ -38,8 +38,8 @@ def _table(result: ShownScores) -> str:
     contexts = list(result.by_context)
     if not contexts:
         return ""
-    compared = result.complete and any(len(scores) > 1 for scores in contexts)
-    best = result.best() if result.complete else [None] * len(contexts)
+    compared = any(len(scores) > 1 for scores in contexts)
+    best = result.best()
     named = any(score.context is not None for scores in contexts for score in scores)
     among = result.probabilities
     first, last = _shown(contexts)
@@ -102,6 +102,8 @@ def _cells(score: ShownScore, probability: float, is_best: bool, compared: bool)
         return f'<td class="hfb-said-choice">{error}</td>' + _figures([""] * (3 + compared), "td")
     said = " ".join(map(str, score.token_ids[:_IDS_SHOWN])) if score.text is None else score.text
     line = one_line(said, _TEXT_CHARACTERS)
+    if said[:1] == " ":  # it changes the score, and could not be seen
+        line = f'<span class="hfb-nl">␣</span>{line}'
     figures = [f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}", f"{len(score.token_ids):,}"]
     if compared:
         figures.insert(0, _bar(probability, is_best))
@@ -130,9 +132,11 @@ def _context(context: Any) -> str:
     whole = str(context[-1].get("content", "")) if isinstance(context, list) and context else str(context)
     if len(whole) <= _CONTEXT_START + _CONTEXT_END:
         return f'<div class="hfb-text">{one_line(whole, _TOOLTIP_CHARACTERS)}</div>'
-    title = text(f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}")
-    start = one_line(to_a_word(whole, _CONTEXT_START), _CONTEXT_START + 2)
+    title = whole
+    if len(whole) > _TOOLTIP_CHARACTERS:
+        title = f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}"
+    start = one_line(to_a_word(whole, _CONTEXT_START), 2 * _CONTEXT_START)  # marks of line breaks are longer
     return (
-        f'<div title="{title}"><div class="hfb-start hfb-dim" dir="auto">{start}</div>'
+        f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{start}</div>'
         f'<div class="hfb-text" dir="auto">… {one_line(from_a_word(whole, _CONTEXT_END), _CONTEXT_END)}</div></div>'
     )
