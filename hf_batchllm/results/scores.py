@@ -174,8 +174,9 @@ class ScoreResult(Sequence[Score]):
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
-        There is a number for each of ``by_context``. It is None if one of the context's continuations could not be
-        scored, has a log-probability of NaN, or is missing (after an interrupt, in a slice): it may be the likeliest.
+        There is a number for each of ``by_context``, 0 where there is one continuation alone (as of whole texts). It is
+        None if one of the context's continuations could not be scored, has a log-probability of NaN, or is missing
+        (after an interrupt, in a slice): it may be the likeliest.
         """
         if not isinstance(per, str) or per not in _PER:
             near = difflib.get_close_matches(str(per), _PER, n=1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import OptionValueError, PromptError
 from ...inputs.as_passed import AsPassed, as_passed
-from ...inputs.chats import is_chat
+from ...inputs.chats import is_chat, warn_of_one_chat
 from ...inputs.ids_with_logits import id_without_logits
 from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
@@ -115,6 +115,8 @@ def check_scores(
     ``adapters``: takes the number of contexts and gives the adapter of each, or None if no adapters were named.
     """
     given, entries = _paired(contexts, continuations, choices)
+    if given is not None:
+        warn_of_one_chat(contexts, given, read.notices)
     inputs = ScoreInputs(what="text" if given is None else "context")
     inputs.adapters = adapters(len(entries))
     inputs.contexts = None if given is None else as_passed(given)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .markup import from_a_word, one_line, percent, seconds, several, text, to_a_word, view
 from .protocols import ShownScore, ShownScores
-from .report import BY_INDEX, interrupted
+from .report import BY_INDEX, interrupted, saved
 
 _FIRST_ROWS, _LAST_ROWS = 30, 10  # shown; all rows if there are no more than these together
 _MOST_ROWS = _FIRST_ROWS + _LAST_ROWS
@@ -27,9 +27,8 @@ def scores_html(result: ShownScores, is_slice: bool = False) -> str:
     body += _table(result)
     if report is not None:
         whole = "The whole call: in" if is_slice or not result.complete else ""
-        headline = (
-            f"{whole or 'In'} {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
-        )
+        share = f"{percent(report.saving)} of tokens {saved(report)}"
+        headline = f"{whole or 'In'} {seconds(report.seconds)}, {share}. More in .report"
         body += f'<div class="hfb-caption">{text(headline)}</div>'
     return view(body, repr(result))
 
