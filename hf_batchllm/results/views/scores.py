@@ -136,7 +136,8 @@ def _context(context: Any) -> str:
         title = f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}"
     # Both are cut already, and marks of line breaks are longer than these.
     start = one_line(to_a_word(whole, _CONTEXT_START), _TOOLTIP_CHARACTERS)
+    end = one_line(from_a_word(whole, _CONTEXT_END), _TOOLTIP_CHARACTERS)
     return (
         f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{start}</div>'
-        f'<div class="hfb-text" dir="auto">… {one_line(from_a_word(whole, _CONTEXT_END), _TOOLTIP_CHARACTERS)}</div></div>'
+        f'<div class="hfb-text" dir="auto">… {end}</div></div>'
     )
