@@ -115,7 +115,7 @@ class JobChecks:
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
-        if prompts is None:
+        if prompts is None and generate_kwargs.get("inputs_embeds") is None:
             as_list(prompts)  # its error comes before warnings of options
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
