@@ -23,6 +23,7 @@ from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, at
 from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
+from .inputs.config_fields import ConfigFields, shows_config_fields
 from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
@@ -62,21 +63,23 @@ class BatchGenerator:
     ``last_report``: how the last call went (a RunReport); None before it, and if the call was refused before any work.
     ``interrupted``: the finished results of the last call, if an interrupt or an error broke it off (a BatchResult, or
     a ScoreResult). It stays until the next call begins. An error has them in ``error.result``, too.
+    ``architecture``: what was read off the model: its layers, heads and attention.
     """
 
-    checks = JobChecks  # decides whether a call can be served
-    at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
+    _kind_of_checks = JobChecks  # decides whether a call can be served
+    _at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
+    @shows_config_fields
     @with_short_tracebacks
     def __init__(
-        self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Any
+        self, model: nn.Module, tokenizer: Any = None, config: BatchConfig | None = None, **fields: Unpack[ConfigFields]
     ) -> None:
-        self._config = BatchConfig.of(config, fields)
+        self._config = BatchConfig.of(config, dict(fields))
         warn_of_versions()
         self._notices = Notices()
         given, model = model, without_compile(model)
         self._tokenizer = TokenizerLoader(tokenizer, base_model(model))
-        self._checks = self.checks(model, self._tokenizer, self._notices)
+        self._checks = self._kind_of_checks(model, self._tokenizer, self._notices)
         self._model = model
         self.architecture = inspect_model(model)
         if model is not given:
@@ -189,7 +192,7 @@ class BatchGenerator:
         with self._taking(turn) as call:
             padded = take_padded(prompts, generate_kwargs)
             given = prompts if padded is None else padded
-            with bars_wanted(progress):
+            with bars_wanted(progress, call.timekeeper.during):
                 job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
             finished.expected, self.interrupted = job.sequences, None
             outputs = ExtraOutputs(job.options)
@@ -295,10 +298,10 @@ class BatchGenerator:
     ) -> ScoreResult:
         check_progress(progress)
         with self._taking(turn) as call:
-            with bars_wanted(progress):
+            with bars_wanted(progress, call.timekeeper.during):
                 inputs = self._checks.scores(self.architecture, *given)
             job = ScoreJob.of(inputs)
-            finished.expected, self.interrupted = len(inputs.items), None
+            finished.inputs, finished.expected, self.interrupted = inputs, len(inputs.items), None
             outputs = ScoreOutputs(job)
             with bars_wanted(progress), job.problems_named():
                 call.begin(job.job, outputs, strict)
@@ -398,7 +401,7 @@ class BatchGenerator:
         """An error has broken a call off: what had finished goes with it. Before the first step there is nothing."""
         if finished.report is not None:
             self.interrupted = finished.part(self._tokenizer.decode_if_loaded)
-            attach(error, self.interrupted, note_of(len(finished.results), finished.expected, self.at_hand))
+            attach(error, self.interrupted, note_of(len(finished.results), finished.expected, self._at_hand))
 
     def _report(self, call: Call) -> RunReport | None:
         report = call.report()

@@ -83,7 +83,7 @@ def plan_of(rows: Sequence[Sequence[int]], fee: int = 0) -> SharingPlan:
     return plan_sharing([Prompt(np.asarray(row, np.int32)) for row in rows], min_shared_tokens=fee)
 
 
-def timeline_of(stretches: int, begin: float = 0.5, names: Sequence[str] = ("checks", "model", "results")) -> Timeline:
+def timeline_of(stretches: int, begin: float = 0.5, names: Sequence[str] = ("prompts", "model", "results")) -> Timeline:
     """A list that fills the cache, then ends."""
     at = np.arange(stretches)
     running = np.minimum(at, stretches - at) + 1

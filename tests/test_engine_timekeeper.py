@@ -87,7 +87,7 @@ def test_few_steps_each_have_a_stretch_and_many_have_few() -> None:
 def test_phases_add_up_to_the_seconds_whatever_comes_between(switches: list[tuple[str, float, bool]]) -> None:
     clock = Clock()
     timekeeper = Timekeeper(clock)
-    expected, phase, interrupted = dict.fromkeys(PHASES, 0.0), "checks", False
+    expected, phase, interrupted = dict.fromkeys(PHASES, 0.0), "prompts", False
     for following, seconds, interrupt in switches:
         clock.now += seconds
         expected[phase] += seconds
@@ -147,7 +147,7 @@ def test_the_line_in_the_report() -> None:
     phases = dict.fromkeys(PHASES, 0.0)
     empty = Timeline(0.0, nothing, nothing, nothing, nothing, nothing, nothing, phases)
     assert empty.longest_phases == "" and len(empty) == 0
-    phases |= {"model": 83.2, "tokens": 9.0, "planning": 4.1, "scheduling": 3.0, "checks": 0.4, "results": 0.3}
+    phases |= {"model": 83.2, "tokens": 9.0, "planning": 4.1, "scheduling": 3.0, "prompts": 0.4, "results": 0.3}
     assert empty.longest_phases == "model 83%, tokens 9%, planning 4%, scheduling 3%"
     phases |= {"capture": 30.0, "launching": 20.0}
     assert empty.longest_phases.count(",") == 4

@@ -74,6 +74,8 @@ def test_transformers_does_not_say_it_a_second_time() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # another test may have made transformers quiet
     type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
     try:
         (warning,) = caught(partial(make().generate, IDS, **GREEDY, temperature=0.7, length_penalty=1.0), times=2)
@@ -87,6 +89,7 @@ def test_transformers_does_not_say_it_a_second_time() -> None:
         GenerationConfig(top_p=0.4, do_sample=False)
         assert any("top_p" in each for each in heard)
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 

@@ -15,6 +15,7 @@ from support_device_loop import run_over_twins
 from support_families import build
 from support_interrupts import Stop
 from support_kernels import plain
+from support_letter_tokenizers import letter_tokenizer
 from support_parity import assert_parity, counted_tokens, mixed_prompts, pages_of_memory
 from support_timekeeper import Clock, assert_in_order, rows_of
 from support_word_tokenizer import word_tokenizer
@@ -27,13 +28,14 @@ from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.engine.progress import Progress
 from hf_batchllm.engine.timekeeper import Timekeeper
+from hf_batchllm.inputs import tokenizer as tokenizer_module
 from hf_batchllm.model import model_in_use
 from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.planning import call_plan
 from hf_batchllm.planning.requests_and_prefixes import Prefix
 from hf_batchllm.planning.scheduler import GroupScheduler
 from hf_batchllm.results.timeline import Timeline
-from hf_batchllm.sampling import logprobs
+from hf_batchllm.sampling import logprobs, stop_strings
 
 FAMILY = "llama"
 PROMPTS = mixed_prompts(2)
@@ -153,7 +155,8 @@ def test_each_phase_has_the_time_of_what_runs_in_it(
     assert calls["forward"] == calls["show"] == steps and calls["process"] == 4 * len(texts)
     assert (calls.get("put", 0), calls.get("end", 0)) == ((5, 1) if streamed else (0, 0))
     assert phases == {
-        "checks": calls["encode"],
+        "prompts": calls["encode"],
+        "loading": 0,
         "planning": 2e5,
         "setup": 1e6,
         "scheduling": 1e7 * (steps + 2),
@@ -461,3 +464,19 @@ def test_what_a_preemption_took_counts_as_run_again_only_when_it_is(
     assert report.computed_tokens == sum(
         isinstance(unit, Prefix) or position < len(unit.prompt_ids) for unit, position in runs
     )
+
+
+def test_what_is_done_once_has_a_phase_of_its_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is loaded, and stop strings are looked up, in the first call alone."""
+    found = letter_tokenizer()
+    monkeypatch.setattr(tokenizer_module, "load_tokenizer", clock.taking(100, lambda *_, **__: found))
+    monkeypatch.setattr(stop_strings, "DecodedVocabulary", clock.taking(1000, stop_strings.DecodedVocabulary))
+    model = build(FAMILY)
+    monkeypatch.setattr(model.config, "_name_or_path", "somewhere")
+    generator = BatchGenerator(model)
+    spent = []
+    for _ in range(2):
+        report = generator.generate(["abc"], max_new_tokens=2, stop_strings="fed", **GIVEN).report
+        spent.append(timeline_of(report).phases["loading"])
+        assert report is not None and report.planning_seconds == spent[-1]
+    assert spent == [1100, 0]

@@ -39,7 +39,7 @@ def staircase(count: int, step: int = 4) -> list[list[int]]:
 
 def nothing() -> Timeline:
     none = np.zeros(0, np.int64)
-    return Timeline(0.0, np.zeros(0), none, none, none, none, none, {"checks": 0.0})
+    return Timeline(0.0, np.zeros(0), none, none, none, none, none, {"prompts": 0.0})
 
 
 LISTS = {
@@ -221,7 +221,7 @@ def test_little_use_of_a_large_cache_is_still_a_curve():
 
 
 def test_phases_add_up_and_short_ones_are_gathered():
-    spent = {"checks": 0.001, "planning": 0.002, "model": 9.0, "tokens": 1.0, "outside": 0.0}
+    spent = {"prompts": 0.001, "planning": 0.002, "model": 9.0, "tokens": 1.0, "outside": 0.0}
     timeline = nothing()
     timeline.phases.clear()
     timeline.phases.update(spent)
@@ -229,7 +229,7 @@ def test_phases_add_up_and_short_ones_are_gathered():
     widths = [float(value[6:-1]) for name, value in page.attributes if name == "style" and value]
     assert sum(widths) == pytest.approx(100, abs=0.1) and len(widths) == 3
     assert "model9.00 s90.0%" in page.text and "the rest3 ms< 0.1%" in page.text and "10.00 s in all" in page.text
-    assert any("checks, planning" in title for title in page.titles)
+    assert any("prompts, planning" in title for title in page.titles)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -69,6 +69,22 @@ def test_long_prompts_and_contexts_are_cut_between_words() -> None:
         assert len(pieces) > 6 and all(re.fullmatch(r"remarkable\d{3}", piece) for piece in pieces)
 
 
+def test_the_space_of_a_choice_is_seen() -> None:
+    rows = [Score(0, at, word, [5], [-1.0], True, context="Label:") for at, word in enumerate((" yes", "no"))]
+    shown = view_of(ScoreResult(rows, None)).text
+    assert "␣yes" in shown and "␣no" not in shown and "no" in shown
+
+
+def test_a_tooltip_holds_a_context_once() -> None:
+    words = " ".join(f"word{at:03}" for at in range(60))  # too long for the table, not for a tooltip
+    rows = [Score(0, 0, "yes", [5], [-1.0], True, context=words)]
+    assert f'title="{words}"' in ScoreResult(rows, None)._repr_html_()
+    lines = "\n".join(f"remarkable{at:03}" for at in range(60))
+    rows = [Score(0, 0, "yes", [5], [-1.0], True, context=lines)]
+    shown = ScoreResult(rows, None)._repr_html_().split("hfb-start")[-1]
+    assert all(len(word) == 13 for word in re.findall("remarkable[0-9]*", shown)) and "……" not in shown
+
+
 def test_the_report_of_scores_does_not_contradict_itself() -> None:
     """Two choices of a token are read from one sequence: half is saved, though the sequences share nothing."""
     report = BatchGenerator(build("llama")).score([[5, 6], [8, 9]], choices=[[5], [6]]).report

@@ -16,6 +16,7 @@ from ..errors import OptionValueError, PromptError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.as_passed import AsPassed, as_passed
 from ..inputs.base_model import base_model
+from ..inputs.chats import warn_of_one_chat
 from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
@@ -114,6 +115,8 @@ class JobChecks:
         padded = prompts if isinstance(prompts, PaddedBatch) else None
         if padded is not None and on_error == "record":
             raise OptionValueError("on_error", 'is "record", and a tensor has no place for an error: pass a list')
+        if prompts is None and generate_kwargs.get("inputs_embeds") is None:
+            as_list(prompts)  # its error comes before warnings of options
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
@@ -123,6 +126,7 @@ class JobChecks:
         passed = None
         if padded is None:
             listed = as_list(prompts)
+            warn_of_one_chat(prompts, listed, self._notices)
             passed = as_passed(listed)
             checked, problems = self._prompts(listed, architecture, prompt_options)
         else:

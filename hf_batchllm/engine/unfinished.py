@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from ..results.generations import BatchResult, Generation
 from ..results.run_report import RunReport
 from ..results.scores import Score, ScoreResult
+from .scoring.score_inputs import ScoreInputs
 
 R = TypeVar("R")
 Decode = Callable[[list[int]], str | None]
@@ -36,8 +37,13 @@ class FinishedGenerations(Finished[Generation]):
 
 
 class FinishedScores(Finished[Score]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = ScoreInputs()  # what the call was asked for
+
     def part(self, decode: Decode) -> ScoreResult:
-        return ScoreResult(list(self.results.values()), self.report, complete=False)
+        cut_short = {place[0] for place in self.inputs.places() if place not in self.results}
+        return ScoreResult(list(self.results.values()), self.report, complete=False, cut_short=cut_short)
 
 
 def note_of(finished: int, expected: int, at_hand: bool) -> str:

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ..notices import Notices
@@ -25,6 +26,19 @@ def is_chat(prompt: Any) -> bool:
 def is_bare_chat(prompts: Sequence[Any]) -> bool:
     """Whether the list is one chat, and not a list of prompts, some of which are dicts by mistake."""
     return is_chat(prompts) and all(isinstance(item, Mapping) and is_message(item) for item in prompts)
+
+
+def warn_of_one_chat(given: Any, prompts: Sequence[Any], notices: Notices) -> None:
+    """Warn of messages that may be meant as a chat each. ``prompts``: what ``given``, of a user, was read as."""
+    if len(prompts) != 1 or prompts[0] is not given or not is_bare_chat(given):
+        return
+    by_user = [message.get("role") == "user" for message in given]
+    if any(first and second for first, second in pairwise(by_user)):
+        notices(
+            "one chat",
+            f"the list of {len(given)} messages is read as one chat, and two messages of the user follow each other in "
+            "it: for a chat of each, pass a list of chats, [[message], [message]]",
+        )
 
 
 def is_message(given: Mapping[Any, Any]) -> bool:

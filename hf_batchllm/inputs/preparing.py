@@ -1,14 +1,14 @@
 """Bars over what comes before the first step: text becomes tokens, stop strings are prepared, the plan is made.
 
 They go away again when it is done. ``bars_wanted`` says for a block of code whether there are any: what makes tokens of
-texts is called from many places, most of which know nothing of bars.
+texts is called from many places, most of which know nothing of bars. It also says where the time of ``loading`` goes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,17 +20,26 @@ _MANY_PROMPTS = 10_000  # fewer are planned soon
 _LARGE_VOCABULARY = 100_000  # tokens; fewer are decoded soon
 _PATIENCE = 0.5  # seconds before a bar appears
 
+_During = Callable[[str], AbstractContextManager[object]]  # a phase's name -> a block whose time counts for it
+
 _wanted: ContextVar[bool | None] = ContextVar("_wanted", default=None)
+_during: ContextVar[_During] = ContextVar("_during", default=nullcontext)
 
 
 @contextmanager
-def bars_wanted(wanted: bool | None) -> Iterator[None]:
-    """``wanted``: as ``progress`` of ``generate``."""
-    token = _wanted.set(wanted)
+def bars_wanted(wanted: bool | None, during: _During = nullcontext) -> Iterator[None]:
+    """``wanted``: as ``progress`` of ``generate``. ``during``: the call's timekeeper, for the report."""
+    tokens = _wanted.set(wanted), _during.set(during)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _wanted.reset(tokens[0])
+        _during.reset(tokens[1])
+
+
+def loading() -> AbstractContextManager[object]:
+    """Around what is done once and kept for later calls."""
+    return _during.get()("loading")
 
 
 def open_bar(shown: bool, **options: Any) -> tqdm:

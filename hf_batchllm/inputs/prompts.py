@@ -19,7 +19,16 @@ import numpy as np
 from ..errors import PromptError, PromptsTypeError, TokenizerError
 from ..notices import Notices
 from ..wording import a_kind, first_line, is_array, is_bool, is_number, kind, shown
-from .chats import NO_TEMPLATE, chat_problem, in_groups, is_bare_chat, is_chat, is_message, warn_of_idle_options
+from .chats import (
+    NO_TEMPLATE,
+    chat_problem,
+    in_groups,
+    is_bare_chat,
+    is_chat,
+    is_message,
+    warn_of_idle_options,
+    warn_of_one_chat,
+)
 from .long_prompts import shortened, warn_of_cuts
 from .preparing import tokenizing_bar
 from .prompt_options import names_for_each, options_of_each
@@ -83,6 +92,7 @@ def check_prompts(
     given = as_list(prompts)
     each = options_of_each(options or {}, len(given))
     notices = notices or Notices()
+    warn_of_one_chat(prompts, given, notices)
     id_limit = _ID_LIMIT if vocab_size is None else min(vocab_size, _ID_LIMIT)
     checked: list[Prompt | None] = [None] * len(given)
     problems: dict[int, str] = {}

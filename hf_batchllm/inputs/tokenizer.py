@@ -13,6 +13,7 @@ from ..config import BatchConfig
 from ..errors import ConfigError, TokenizerError
 from ..wording import a_kind, first_line
 from .kept_tokenizers import load_tokenizer, own_tokenizer
+from .preparing import loading
 
 _PASS_ONE = "pass BatchGenerator(model, tokenizer)"
 
@@ -33,7 +34,8 @@ class TokenizerLoader:
             if not self._saved_with:
                 raise TokenizerError(f"the model's config does not say where its tokenizer is: {_PASS_ONE}")
             try:
-                self._tokenizer = load_tokenizer(self._model, self._saved_with, self)
+                with loading():
+                    self._tokenizer = load_tokenizer(self._model, self._saved_with, self)
             except Exception as error:
                 raise TokenizerError(
                     f"no tokenizer could be loaded from {self._saved_with!r}, where the model came from "
@@ -47,7 +49,7 @@ class TokenizerLoader:
             self._searched = True
             if self._tokenizer is None and self._saved_with:
                 # Nothing is downloaded merely to decode: results then hold token ids without text.
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception), loading():
                     self._tokenizer = load_tokenizer(self._model, self._saved_with, self, local_files_only=True)
         return self._tokenizer
 

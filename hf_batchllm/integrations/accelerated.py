@@ -126,8 +126,8 @@ class _ChecksAsGenerate(JobChecks):
 
 
 class _AsGenerate(BatchGenerator):
-    checks = _ChecksAsGenerate
-    at_hand = False
+    _kind_of_checks = _ChecksAsGenerate
+    _at_hand = False
 
 
 class _StandIn(Fallback):

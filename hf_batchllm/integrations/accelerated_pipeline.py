@@ -90,7 +90,7 @@ class _ChecksAsPipeline(JobChecks):
 
 
 class _GeneratorAsPipeline(TokenGenerator):
-    checks = _ChecksAsPipeline
+    _kind_of_checks = _ChecksAsPipeline
 
 
 class _MethodStandIn:

@@ -40,7 +40,7 @@ _EXTRA_OUTPUTS = ("output_scores", "output_logits")  # come with ``return_dict_i
 class TokenGenerator(BatchGenerator):
     """Gives token ids without texts: the pipeline decodes them with its own options."""
 
-    at_hand = False
+    _at_hand = False
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig) -> None:
         super().__init__(model, tokenizer, config)

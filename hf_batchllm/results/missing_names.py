@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 OF_A_GENERATION = {
@@ -35,5 +36,6 @@ def no_such(owner: object, name: str, instead: Mapping[str, str]) -> AttributeEr
     of_class = getattr(type(owner), name, None)
     if isinstance(of_class, property):
         of_class.__get__(owner)  # its own AttributeError says more, and is raised once more
-    hint = f": {instead[name]}" if name in instead else ""
+    near = difflib.get_close_matches(name, [each for each in dir(type(owner)) if not each.startswith("_")], 1, 0.8)
+    hint = f": {instead[name]}" if name in instead else f"; did you mean {near[0]!r}?" if near else ""
     return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=owner)

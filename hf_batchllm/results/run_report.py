@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..wording import shown_size
+from ..wording import counted, shown_size
 from .sharing_plan import SharingPlan
 from .timeline import Timeline
 
@@ -18,9 +18,11 @@ class RunReport:
     prompt_tokens: tokens of all prompts (each counted once for every sample).
     computed_tokens: prompt tokens that the model ran over, without those that it ran over again.
     recomputed_tokens: tokens that the model ran over again after a preemption.
-    saving: the share of the prompts' tokens that sharing spares, from 0 to 1.
+    saving: the share of the prompts' tokens that sharing spares, from 0 to 1; after an interrupt, that of the plan.
     cached_tokens: prompt tokens found in prefixes kept from an earlier call.
     new_tokens: tokens generated.
+    planning_seconds: until the plan was made, with the checks of prompts, and the loading of a tokenizer, before it.
+        ``timeline.phases`` has each by itself.
     model_tokens: all tokens that went through the model.
     peak_memory: the most bytes of KV cache that held tokens at the same time.
     kv_memory: bytes of the whole KV cache, which is as large as the call can use, or as memory allows.
@@ -77,10 +79,11 @@ class RunReport:
         if self.finished < self.sequences:
             count = f"interrupted: {self.finished:,} of {count}"
         tokens, kind = (self.scored_tokens, "scored") if self.scored_tokens else (self.new_tokens, "new")
+        saved = "saved" if self.finished == self.sequences else "saved by the plan of the whole call"
         lines = [
             f"{count}, {tokens:,} {kind} tokens in {seconds} ({self.tokens_per_second:,.0f} {kind} tokens/s)",
-            f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} saved)",
-            f"model      {self.model_tokens:,} tokens in {self.steps:,} steps",
+            f"prompts    {self.prompt_tokens:,} tokens, {self.computed_tokens:,} computed ({self.saving:.1%} {saved})",
+            f"model      {self.model_tokens:,} tokens in {counted(self.steps, 'step')}",
             f"KV cache   {shown_size(self.peak_memory)} used at most, of {shown_size(self.kv_memory)} "
             "that this call could use",
         ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
@@ -94,20 +95,57 @@ _PER: dict[str, Callable[[Score], float]] = {
 
 
 class ScoreResult(Sequence[Score]):
-    """The scores of a call: those of the first context's continuations, then those of the second's, and so on."""
+    """The scores of a call: those of the first context's continuations, then those of the second's, and so on.
 
-    def __init__(self, scores: Sequence[Score], report: RunReport | None, complete: bool = True) -> None:
-        """``scores``: in any order. ``complete``: False after an interrupt, when some are missing."""
+    A slice is a ScoreResult with the same report, which is that of the whole call. Two are equal if their scores are; a
+    list of the same scores is equal, too.
+
+    After an interrupt there are only the scores that had finished (``complete`` is False). A context has no best
+    continuation and no probabilities while some of its scores are missing, in a slice, too.
+    """
+
+    _is_slice = False  # then the report is about more scores than these
+
+    def __init__(
+        self,
+        scores: Sequence[Score],
+        report: RunReport | None,
+        complete: bool = True,
+        cut_short: Collection[int] | None = None,
+    ) -> None:
+        """``scores``: in any order. ``complete``: False after an interrupt, when some are missing.
+
+        ``cut_short``: the indices of contexts with missing scores. None, where that is not known: all after an
+        interrupt, else none.
+        """
         self._scores = sorted(scores, key=lambda score: (score.index, score.choice))
         self.complete = complete
         self.report = report
+        if cut_short is None:
+            cut_short = () if complete else [score.index for score in scores]
+        self._cut_short = frozenset(cut_short)
 
     @overload
     def __getitem__(self, index: int) -> Score: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Score]: ...
-    def __getitem__(self, index: int | slice) -> Score | list[Score]:
-        return picked(self._scores, index)
+    def __getitem__(self, index: slice) -> ScoreResult: ...
+    def __getitem__(self, index: int | slice) -> Score | ScoreResult:
+        found = picked(self._scores, index)
+        if isinstance(found, Score):
+            return found
+        here, kept = (Counter(score.index for score in scores) for scores in (self._scores, found))
+        cut = {context for context, count in kept.items() if count < here[context]}
+        part = ScoreResult((), self.report, self.complete, self._cut_short | cut)
+        part._scores = found  # in the order of the slice
+        part._is_slice = self._is_slice or len(found) < len(self)
+        return part
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ScoreResult):
+            return self._scores == other._scores
+        return self._scores == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as that of a list
 
     def __len__(self) -> int:
         return len(self._scores)
@@ -136,11 +174,10 @@ class ScoreResult(Sequence[Score]):
         per: "total" compares the log-probabilities of whole continuations, which favours short ones; "token",
             "character" and "byte" (of its text in UTF-8) divide each by its length.
 
-        A context gets None if one of its continuations could not be scored or has a log-probability of NaN. Raises
-        ValueError after an interrupt, as a continuation without a score may be the likeliest.
+        There is a number for each of ``by_context``, 0 where there is one continuation alone (as of whole texts). It is
+        None if one of the context's continuations could not be scored, has a log-probability of NaN, or is missing
+        (after an interrupt, in a slice): it may be the likeliest.
         """
-        if not self.complete:
-            raise ValueError("the call was interrupted: what has not been scored may be likelier than what has")
         if not isinstance(per, str) or per not in _PER:
             near = difflib.get_close_matches(str(per), _PER, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -150,6 +187,8 @@ class ScoreResult(Sequence[Score]):
         value = _PER[per]
 
         def likeliest(scores: list[Score]) -> int | None:
+            if scores[0].index in self._cut_short:
+                return None
             values = [value(score) for score in scores]  # NaN for an error
             if any(map(math.isnan, values)):
                 return None
@@ -161,9 +200,12 @@ class ScoreResult(Sequence[Score]):
     def probabilities(self) -> list[list[float]]:
         """Of each context: how likely each continuation is if it must be one of them.
 
-        These add up to 1. They are NaN for a context with an error, or with a log-probability of NaN.
+        These add up to 1. They are NaN where ``best`` gives None.
         """
-        return [_among(scores) for scores in self.by_context]
+        return [
+            [math.nan] * len(scores) if scores[0].index in self._cut_short else _among(scores)
+            for scores in self.by_context
+        ]
 
     def to_pandas(self, *, ids: bool = True) -> pandas.DataFrame:
         """A DataFrame with one row for each score. Row ``k`` is ``self[k]``.
@@ -205,12 +247,13 @@ class ScoreResult(Sequence[Score]):
         hidden = len(self) - len(lines)
         if hidden:
             lines.append(f"  ... and {hidden:,} more")
-        return "\n".join([headline("ScoreResult", len(self), "score", None if self.complete else self.report), *lines])
+        report = None if self.complete else self.report
+        return "\n".join([headline("ScoreResult", len(self), "score", report, self._is_slice), *lines])
 
     def _repr_html_(self) -> str:
         from .views.scores import scores_html  # imported only when shown
 
-        return scores_html(self)
+        return scores_html(self, self._is_slice)
 
 
 def _among(scores: Sequence[Score]) -> list[float]:

@@ -8,7 +8,8 @@ import numpy as np
 
 # The phases of a call, in the order in which it comes to them, in words that a picture shows.
 PHASES = {
-    "checks": "options and prompts are checked, text becomes tokens, stop strings are looked up in the vocabulary",
+    "prompts": "options and prompts are checked, and text becomes tokens",
+    "loading": "only once, not in later calls: the tokenizer is loaded, stop strings are looked up in its vocabulary",
     "planning": "what the prompts share is found, and the order in which they run",
     "setup": "the KV cache is allocated; on a GPU, weights are merged and a step is rehearsed",
     "scheduling": "the next step is chosen and laid out for the model; requests and pages are kept track of",

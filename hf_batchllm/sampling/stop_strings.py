@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from ..inputs.preparing import vocabulary_bar
+from ..inputs.preparing import loading, vocabulary_bar
 from ..planning.requests_and_prefixes import Request
 from .stop_string_tables import DecodedVocabulary, QuickStopStrings
 
@@ -34,11 +34,12 @@ class PreparedStopStrings:
         of_tokenizer = _key(tokenizer)
         key = of_tokenizer, strings
         if key not in self._prepared:
-            if self._vocabulary is None or self._vocabulary[0] != of_tokenizer:
-                self._vocabulary = None  # before the other one is made: they are large
-                with vocabulary_bar(of_tokenizer[1] or 0):
-                    self._vocabulary = of_tokenizer, tokenizer, DecodedVocabulary(tokenizer)
-            self._prepared[key] = tokenizer, QuickStopStrings(tokenizer, strings, self._vocabulary[2])
+            with loading():
+                if self._vocabulary is None or self._vocabulary[0] != of_tokenizer:
+                    self._vocabulary = None  # before the other one is made: they are large
+                    with vocabulary_bar(of_tokenizer[1] or 0):
+                        self._vocabulary = of_tokenizer, tokenizer, DecodedVocabulary(tokenizer)
+                self._prepared[key] = tokenizer, QuickStopStrings(tokenizer, strings, self._vocabulary[2])
             if len(self._prepared) > _MOST_SETS_KEPT:
                 self._prepared.popitem(last=False)
         self._prepared.move_to_end(key)

@@ -11,13 +11,14 @@ import numpy as np
 
 from ...errors import OptionValueError, PromptError
 from ...inputs.as_passed import AsPassed, as_passed
-from ...inputs.chats import is_chat
+from ...inputs.chats import is_chat, warn_of_one_chat
 from ...inputs.ids_with_logits import id_without_logits
 from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all, why_not_a_list
 from ...model.architecture import Architecture
 from ...notices import Notices
 from ...wording import a_kind, is_array, is_number, shown
+from .lost_spaces import warn_of_lost_space
 
 _A_CONTINUATION_IS = "a continuation is a string, a list of token ids or a 1-D tensor"
 _MOST_LETTERS = 8  # of a string that may be meant as a choice of letters
@@ -56,6 +57,11 @@ class ScoreInputs:
     @property
     def count(self) -> int:
         return len(self.items) + len(self.problems)
+
+    def places(self) -> Iterator[Place]:
+        """Of all continuations asked for."""
+        yield from ((item.index, item.choice) for item in self.items)
+        yield from self.problems
 
     @property
     def longest(self) -> dict[int, int]:
@@ -111,6 +117,8 @@ def check_scores(
     It enters the contexts that name an unknown one into ``wrong_adapters``.
     """
     given, entries = _paired(contexts, continuations, choices)
+    if given is not None:
+        warn_of_one_chat(contexts, given, read.notices)
     inputs = ScoreInputs(what="text" if given is None else "context")
     inputs.adapters = adapters(len(entries))
     inputs.contexts = None if given is None else as_passed(given)
@@ -144,6 +152,10 @@ def _paired(contexts: Any, continuations: Any, choices: Any) -> tuple[Sequence[A
         raise OptionValueError(
             "continuations",
             f"(one for each context) or `choices` (the same for all of them) must be given: {both}{hint}",
+        )
+    if isinstance(choices, Mapping):
+        raise OptionValueError(
+            "choices", f"is {a_kind(choices)}: pass a list of what it holds, choices=list(answers.values())"
         )
     if contexts is None:
         if choices is not None:
@@ -254,6 +266,7 @@ def _continued(
             inputs.problems[place] = _of_context(problems[index])
         elif isinstance(given, str) and isinstance(contexts[index], str):
             joined.append(place)
+            warn_of_lost_space(place[0], contexts[index], given, read.notices)
         else:
             separate.append(place)
 

@@ -32,8 +32,13 @@ def figures(report: ShownReport) -> list[tuple[str, str]]:
         (f"{tokens:,}", f"{kind} tokens"),
         (seconds(report.seconds), "in all"),
         (f"{report.tokens_per_second:,.0f}", f"{kind} tokens / s"),
-        (percent(report.saving), "of prompt tokens saved"),
+        (percent(report.saving), f"of prompt tokens {saved(report)}"),
     ]
+
+
+def saved(report: ShownReport) -> str:
+    """An interrupted call has not come to all that is saved."""
+    return "saved" if report.finished == report.sequences else "saved by the plan"
 
 
 def interrupted(report: ShownReport, and_so: str = "") -> str:

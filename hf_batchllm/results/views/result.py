@@ -7,7 +7,7 @@ from typing import Any
 
 from .markup import clean, from_a_word, percent, seconds, several, shorter, text, to_a_word, view
 from .protocols import ShownGeneration, ShownGenerations
-from .report import BY_INDEX, interrupted
+from .report import BY_INDEX, interrupted, saved
 
 _FIRST_ROWS, _LAST_ROWS = 15, 5  # shown; all rows if there are no more than these together
 _PROMPT_START, _PROMPT_END = 80, 100  # characters shown of a long prompt
@@ -36,7 +36,7 @@ def _headline(result: ShownGenerations, is_slice: bool) -> str:
     before = "The whole call: " if is_slice or report.finished < report.sequences else ""
     headline = (
         f"{before}{report.new_tokens:,} new tokens in {seconds(report.seconds)} ({report.tokens_per_second:,.0f} / s), "
-        f"{percent(report.saving)} of prompt tokens saved. More in .report"
+        f"{percent(report.saving)} of prompt tokens {saved(report)}. More in .report"
     )
     return f'<div class="hfb-caption">{text(headline)}</div>'
 

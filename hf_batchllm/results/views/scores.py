@@ -8,7 +8,7 @@ from typing import Any
 
 from .markup import from_a_word, one_line, percent, seconds, several, text, to_a_word, view
 from .protocols import ShownScore, ShownScores
-from .report import BY_INDEX, interrupted
+from .report import BY_INDEX, interrupted, saved
 
 _FIRST_ROWS, _LAST_ROWS = 30, 10  # shown; all rows if there are no more than these together
 _MOST_ROWS = _FIRST_ROWS + _LAST_ROWS
@@ -19,17 +19,16 @@ _FIGURES = ("among these", "log-probability", "a token", "tokens")
 _IDS_SHOWN = 24  # token ids, where there is no text
 
 
-def scores_html(result: ShownScores) -> str:
+def scores_html(result: ShownScores, is_slice: bool = False) -> str:
     body = f'<div class="hfb-title">{text(several(len(result), "score"))}</div>'
     report = result.report
     if report is not None:
         body += interrupted(report, BY_INDEX)
     body += _table(result)
     if report is not None:
-        whole = "" if result.complete else "The whole call: in"
-        headline = (
-            f"{whole or 'In'} {seconds(report.seconds)}, {percent(report.saving)} of tokens saved. More in .report"
-        )
+        whole = "The whole call: in" if is_slice or not result.complete else ""
+        share = f"{percent(report.saving)} of tokens {saved(report)}"
+        headline = f"{whole or 'In'} {seconds(report.seconds)}, {share}. More in .report"
         body += f'<div class="hfb-caption">{text(headline)}</div>'
     return view(body, repr(result))
 
@@ -38,8 +37,8 @@ def _table(result: ShownScores) -> str:
     contexts = list(result.by_context)
     if not contexts:
         return ""
-    compared = result.complete and any(len(scores) > 1 for scores in contexts)
-    best = result.best() if result.complete else [None] * len(contexts)
+    compared = any(len(scores) > 1 for scores in contexts)
+    best = result.best()
     named = any(score.context is not None for scores in contexts for score in scores)
     among = result.probabilities
     first, last = _shown(contexts)
@@ -102,6 +101,8 @@ def _cells(score: ShownScore, probability: float, is_best: bool, compared: bool)
         return f'<td class="hfb-said-choice">{error}</td>' + _figures([""] * (3 + compared), "td")
     said = " ".join(map(str, score.token_ids[:_IDS_SHOWN])) if score.text is None else score.text
     line = one_line(said, _TEXT_CHARACTERS)
+    if said[:1] == " ":  # it changes the score, and could not be seen
+        line = f'<span class="hfb-nl">␣</span>{line}'
     figures = [f"{score.logprob:,.3f}", f"{score.mean_logprob:,.3f}", f"{len(score.token_ids):,}"]
     if compared:
         figures.insert(0, _bar(probability, is_best))
@@ -130,9 +131,13 @@ def _context(context: Any) -> str:
     whole = str(context[-1].get("content", "")) if isinstance(context, list) and context else str(context)
     if len(whole) <= _CONTEXT_START + _CONTEXT_END:
         return f'<div class="hfb-text">{one_line(whole, _TOOLTIP_CHARACTERS)}</div>'
-    title = text(f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}")
-    start = one_line(to_a_word(whole, _CONTEXT_START), _CONTEXT_START + 2)
+    title = whole
+    if len(whole) > _TOOLTIP_CHARACTERS:
+        title = f"{whole[: _TOOLTIP_CHARACTERS // 2]}\n…\n{whole[-_TOOLTIP_CHARACTERS // 2 :]}"
+    # Both are cut already, and marks of line breaks are longer than these.
+    start = one_line(to_a_word(whole, _CONTEXT_START), _TOOLTIP_CHARACTERS)
+    end = one_line(from_a_word(whole, _CONTEXT_END), _TOOLTIP_CHARACTERS)
     return (
-        f'<div title="{title}"><div class="hfb-start hfb-dim" dir="auto">{start}</div>'
-        f'<div class="hfb-text" dir="auto">… {one_line(from_a_word(whole, _CONTEXT_END), _CONTEXT_END)}</div></div>'
+        f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{start}</div>'
+        f'<div class="hfb-text" dir="auto">… {end}</div></div>'
     )

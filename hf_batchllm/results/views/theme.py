@@ -10,7 +10,7 @@ Sizes follow the width of the output, not of the window: a notebook beside other
 from __future__ import annotations
 
 SHADES = 5  # of blocks: the more prompts share a block, the higher its shade
-SERIES = 10  # colours that tell things side by side apart
+SERIES = 11  # colours that tell things side by side apart
 
 # (fill, readable text colour). Light to dark, after ColorBrewer's YlGnBu; dark to light on a dark background.
 _LIGHT_SHADES = (
@@ -28,8 +28,8 @@ _DARK_SHADES = (
     ("#cde58d", "#26300a"),
 )
 # After Paul Tol's "bright" and "muted" (light) and "light" (dark), which colour-blind readers can tell apart, too.
-_LIGHT_SERIES = "#3f74b5 #ee8866 #38a58c #aa4499 #ccb23c #62c0e0 #cc5a6e #117733 #8a8f98 #882255".split()
-_DARK_SERIES = "#77aadd #ee8866 #44bb99 #c988c0 #d9c766 #99ddff #ff9aad #a3c644 #b4b8c0 #e0709a".split()
+_LIGHT_SERIES = "#3f74b5 #ee8866 #38a58c #aa4499 #ccb23c #62c0e0 #cc5a6e #117733 #8a8f98 #882255 #8b6b4a".split()
+_DARK_SERIES = "#77aadd #ee8866 #44bb99 #c988c0 #d9c766 #99ddff #ff9aad #a3c644 #b4b8c0 #e0709a #c9a47c".split()
 
 
 def _palette(ground: str, text: str, dim: str, line: str, own: str, dark: bool) -> str:
