@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from .config import BatchConfig
 from .engine.call import Call
 from .engine.extra_outputs import ExtraOutputs
+from .engine.full_collections import FullCollectionsPaused
 from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
@@ -164,7 +165,8 @@ class BatchGenerator:
         """
         finished = FinishedGenerations()
         body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        return self._collected(body, finished)
+        with FullCollectionsPaused():
+            return self._collected(body, finished)
 
     def _generate(
         self,
@@ -280,7 +282,8 @@ class BatchGenerator:
         finished = FinishedScores()
         given = contexts, continuations, choices, on_error, adapter, chat_options
         body = partial(self._score, finished, given, on_error == "raise", progress)
-        return self._collected(body, finished)
+        with FullCollectionsPaused():
+            return self._collected(body, finished)
 
     def _score(
         self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None, turn: Turn

@@ -4,10 +4,11 @@
     python examples/benchmarks/bench_host_time.py --prompts 100000 --texts     texts, through a tokenizer
     python examples/benchmarks/bench_host_time.py --profile 40                 and the 40 dearest functions
 
-The whole call runs: checks, plan, line-up, schedule, batches, work lists, tokens, results. The model's forward is
-replaced by one that gives the same logits for all rows, and the kernels by functions that do nothing. Steps are as large
+The whole call runs: checks, plan, line-up, schedule, batches, work lists, tokens, results. The model's forward and
+the sampler are replaced by functions that give the same for all rows, and the kernels by functions that do nothing. Steps are as large
 as a GPU's, and are launched ahead as there. No GPU is needed. The table has the host's time by phase: in all, for each
-prompt and for each step; medians of --repeats runs.
+prompt and for each step, of the median of --repeats runs. It is the time of the thread, so others on the same machine
+disturb it little. "garbage" is Python's garbage collector, wherever it ran.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from hf_batchllm.model.runner import ModelRunner
 from hf_batchllm.model.triton_attention import AttentionKernels, KernelAttention, TritonBackend
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.scheduler import GroupScheduler
+from hf_batchllm.sampling.seated_sampler import SeatedSampler
 
-_VOCABULARY = 128
+_VOCABULARY = 1024  # most ids are objects of their own, as those of a real vocabulary: Python keeps 0 to 256 ready
+_TOKEN = 700  # that all rows are given
 _HEADS, _KV_HEADS = 16, 8  # as Qwen3-0.6B has them; work lists are cut by them
 
 
@@ -69,10 +72,18 @@ class Phases:
         self._since = 0.0
 
     def _switch(self) -> None:
-        now = time.perf_counter()
+        now = time.thread_time()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+    def garbage(self, phase: str, _: Any) -> None:
+        """To be told of Python's collections."""
+        self._switch()
+        if phase == "start":
+            self._open.append("garbage")
+        else:
+            self._open.pop()
 
     def around(self, owner: type, method: str, phase: str) -> None:
         inner: Callable[..., Any] = getattr(owner, method)
@@ -93,12 +104,14 @@ class Phases:
 def _forward(
     runner: ModelRunner, ids: torch.Tensor, positions: torch.Tensor, context: Any, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """In place of the model: work lists are made, as its first layer has them made, and logits are all the same."""
+    """In place of the model: work lists are made, as its first layer has them made, and logits are nothing."""
     assert isinstance(context, KernelAttention)
     _make_lists(context)
-    logits = torch.zeros(1, _VOCABULARY)
-    logits[0, 7] = 1.0
-    return logits.expand(len(ids if rows is None else rows), _VOCABULARY)
+    return torch.zeros(1, 1).expand(len(ids if rows is None else rows), _VOCABULARY)
+
+
+def _pick(_: SeatedSampler, logits: torch.Tensor, seats: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(seats),), _TOKEN)
 
 
 def _make_lists(context: KernelAttention) -> None:
@@ -114,11 +127,14 @@ def take_the_device_out(step_tokens: int, phases: Phases | None) -> None:
     patched.make_backend = lambda config, device, storage, notices: TritonBackend(
         _NO_KERNELS, storage, device, notices
     )
-    replaced: Any = ModelRunner
-    replaced.forward = _forward
+    runner: Any = ModelRunner
+    runner.forward = _forward
+    sampler: Any = SeatedSampler
+    sampler.__call__ = _pick
     wiring._GATHER_ROWS.clear()
     if phases is None:
         return
+    gc.callbacks.append(phases.garbage)
     phases.around(BatchGenerator, "generate", "the rest")
     phases.around(JobChecks, "job", "checks")
     phases.around(CallPlan, "__init__", "plan")
@@ -213,9 +229,9 @@ def main() -> None:
         return
     runs = []
     for _ in range(options.repeats):
-        phases.seconds.clear()
         phases.steps = 0
         gc.collect()
+        phases.seconds.clear()
         result = generator.generate(prompts, **chosen)
         assert len(result) == len(prompts)
         runs.append((sum(phases.seconds.values()), dict(phases.seconds), phases.steps))

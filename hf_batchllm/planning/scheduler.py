@@ -181,12 +181,17 @@ class GroupScheduler(QueueScheduler):
     def next(self) -> Step | None:
         step = self._empty_step()
         budget = self._budget_left = self.max_batch_tokens
-        prefilling = [request for request in self.running if request.todo > 1 or not request.made]
-        ready = [request for request in self.running if request.todo == 1 and request.made and not request.exhausted]
+        prefilling, ready = self._at_work()
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
+            page_size = self.cache.page_size
             for request in ready:
-                # A request that is no longer running has just given its pages to an older one.
-                if budget > 0 and request in self.running and self._room_to_grow(request):
+                if budget == 0:
+                    break
+                if request not in self.running:  # it has just given its pages to an older one
+                    continue
+                # Its one token to compute is its last one. Most rows have room for it.
+                own_tokens = request.computed + 1 - request.start
+                if own_tokens <= len(request.pages) * page_size or self._room_to_grow(request):
                     self._row(request, step)
                     budget -= 1
         for request in prefilling:
@@ -205,7 +210,22 @@ class GroupScheduler(QueueScheduler):
                 budget -= self._fill(request, step, budget)
         return self._checked(step)
 
+    def _at_work(self) -> tuple[list[Request], list[Request]]:
+        """Running requests with a prompt to compute, and those that can have their next token."""
+        prefilling: list[Request] = []
+        ready: list[Request] = []
+        for request in self.running:  # thousands in each step: plain sums in place of properties
+            made = len(request.generated) + request.pending
+            todo = len(request.prompt_ids) + made - request.computed
+            if todo > 1 or not made:
+                prefilling.append(request)
+            elif todo == 1 and made < request.max_new_tokens:
+                ready.append(request)
+        return prefilling, ready
+
     def must_know(self) -> bool:
+        if len(self.running) <= self.cache.free_pages:
+            return False
         growing = [request for request in self.running if request.todo == 1 and not request.exhausted]
         if len(growing) <= self.cache.free_pages:
             return False
