@@ -5,10 +5,10 @@
     python examples/benchmarks/bench_host_time.py --profile 40                 and the 40 dearest functions
 
 The whole call runs: checks, plan, line-up, schedule, batches, work lists, tokens, results. The model's forward and
-the sampler are replaced by functions that give the same for all rows, and the kernels by functions that do nothing. Steps are as large
-as a GPU's, and are launched ahead as there. No GPU is needed. The table has the host's time by phase: in all, for each
-prompt and for each step, of the median of --repeats runs. It is the time of the thread, so others on the same machine
-disturb it little. "garbage" is Python's garbage collector, wherever it ran.
+the sampler are replaced by functions that give the same for all rows, and the kernels by functions that do nothing.
+Steps are as large as a GPU's, and are launched ahead as there. No GPU is needed. The table has the host's time by
+phase: in all, for each prompt and for each step, of the median of --repeats runs. It is the time of the thread, so
+others on the same machine disturb it little. "garbage" is Python's garbage collector, wherever it ran.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def _make_lists(context: KernelAttention) -> None:
 def take_the_device_out(step_tokens: int, phases: Phases | None) -> None:
     """From here on calls run without a model's or a kernel's time, and as on a GPU otherwise."""
     patched: Any = model_in_use
-    patched.make_backend = lambda config, device, storage, notices: TritonBackend(
-        _NO_KERNELS, storage, device, notices
-    )
+    patched.make_backend = lambda config, device, storage, notices: TritonBackend(_NO_KERNELS, storage, device, notices)
     runner: Any = ModelRunner
     runner.forward = _forward
     sampler: Any = SeatedSampler

@@ -289,11 +289,12 @@ class GroupScheduler(QueueScheduler):
         if not self.running:
             # A request always fits alone, as was checked before the call began: anything else may have to go.
             return self._make_room_alone(request, request.length)
-        then = self.waiting[1] if len(self.waiting) > 1 else None
         # Kept prefixes on which waiting requests stand are not given up for a newcomer.
         free = self.cache.free_pages + self.cache.droppable_pages
-        if not forecast.admits(request, then, free, self._delay(request)):
-            return False
+        if not forecast.has_room_to_the_end(request, free):
+            then = self.waiting[1] if len(self.waiting) > 1 else None
+            if not forecast.admits(request, then, free, self._delay(request)):
+                return False
         return self.cache.evict(self.cache.missing_with_ancestors(request, request.length))
 
     def _delay(self, request: Request) -> int:
