@@ -14,7 +14,6 @@ from transformers import GenerationConfig
 from .config import BatchConfig
 from .engine.call import Call
 from .engine.extra_outputs import ExtraOutputs
-from .engine.full_collections import FullCollectionsPaused
 from .engine.interrupts import STILL_RUNNING, Turn, Turns
 from .engine.job import Job, JobChecks
 from .engine.kv_memory import KVMemory
@@ -24,6 +23,7 @@ from .engine.unfinished import Finished, FinishedGenerations, FinishedScores, at
 from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
+from .inputs.garbage_collection import FullCollectionsPaused
 from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
@@ -165,8 +165,7 @@ class BatchGenerator:
         """
         finished = FinishedGenerations()
         body = partial(self._generate, finished, prompts, generation_config, seed, on_error, progress, generate_kwargs)
-        with FullCollectionsPaused():
-            return self._collected(body, finished)
+        return self._collected(body, finished)
 
     def _generate(
         self,
@@ -282,8 +281,7 @@ class BatchGenerator:
         finished = FinishedScores()
         given = contexts, continuations, choices, on_error, adapter, chat_options
         body = partial(self._score, finished, given, on_error == "raise", progress)
-        with FullCollectionsPaused():
-            return self._collected(body, finished)
+        return self._collected(body, finished)
 
     def _score(
         self, finished: FinishedScores, given: tuple[Any, ...], strict: bool, progress: bool | None, turn: Turn
@@ -377,7 +375,8 @@ class BatchGenerator:
 
     def _collected(self, body: Callable[[Turn], T], finished: Finished[Any]) -> T:
         """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
-        result, interrupt = self._turns.run(body, partial(self._keep, finished))
+        with FullCollectionsPaused():
+            result, interrupt = self._turns.run(body, partial(self._keep, finished))
         if interrupt is None:
             assert result is not None
             return result

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/bench_host_time.py                              20,000 prompts of one prefix, as ids
     python examples/benchmarks/bench_host_time.py --prompts 100000 --texts     texts, through a tokenizer
+    python examples/benchmarks/bench_host_time.py --cpu                        steps as a CPU runs them
     python examples/benchmarks/bench_host_time.py --profile 40                 and the 40 dearest functions
 
 The whole call runs: checks, plan, line-up, schedule, batches, work lists, tokens, results. The model's forward and
@@ -37,6 +38,7 @@ from hf_batchllm.inputs.tokenizer import TokenizerLoader
 from hf_batchllm.model import model_in_use
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.runner import ModelRunner
+from hf_batchllm.model.torch_attention import CascadeAttention
 from hf_batchllm.model.triton_attention import AttentionKernels, KernelAttention, TritonBackend
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.scheduler import GroupScheduler
@@ -44,6 +46,7 @@ from hf_batchllm.sampling.seated_sampler import SeatedSampler
 
 _VOCABULARY = 1024  # most ids are objects of their own, as those of a real vocabulary: Python keeps 0 to 256 ready
 _TOKEN = 700  # that all rows are given
+_TOKEN_BYTES = 4096  # of K and V of a layer
 _HEADS, _KV_HEADS = 16, 8  # as Qwen3-0.6B has them; work lists are cut by them
 
 
@@ -105,7 +108,7 @@ def _forward(
     runner: ModelRunner, ids: torch.Tensor, positions: torch.Tensor, context: Any, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """In place of the model: work lists are made, as its first layer has them made, and logits are nothing."""
-    assert isinstance(context, KernelAttention)
+    context.calls = runner.architecture.layers
     _make_lists(context)
     return torch.zeros(1, 1).expand(len(ids if rows is None else rows), _VOCABULARY)
 
@@ -114,22 +117,28 @@ def _pick(_: SeatedSampler, logits: torch.Tensor, seats: torch.Tensor, made: tor
     return torch.full((len(seats),), _TOKEN)
 
 
-def _make_lists(context: KernelAttention) -> None:
+def _make_lists(context: KernelAttention | CascadeAttention) -> None:
+    if isinstance(context, CascadeAttention):
+        context.plan.parts(None, _TOKEN_BYTES)
+        return
     if context.work.rows:
         context.work.lists(None, _HEADS, _KV_HEADS, False)
     if context.work.has_chunks:
         context.work.chunk_lists(None, _HEADS // _KV_HEADS, 64, None, _KV_HEADS)
 
 
-def take_the_device_out(step_tokens: int, phases: Phases | None) -> None:
-    """From here on calls run without a model's or a kernel's time, and as on a GPU otherwise."""
-    patched: Any = model_in_use
-    patched.make_backend = lambda config, device, storage, notices: TritonBackend(_NO_KERNELS, storage, device, notices)
+def take_the_device_out(phases: Phases | None, cpu: bool) -> None:
+    """From here on calls run without a model's or a kernel's time, and, unless for a ``cpu``, as on a GPU otherwise."""
+    if not cpu:
+        patched: Any = model_in_use
+        patched.make_backend = lambda config, device, storage, notices: TritonBackend(
+            _NO_KERNELS, storage, device, notices
+        )
+        wiring._GATHER_ROWS.clear()
     runner: Any = ModelRunner
     runner.forward = _forward
     sampler: Any = SeatedSampler
     sampler.__call__ = _pick
-    wiring._GATHER_ROWS.clear()
     if phases is None:
         return
     gc.callbacks.append(phases.garbage)
@@ -175,15 +184,15 @@ def model() -> LlamaForCausalLM:
 
 
 def tokenizer() -> Any:
-    """Bytes as tokens, by the code that fast tokenizers have."""
+    """Words as tokens, by the code that fast tokenizers have."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{number}": number for number in range(_VOCABULARY)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    words = {f"w{number}": number for number in range(3, _VOCABULARY)} | {"<pad>": 0, "<unk>": 1, "</s>": 2}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w2", pad_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")
 
 
 def prompts_of(options: argparse.Namespace) -> list[Any]:
@@ -201,21 +210,22 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=30, help="tokens of each prompt's own")
     parser.add_argument("--new", type=int, default=8, help="new tokens of each prompt")
     parser.add_argument("--texts", action="store_true", help="prompts are texts, and results have texts")
-    parser.add_argument("--step-tokens", type=int, default=16_384, help="the most tokens of a step")
+    parser.add_argument("--cpu", action="store_true", help="steps and attention as on a CPU, instead of a GPU")
+    parser.add_argument("--step-tokens", type=int, help="the most tokens of a step; 16,384, or 512 with --cpu")
     parser.add_argument("--kv-memory", default="4GB", help="of the cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", type=int, default=0, help="print so many functions of a profile, and no table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     phases = None if options.profile else Phases()
-    take_the_device_out(options.step_tokens, phases)
+    take_the_device_out(phases, options.cpu)
     prompts = prompts_of(options)
     generator = BatchGenerator(
         model(),
         tokenizer() if options.texts else None,
-        max_batch_tokens=options.step_tokens,
+        max_batch_tokens=options.step_tokens or (512 if options.cpu else 16_384),
         kv_memory=options.kv_memory,
-        steps_per_sync=2,
+        steps_per_sync=None if options.cpu else 2,
         page_size=64,
     )
     chosen = {"max_new_tokens": options.new, "do_sample": False, "progress": False}

@@ -23,7 +23,8 @@ class IdLists:
             same = int(differs.argmax())
             if not differs[same]:
                 same = most
-        made = self._list[:same] + ids[same:].tolist()
+        made = self._list[:same]
+        made += ids[same:].tolist()
         if 2 * same < len(self._ids) or not same:  # the next ones may rather begin like this one
             self._ids, self._list = ids, made[:]  # a copy, as the user may change the list
         return made

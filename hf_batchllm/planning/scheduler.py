@@ -183,16 +183,17 @@ class GroupScheduler(QueueScheduler):
         budget = self._budget_left = self.max_batch_tokens
         prefilling, ready = self._at_work()
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
-            page_size = self.cache.page_size
+            running, page_size = self.running, self.cache.page_size
             for request in ready:
                 if budget == 0:
                     break
-                if request not in self.running:  # it has just given its pages to an older one
+                if request not in running:  # it has just given its pages to an older one
                     continue
                 # Its one token to compute is its last one. Most rows have room for it.
                 own_tokens = request.computed + 1 - request.start
                 if own_tokens <= len(request.pages) * page_size or self._room_to_grow(request):
-                    self._row(request, step)
+                    step.rows.append(request)
+                    request.computed += 1
                     budget -= 1
         for request in prefilling:
             if budget > 0 and request in self.running:

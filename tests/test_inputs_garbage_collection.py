@@ -9,7 +9,7 @@ import pytest
 from support_families import build
 
 from hf_batchllm import BatchGenerator
-from hf_batchllm.engine.full_collections import FullCollectionsPaused
+from hf_batchllm.inputs.garbage_collection import FullCollectionsPaused
 
 
 def thresholds_inside(change: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
