@@ -24,6 +24,7 @@ from .errors import GenerationInterrupted, GeneratorBusyError
 from .inputs.adapters import AS_IT_IS
 from .inputs.base_model import base_model, without_compile
 from .inputs.config_fields import ConfigFields, shows_config_fields
+from .inputs.garbage_collection import FullCollectionsPaused
 from .inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from .inputs.option_checks import check_progress
 from .inputs.padded_batch import take_padded
@@ -385,7 +386,8 @@ class BatchGenerator:
 
     def _collected(self, body: Callable[[Turn], T], finished: Finished[Any]) -> T:
         """What ``body`` gives; after an interrupt, what has ``finished`` by then is kept."""
-        result, interrupt = self._turns.run(body, partial(self._keep, finished))
+        with FullCollectionsPaused():
+            result, interrupt = self._turns.run(body, partial(self._keep, finished))
         if interrupt is None:
             assert result is not None
             return result

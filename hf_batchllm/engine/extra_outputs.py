@@ -18,6 +18,7 @@ from ..results.sharing_plan import SharingPlan
 from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs
 from ..sampling.step_tensors import StepTensors
 from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
+from .id_lists import IdLists
 
 
 class ExtraOutputs(CallOutputs):
@@ -26,6 +27,7 @@ class ExtraOutputs(CallOutputs):
     def __init__(self, options: Sequence[Options]) -> None:
         self._new_tokens: NewTokenLogProbs | None = None
         self._prompts: PromptLogProbs | None = None
+        self._id_lists = IdLists()
         if not options:
             return
         config, given = options[0].config, options[0].arguments
@@ -80,7 +82,7 @@ class ExtraOutputs(CallOutputs):
             sample=request.sample,
             text=text,
             token_ids=request.generated,
-            prompt_token_ids=request.prompt_ids.tolist(),
+            prompt_token_ids=self._id_lists.of(request.prompt_ids),
             finish_reason=request.finish_reason.value,
             logprobs=None if self._new_tokens is None else self._new_tokens.take(request),
             prompt_logprobs=None if self._prompts is None else self._prompts.take(request),

@@ -158,14 +158,14 @@ class JobChecks:
         places: list[int] = []
         limits: list[int] = []
         beyond: list[Reach] = []
-        context = context_of(base_model(self._model).config)
+        context, default_limit = context_of(base_model(self._model).config), self._default_limit()
         for index, (prompt, options) in enumerate(zip(checked, resolved, strict=True)):
             if prompt is None:
                 continue
             width = len(prompt.ids) if padded is None else padded.width
-            limit = options.max_new_tokens(len(prompt.ids), self._default_limit())
+            limit = options.max_new_tokens(len(prompt.ids), default_limit)
             limit = rules[index].limit(width, limit)
-            why = length_problem(len(prompt.ids), limit, options, architecture, self._default_limit())
+            why = length_problem(len(prompt.ids), limit, options, architecture, default_limit)
             if why is None and options.arguments.prompt_logprobs is not None:
                 why = id_without_logits(prompt.ids[1:], architecture)
             if why is not None:

@@ -192,7 +192,7 @@ class Engine:
     def _launch(self, step: Step) -> Flight:
         batch = self.builder.build(step)
         sampling = step.sampling()
-        counts = [step.times_of(request) for request in sampling]
+        counts = [1] * len(sampling) if step.times == 1 else [step.times_of(request) for request in sampling]
         self.timekeeper.switch(self.timekeeper.launching)
         wait = self.launcher.launch(batch, sampling)
         self.timekeeper.switch("scheduling")
@@ -228,13 +228,16 @@ class Engine:
         self.timekeeper.switch("scheduling")
         finished: list[Request] = []
         for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
-            if request.done:  # it had ended before this step, unknown when the step was launched
+            if request.finish_reason is not None:  # it had ended before this step, unknown when the step was launched
                 self.idle_tokens += count
                 continue
-            has, reason = ends.get(row, (count, None))
-            request.extend(new[:has], reason)
-            self.idle_tokens += count - has
-            if request.done:
+            if row in ends:
+                has, reason = ends[row]
+                self.idle_tokens += count - has
+                request.extend(new[:has], reason)
+            else:
+                request.extend(new[:count], None)
+            if request.finish_reason is not None:
                 finished.append(request)
         for request in finished:
             self.scheduler.finish(request)

@@ -6,11 +6,9 @@ lists of token ids, so no Python loop walks over the tokens of a prompt before t
 
 from __future__ import annotations
 
-import gc
 import itertools
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,7 @@ from .chats import (
     warn_of_idle_options,
     warn_of_one_chat,
 )
+from .garbage_collection import garbage_collection_paused
 from .long_prompts import shortened, warn_of_cuts
 from .preparing import tokenizing_bar
 from .prompt_options import names_for_each, options_of_each
@@ -38,6 +37,7 @@ _PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list
 _ID_LIMIT = 2**31  # ids are kept as int32
 _COLUMNS = ("messages", "prompt_token_ids", "prompt", "text", "question", "instruction")  # usual names in data sets
 _Encode = Callable[[Any, list[Any]], Sequence[Any]]  # (tokenizer, prompts) -> the token ids of each
+_NO_MASKS = {"return_attention_mask": False, "return_token_type_ids": False}
 _TOKENIZER_BATCH = 1024  # texts in one call: a fast tokenizer holds ~100 bytes a token until its call returns
 
 
@@ -157,22 +157,6 @@ def check_prompts(
         warn_of_idle_options(each, all_chats, loaded, notices, for_each)
     warn_of_cuts(lengths, len(given), notices)
     return checked, problems
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """For work that makes many objects and no cycles.
-
-    Many new objects trigger full collections, each of which walks over every token of a large list: that takes seconds
-    and frees nothing.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def as_list(prompts: Any, name: str = "prompts") -> Sequence[Any]:
@@ -317,7 +301,11 @@ def _encoded_alone(item: Any, tokenizer: Any, encode: _Encode) -> Any | Exceptio
 
 def _encode_texts(tokenizer: Any, texts: list[str]) -> Sequence[Any]:
     # A processor for several media takes images first; it holds the tokenizer.
-    encoded: Sequence[Any] = getattr(tokenizer, "tokenizer", tokenizer)(texts)["input_ids"]
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    call = getattr(type(tokenizer).__call__, "__module__", "") if callable(tokenizer) else ""
+    # Transformers' own makes these lists unasked, in half of its time, and nobody reads them.
+    beside = _NO_MASKS if call == "transformers.tokenization_utils_base" else {}
+    encoded: Sequence[Any] = tokenizer(texts, **beside)["input_ids"]
     return encoded
 
 

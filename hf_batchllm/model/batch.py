@@ -1,18 +1,20 @@
 """BatchBuilder: a Step in, one ModelBatch out. Tokens for the model and metadata for attention stay apart.
 
 Everything is packed: the tokens of all units stand in one row, decode rows first. Python loops run over units, never
-over tokens.
+over tokens, and take from each what arrays are then made of: there are thousands of units in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
 
-from ..planning.requests_and_prefixes import Prefix, Request, Unit, units_below
+from ..planning.requests_and_prefixes import Prefix, Request, Unit, places_below
 from ..planning.step import Chunk, Step
 
 
@@ -37,12 +39,35 @@ class UnitTable:
 
     base: list[int]  # [units]  index of the unit below, -1 for none
     start: list[int]  # [units]  position of a unit's first token; of its base it reads the positions before
-    pages: list[np.ndarray]  # [units] of [pages]  page i holds the positions from start + i * page_size
+    page_begin: np.ndarray  # [units + 1]  a unit's pages are [page_begin[i], page_begin[i + 1])
+    page: np.ndarray  # [pages]  a unit's page i holds the positions from start + i * page_size
+
+    @staticmethod
+    def of(places: dict[Unit, int]) -> UnitTable:
+        """``places``: each unit's index, in their order."""
+        pages = [unit.pages for unit in places]
+        page_begin = np.zeros(len(pages) + 1, dtype=np.int64)
+        np.cumsum(np.fromiter(map(len, pages), np.int64, len(pages)), out=page_begin[1:])
+        return UnitTable(
+            base=[-1 if unit.base is None else places[unit.base] for unit in places],
+            start=[unit.start for unit in places],
+            page_begin=page_begin,
+            page=np.fromiter(chain.from_iterable(pages), np.int64, int(page_begin[-1])),
+        )
 
     def slots(self, unit: int, begin: int, end: int, page_size: int) -> np.ndarray:
         """The slots of a unit's tokens at positions ``[begin, end)``; page ``p`` begins with slot ``p * page_size``."""
         offsets = np.arange(begin - self.start[unit], end - self.start[unit])
-        return self.pages[unit][offsets // page_size] * page_size + offsets % page_size
+        return self._slots(self.page_begin[unit], offsets, page_size)
+
+    def slots_of_each(self, units: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+        """The slot of each token: of the unit in ``units`` [tokens], at the position in ``positions`` [tokens]."""
+        return self._slots(self.page_begin[units], positions - np.array(self.start)[units], page_size)
+
+    def _slots(self, page_begin: np.ndarray, offsets: np.ndarray, page_size: int) -> np.ndarray:
+        page, offset = np.divmod(offsets, page_size)
+        slots: np.ndarray = self.page[page_begin + page] * page_size + offset
+        return slots
 
 
 @dataclass(frozen=True)
@@ -57,15 +82,27 @@ class Span:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """What attention needs to know of a step. Lists have one entry for each unit, and stay on the host."""
+    """What attention needs to know of a step. All but the slots stays on the host.
+
+    A span is a run of tokens of one unit: the decode rows, then the chunks. Neighbours in the plan are neighbours here.
+    """
 
     slots: torch.Tensor  # [tokens]  where each token's K and V are written
     positions: np.ndarray  # [tokens]
     units: UnitTable
-    spans: list[Span]  # the decode rows, then the chunks; neighbours in the plan are neighbours here
+    span_unit: np.ndarray  # [spans]  and the fields of ``Span`` that follow it
+    span_begin: np.ndarray  # [spans]
+    span_end: np.ndarray  # [spans]
+    span_position: np.ndarray  # [spans]
     rows: int  # how many of the spans, and of the tokens, are decode rows
     page_size: int
     growth: np.ndarray | None = None  # [rows]  tokens that a row gains while the batch is run again; None: it runs once
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """As objects, for what looks at them one by one."""
+        columns = self.span_unit, self.span_begin, self.span_end, self.span_position
+        return [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     def to(self, device: torch.device) -> AttentionBatch:
         return replace(self, slots=_sent(self.slots, device))
@@ -116,51 +153,55 @@ class BatchBuilder:
         self.built_prefixes = False  # whether there were prefixes in a batch; set back by the reader
 
     def build(self, step: Step) -> ModelBatch:
-        # Stable: neighbours in the plan stay neighbours.
-        chunks = sorted(step.chunks, key=lambda chunk: chunk.end - chunk.begin > self.short_chunk)
-        self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
-        units = units_below([*step.rows, *(chunk.unit for chunk in chunks)])
-        place = {unit: index for index, unit in enumerate(units)}
-        table = UnitTable(
-            base=[place[unit.base] if unit.base is not None else -1 for unit in units],
-            start=[unit.start for unit in units],
-            pages=[np.array(unit.pages, dtype=np.int64) for unit in units],
+        rows, count = len(step.rows), len(step.chunks)
+        # Short chunks first, otherwise in their order: neighbours in the plan stay neighbours.
+        order = sorted(
+            range(count), key=lambda index: step.chunks[index].end - step.chunks[index].begin > self.short_chunk
         )
-        rows = len(step.rows)
-        spans, ids, positions, slots = self._rows(step.rows, place)
-        last: dict[Chunk, int] = {}  # the place of each chunk's last token
+        chunks = [step.chunks[index] for index in order]
+        self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
+        places = places_below([*step.rows, *(chunk.unit for chunk in chunks)])
+        table = UnitTable.of(places)
+        row_ids, row_positions = self._rows(step.rows)
+        chunk_begin = np.array([chunk.begin for chunk in chunks], dtype=np.int64)
+        chunk_end = np.array([chunk.end for chunk in chunks], dtype=np.int64)
+        span_unit = np.array([places[unit] for unit in chain(step.rows, (chunk.unit for chunk in chunks))])
+        span_position = np.concatenate([row_positions, chunk_begin])
+        sizes = np.concatenate([np.ones(rows, dtype=np.int64), chunk_end - chunk_begin])
+        span_end = np.cumsum(sizes)
+        span_begin = span_end - sizes
+        every_position = np.arange(int(sizes.sum())) + np.repeat(span_position - span_begin, sizes)
+        slots = table.slots_of_each(np.repeat(span_unit, sizes), every_position, self.page_size)
+        ids = np.concatenate([row_ids, *(chunk.unit.tokens(chunk.begin, chunk.end) for chunk in chunks)])
+        last = np.empty(count, dtype=np.int64)  # the place of each chunk's last token, in the order of the step
+        last[order] = span_end[rows:] - 1
+        sampling = [index for index, chunk in enumerate(step.chunks) if chunk.samples]
         asked: dict[Chunk, int] = {}  # the place of each part's first token
-        token = rows
-        for chunk in chunks:
-            begin, token = token, token + chunk.end - chunk.begin
-            spans.append(Span(place[chunk.unit], begin, token, chunk.begin))
-            ids.append(chunk.unit.tokens(chunk.begin, chunk.end))
-            positions.append(np.arange(chunk.begin, chunk.end))
-            slots.append(table.slots(place[chunk.unit], chunk.begin, chunk.end, self.page_size))
-            last[chunk] = token - 1
-            for part in self.wanted(chunk) if self.wanted is not None else ():
-                asked[part] = begin + part.begin - chunk.begin
-        logits_rows = [*range(rows), *(last[chunk] for chunk in step.chunks if chunk.samples)]
-        for part, first in asked.items():
-            logits_rows += range(first, first + part.end - part.begin)
-        every_position = np.concatenate(positions)
+        if self.wanted is not None:
+            for chunk, begin in zip(chunks, span_begin[rows:].tolist(), strict=True):
+                asked |= {part: begin + part.begin - chunk.begin for part in self.wanted(chunk)}
+        of_asked = [np.arange(first, first + part.end - part.begin) for part, first in asked.items()]
+        logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_asked])
         burst = None if chunks or not self.most_times else self._burst(step)
         # Of a burst the device has its own copy, and is sent what it lacks by ``DecodeRows``: these stay on the host.
         tensor = _pinned if self.pin_memory and burst is None else _unpinned
         return ModelBatch(
             TokenBatch(
-                tensor(np.concatenate(ids)),
+                tensor(ids),
                 tensor(every_position),
-                tensor(np.array(logits_rows)),
+                tensor(logits_rows),
                 tensor(np.array([request.seat for request in step.rows])),
                 tensor(np.array([request.seat for request in step.sampling()])),
-                tensor(np.array([request.made for request in step.sampling()])),
+                tensor(np.array([len(request.generated) + request.pending for request in step.sampling()])),
             ),
             AttentionBatch(
-                tensor(np.concatenate(slots)),
+                tensor(slots),
                 every_position,
                 table,
-                spans,
+                span_unit,
+                span_begin,
+                span_end,
+                span_position,
                 rows,
                 self.page_size,
                 None if burst is None else np.minimum(burst.times, burst.left) - 1,
@@ -181,22 +222,12 @@ class BatchBuilder:
             left.append(request.max_new_tokens - request.made)
         return Burst(step.times, np.array(left), np.array(start), pages)
 
-    def _rows(
-        self, rows: list[Request], place: dict[Unit, int]
-    ) -> tuple[list[Span], list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-        """Spans, ids, positions and slots of the decode rows.
-
-        There are many of them, of one token each. Plain numbers are faster here than a small array for each.
-        """
-        spans, ids, positions, slots = [], [], [], []
-        for row, request in enumerate(rows):
-            position = request.length - 1
-            page, offset = divmod(position - request.start, self.page_size)
-            spans.append(Span(place[request], row, row + 1, position))
-            ids.append(0 if request.pending else request.generated[-1])  # a pending one is known to the device alone
-            positions.append(position)
-            slots.append(request.pages[page] * self.page_size + offset)
-        return spans, [np.array(ids, np.int64)], [np.array(positions, np.int64)], [np.array(slots, np.int64)]
+    @staticmethod
+    def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and positions of the decode rows. A pending token is known to the device alone: 0."""
+        ids = [0 if request.pending else request.generated[-1] for request in rows]
+        positions = [len(request.prompt_ids) + len(request.generated) + request.pending - 1 for request in rows]
+        return np.array(ids, dtype=np.int64), np.array(positions, dtype=np.int64)
 
 
 def _unpinned(array: np.ndarray) -> torch.Tensor:

@@ -98,10 +98,8 @@ class CascadePlan:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,  # [heads]
     ) -> torch.Tensor:  # [tokens, heads, v_dim]
-        if window not in self._parts:
-            token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
-            self._parts[window] = self._parts_for(window, token_bytes)
-        rows_parts, chunk_parts, shared_parts = self._parts[window]
+        token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
+        rows_parts, chunk_parts, shared_parts = self.parts(window, token_bytes)
         gather = self._scratch.gather
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=exact, device=q.device)
@@ -124,6 +122,12 @@ class CascadePlan:
         return out.to(q.dtype)
 
     # -- the plan ----------------------------------------------------------------------------------------------
+
+    def parts(self, window: int | None, token_bytes: int) -> tuple[list[RowsPart], list[ChunkPart], list[SharedPart]]:
+        """All parts for layers with this window. ``token_bytes``: of K and V of a token, in one layer."""
+        if window not in self._parts:
+            self._parts[window] = self._parts_for(window, token_bytes)
+        return self._parts[window]
 
     def _divide(self) -> tuple[dict[tuple[int, int], list[tuple[int, int, int]]], list[list[tuple[int, int, int]]]]:
         """Which rows read which keys together.
@@ -224,18 +228,16 @@ class CascadePlan:
     def _rows_parts(self, window: int | None, token_bytes: int) -> list[RowsPart]:
         batch = self.batch
         most_keys = _GATHERED_BYTES.get(self.device.type, _GATHERED_BYTES_ELSEWHERE) // token_bytes
-        keys = []
-        for row, pieces in enumerate(self._alone):
-            first = pieces[0][1]
-            if window is not None:
-                first = max(first, batch.spans[row].position + 1 - window)
-            slots = [
-                batch.units.slots(unit, max(start, first), upto, batch.page_size)
-                for unit, start, upto in pieces
-                if upto > first
-            ]
-            keys.append(slots[0] if len(slots) == 1 else np.concatenate(slots))
-        lengths = np.array([len(slots) for slots in keys], dtype=np.int64)
+        pieces = [(row, *piece) for row, pieces in enumerate(self._alone) for piece in pieces]
+        owner, unit, first, upto = np.array(pieces, dtype=np.int64).reshape(-1, 4).T  # [pieces] each
+        if window is not None:
+            first = np.maximum(first, batch.positions[owner] + 1 - window)  # the batch begins with the decode rows
+        sizes = np.maximum(upto - first, 0)
+        positions = np.arange(int(sizes.sum())) + np.repeat(first - np.cumsum(sizes) + sizes, sizes)
+        slots = batch.units.slots_of_each(np.repeat(unit, sizes), positions, batch.page_size)  # row after row
+        lengths = np.zeros(len(self._alone), dtype=np.int64)
+        np.add.at(lengths, owner, sizes)
+        begins = np.cumsum(lengths) - lengths
         order = np.argsort(-lengths, kind="stable")
         parts, begin = [], 0
         while begin < len(order):
@@ -244,10 +246,8 @@ class CascadePlan:
             end = begin + min(alike, max(1, most_keys // int(longest)))
             rows = order[begin:end]
             inside = np.arange(longest)[None] < lengths[rows][:, None]  # [rows, keys]
-            padded = np.zeros(inside.shape, dtype=np.int64)
-            padded[inside] = np.concatenate([keys[row] for row in rows])
             # Beyond its own keys a row repeats its first one, which has been written: a stale page may hold NaN.
-            padded = np.where(inside, padded, padded[:, :1])
+            padded = slots[begins[rows][:, None] + np.where(inside, np.arange(longest), 0)]
             mask = None if inside.all() else to_device(inside, self.device)
             parts.append(RowsPart(to_device(rows, self.device), to_device(padded, self.device), mask))
             begin = end

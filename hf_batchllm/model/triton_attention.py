@@ -183,12 +183,12 @@ class StepWork(WorkSource):
         self.gates = gates
         self.device = device
         self.multiprocessors = multiprocessors
-        spans = np.array([(span.unit, span.begin, span.end, span.position) for span in batch.spans], dtype=np.int64)
-        self._unit, self._begin, self._end, self._position = spans.T
+        self._unit, self._begin = batch.span_unit, batch.span_begin
+        self._end, self._position = batch.span_end, batch.span_position
         long = self._end - self._begin > SHORT_CHUNK
-        self._short = int(long.argmax()) if long.any() else len(spans)  # spans before the first long chunk
+        self._short = int(long.argmax()) if long.any() else len(long)  # spans before the first long chunk
         self.rows = int(self._end[self._short - 1]) if self._short else 0  # tokens of these spans
-        self.has_chunks = self._short < len(spans)
+        self.has_chunks = self._short < len(long)
         self._on_host: dict[tuple[Any, ...], WorkLists] = {}
         self._lists: dict[tuple[Any, ...], WorkLists] = {}
         self._chunk_lists: dict[tuple[Any, ...], PrefillWork] = {}
@@ -257,9 +257,7 @@ class StepWork(WorkSource):
     @cached_property
     def _units(self) -> Units:
         table = self.batch.units
-        sizes = np.fromiter((len(pages) for pages in table.pages), np.int64, len(table.pages))
-        page_begin = np.concatenate([[0], np.cumsum(sizes)])
-        return Units(np.array(table.base), np.array(table.start), page_begin, np.concatenate(table.pages))
+        return Units(np.array(table.base), np.array(table.start), table.page_begin, table.page)
 
 
 class KernelAttention:

@@ -81,12 +81,16 @@ class Forecast:
         self._entered: list[Request] = []  # added since, while there are no curves
         self._curves: _Curves | None = None  # made on first need
 
+    def has_room_to_the_end(self, request: Request, free: int) -> bool:
+        """Whether ``free`` pages are enough for ``request`` and all others at their longest."""
+        return self._cache.missing_with_ancestors(request, request.max_length) + self.most_new_pages <= free
+
     def admits(self, request: Request, then: Request | None, free: int, delay: int = 0) -> bool:
         """Whether ``request`` fits into ``free`` pages, now and later. ``then``: the next request in the queue.
 
         ``delay``: the most steps that may pass after this one before the prompt of ``request`` is computed.
         """
-        if self._cache.missing_with_ancestors(request, request.max_length) + self.most_new_pages <= free:
+        if self.has_room_to_the_end(request, free):
             return True
         if self._cache.missing_with_ancestors(request, request.length) > free:
             return False
@@ -112,9 +116,7 @@ class _RequestArrays:
     def __init__(self, requests: Sequence[Request], page_size: int) -> None:
         self.requests = requests
         self._page_size = page_size
-        generated = [len(request.generated) for request in requests]
-        pending = [request.pending for request in requests]
-        self.made = np.array(generated, dtype=np.int64) + np.array(pending, dtype=np.int64)
+        self.made = np.array([len(request.generated) + request.pending for request in requests], dtype=np.int64)
         limits = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
         prompts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
         self._own_prompt = prompts - np.array([request.start for request in requests], dtype=np.int64)

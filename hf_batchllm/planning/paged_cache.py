@@ -68,11 +68,17 @@ class PagedCache:
 
     def missing(self, unit: Unit, upto: int) -> int:
         """Pages that ``unit`` lacks for its tokens before position ``upto``."""
-        return max(0, self.pages_for(upto - unit.start) - len(unit.pages))
+        missing = -((unit.start - upto) // self.page_size) - len(unit.pages)
+        return missing if missing > 0 else 0
 
     def missing_with_ancestors(self, unit: Unit, upto: int) -> int:
         """The same, with the pages that its ancestors lack for what it reads of them."""
-        return self.missing(unit, upto) + sum(self.missing(below, end) for below, end in unit.ancestors())
+        missing = self.missing(unit, upto)
+        below = unit.base
+        while below is not None:
+            missing += self.missing(below, unit.start)
+            unit, below = below, below.base
+        return missing
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the request can run to its end when everything but its ancestors has left the cache."""

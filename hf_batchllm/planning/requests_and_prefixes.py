@@ -7,7 +7,7 @@ the unit reads it only up to ``start``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -182,10 +182,11 @@ class Request(Unit):
 
     def expect(self, tokens: int = 1) -> None:
         """A step has been launched that samples so many tokens; the host sees them later."""
-        assert not self.done and tokens > 0
-        assert self.computed == self.length + tokens - 1, "a token is sampled before its prompt is computed"
+        made = len(self.generated) + self.pending + tokens  # plain sums here and below: each token of a call comes by
+        assert self.finish_reason is None and tokens > 0
+        assert self.computed == len(self.prompt_ids) + made - 1, "a token is sampled before its prompt is computed"
+        assert made <= self.max_new_tokens
         self.pending += tokens
-        assert self.made <= self.max_new_tokens
 
     def append(self, token: int, is_stop: bool) -> None:
         """Take a sampled token; ``is_stop``: whether it ends the answer."""
@@ -193,7 +194,7 @@ class Request(Unit):
 
     def extend(self, tokens: list[int], reason: FinishReason | None) -> None:
         """Take tokens sampled one after the other; ``reason``: why the last of them ends the answer, if it does."""
-        assert not self.done and tokens
+        assert self.finish_reason is None and tokens
         if self.pending:
             assert self.pending >= len(tokens)
             self.pending -= len(tokens)
@@ -272,13 +273,22 @@ class Branch(Request):
 
 def units_below(units: Sequence[Unit]) -> list[Unit]:
     """``units`` and all of their ancestors, each once, a base before what stands on it."""
-    seen: dict[Unit, None] = {}
+    return list(places_below(units))
+
+
+def places_below(units: Iterable[Unit]) -> dict[Unit, int]:
+    """The place of each unit in ``units_below``."""
+    places: dict[Unit, int] = {}
     for unit in units:
-        path: list[Unit] = []
-        walk: Unit | None = unit
-        while walk is not None and walk not in seen:
-            path.append(walk)
-            walk = walk.base
-        for found in reversed(path):
-            seen[found] = None
-    return list(seen)
+        if unit in places:
+            continue
+        base = unit.base
+        if base is not None and base not in places:
+            path: list[Unit] = []
+            while base is not None and base not in places:
+                path.append(base)
+                base = base.base
+            for found in reversed(path):
+                places[found] = len(places)
+        places[unit] = len(places)
+    return places

@@ -181,13 +181,19 @@ class GroupScheduler(QueueScheduler):
     def next(self) -> Step | None:
         step = self._empty_step()
         budget = self._budget_left = self.max_batch_tokens
-        prefilling = [request for request in self.running if request.todo > 1 or not request.made]
-        ready = [request for request in self.running if request.todo == 1 and request.made and not request.exhausted]
+        prefilling, ready = self._at_work()
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
+            running, page_size = self.running, self.cache.page_size
             for request in ready:
-                # A request that is no longer running has just given its pages to an older one.
-                if budget > 0 and request in self.running and self._room_to_grow(request):
-                    self._row(request, step)
+                if budget == 0:
+                    break
+                if request not in running:  # it has just given its pages to an older one
+                    continue
+                # Its one token to compute is its last one. Most rows have room for it.
+                own_tokens = request.computed + 1 - request.start
+                if own_tokens <= len(request.pages) * page_size or self._room_to_grow(request):
+                    step.rows.append(request)
+                    request.computed += 1
                     budget -= 1
         for request in prefilling:
             if budget > 0 and request in self.running:
@@ -205,7 +211,22 @@ class GroupScheduler(QueueScheduler):
                 budget -= self._fill(request, step, budget)
         return self._checked(step)
 
+    def _at_work(self) -> tuple[list[Request], list[Request]]:
+        """Running requests with a prompt to compute, and those that can have their next token."""
+        prefilling: list[Request] = []
+        ready: list[Request] = []
+        for request in self.running:  # thousands in each step: plain sums in place of properties
+            made = len(request.generated) + request.pending
+            todo = len(request.prompt_ids) + made - request.computed
+            if todo > 1 or not made:
+                prefilling.append(request)
+            elif todo == 1 and made < request.max_new_tokens:
+                ready.append(request)
+        return prefilling, ready
+
     def must_know(self) -> bool:
+        if len(self.running) <= self.cache.free_pages:
+            return False
         growing = [request for request in self.running if request.todo == 1 and not request.exhausted]
         if len(growing) <= self.cache.free_pages:
             return False
@@ -269,11 +290,12 @@ class GroupScheduler(QueueScheduler):
         if not self.running:
             # A request always fits alone, as was checked before the call began: anything else may have to go.
             return self._make_room_alone(request, request.length)
-        then = self.waiting[1] if len(self.waiting) > 1 else None
         # Kept prefixes on which waiting requests stand are not given up for a newcomer.
         free = self.cache.free_pages + self.cache.droppable_pages
-        if not forecast.admits(request, then, free, self._delay(request)):
-            return False
+        if not forecast.has_room_to_the_end(request, free):
+            then = self.waiting[1] if len(self.waiting) > 1 else None
+            if not forecast.admits(request, then, free, self._delay(request)):
+                return False
         return self.cache.evict(self.cache.missing_with_ancestors(request, request.length))
 
     def _delay(self, request: Request) -> int:

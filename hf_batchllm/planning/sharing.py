@@ -13,8 +13,9 @@ import numpy as np
 
 from ..config import BatchConfig
 from ..errors import ConfigError
+from ..inputs.garbage_collection import garbage_collection_paused
 from ..inputs.preparing import planning_bar
-from ..inputs.prompts import Prompt, garbage_collection_paused, prepare_prompts
+from ..inputs.prompts import Prompt, prepare_prompts
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..results.sharing_plan import Segment, SharingPlan
 from .worthwhile_prefixes import build_tree, nearest_kept, shared_lengths

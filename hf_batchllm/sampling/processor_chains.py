@@ -142,6 +142,7 @@ class _ChainMaker:
     ) -> None:
         config, given = options.config, options.arguments
         self._model = model
+        self._positions: int | None = getattr(model.config, "max_position_embeddings", None)  # slow to read
         self._first_rows = first_rows
         self._from_prompt = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
         watermark = config.watermarking_config
@@ -177,8 +178,7 @@ class _ChainMaker:
 
     def _longest(self, request: Request) -> int:
         """The most new tokens by the options alone: ``generate`` ignores a MaxLengthCriteria for its processors."""
-        positions = getattr(self._model.config, "max_position_embeddings", None)
-        return self._options.max_new_tokens(len(request.prompt_ids), positions)
+        return self._options.max_new_tokens(len(request.prompt_ids), self._positions)
 
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None

@@ -31,13 +31,14 @@ class StillRunning:
 
         Waiting requests count only if all requests fit at the same time.
         """
-        going = [request for request in self._begun if not request.done]
+        # Plain fields in place of properties: there may be tens of thousands, in each step.
+        going = [request for request in self._begun if request.finish_reason is None]
         if len(going) < len(self._begun):
             self._most_pages -= sum(self._pages[request] for request in self._begun if request.done)
             self._begun = going
         # Where not all fit at the same time, it is not known how many will run.
         if self._most_pages <= self._storage.num_pages and len(going) + len(self._waiting) <= self._most_rows:
-            going = [*going, *(request for request in self._waiting if not request.done)]
-        left = [request.max_new_tokens - request.made for request in going]
-        left = sorted((each for each in left if each > 0), reverse=True)
+            going = going + [request for request in self._waiting if request.finish_reason is None]
+        left = [request.max_new_tokens - len(request.generated) - request.pending for request in going]
+        left = sorted([each for each in left if each > 0], reverse=True)
         return left[: self._most_rows], any(request.can_stop for request in going)
