@@ -54,9 +54,8 @@ def down_products(
     weight: torch.Tensor,  # [experts, hidden, inter], of any strides
     bias: torch.Tensor | None,  # [experts, hidden]
     rows: RowsOfExperts,
-    top: int,
-) -> torch.Tensor:  # [pairs, hidden]
-    out = made.new_empty(rows.pairs.shape[1] * top, weight.shape[1])
+) -> torch.Tensor:  # [pairs, hidden]; 0 for those without an expert
+    out = made.new_zeros(rows.total, weight.shape[1])
     for expert, pairs, places in _by_expert(rows):
         result = functional.linear(made[places], weight[expert])
         out[pairs] = result if bias is None else result + bias[expert]

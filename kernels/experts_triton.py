@@ -22,6 +22,7 @@ from .experts_torch import ACTIVATIONS, Gating
 from .routing_torch import RowsOfExperts
 
 _SILU, _GELU_TANH, _GPT_OSS = (tl.constexpr(ACTIVATIONS.index(name)) for name in ACTIVATIONS)
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
 _TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 _SUM_BLOCK = 1024  # numbers of a token for each block
 _GROUP = 8  # tiles that are computed beside each other, column by column, so that weights are read once for all
@@ -68,8 +69,8 @@ def _rounded(x, LIKE: tl.constexpr):
 def _gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, TYPE: tl.constexpr):
     """Of float32 tiles whose numbers are rounded to TYPE; each operation rounds as it does on tensors of TYPE."""
     if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit, propagate_nan=_ALL)
+        up = tl.minimum(tl.maximum(up, -limit, propagate_nan=_ALL), limit, propagate_nan=_ALL)
     if ACTIVATION == _GPT_OSS:
         turned = _rounded(1 / (1 + tl.exp(-_rounded(gate * alpha, TYPE))), TYPE)
         return _rounded(up + 1, TYPE) * _rounded(gate * turned, TYPE)
@@ -190,6 +191,7 @@ def up_products(
 ) -> torch.Tensor:
     (tokens, hidden), inter = x.shape, weight.shape[1] // 2
     out = x.new_empty(len(rows.tiles) * rows.tile, inter)
+    bias = None if bias is None else bias.contiguous()
     columns, depth, warps, stages = tile or tiles_for(tokens * top, len(weight), x.dtype).up
     boxes = not gating.interleaved and _in_boxes(weight)
     _up_products[(len(rows.tiles) * triton.cdiv(inter, columns),)](
@@ -246,12 +248,12 @@ def down_products(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rows: RowsOfExperts,
-    top: int,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    inter, hidden, pairs = made.shape[1], weight.shape[1], rows.pairs.shape[1] * top
-    out = made.new_empty(pairs, hidden)
-    columns, depth, warps, stages = tile or tiles_for(pairs, len(weight), made.dtype).down
+    inter, hidden = made.shape[1], weight.shape[1]
+    out = (made.new_empty if rows.whole else made.new_zeros)(rows.total, hidden)
+    bias = None if bias is None else bias.contiguous()
+    columns, depth, warps, stages = tile or tiles_for(rows.total, len(weight), made.dtype).down
     boxes = _in_boxes(weight)
     _down_products[(len(rows.tiles) * triton.cdiv(hidden, columns),)](
         _boxes(made, rows.tile, depth) if boxes else made, _boxes(weight, columns, depth) if boxes else weight, bias,
@@ -265,14 +267,14 @@ def down_products(
 
 @triton.jit
 def _sum_of_shares(
-    made, shares, out, shares_row, HIDDEN: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr
+    made, shares, out, shares_row, shares_step, HIDDEN: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     total = tl.zeros((BLOCK,), tl.float32)
     for nth in tl.static_range(TOP):
-        share = tl.load(shares + token * shares_row + nth)
+        share = tl.load(shares + token * shares_row + nth * shares_step)
         result = tl.load(made + (token * TOP + nth) * HIDDEN + column, mask=inside, other=0.0)
         product = result.to(tl.float32) * share.to(tl.float32)
         if shares.dtype.element_ty == made.dtype.element_ty:  # else the product of tensors is in float32, too
@@ -286,6 +288,6 @@ def sum_of_shares(made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     out = made.new_empty(tokens, hidden)
     block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_of_shares[(tokens, triton.cdiv(hidden, block))](
-        made, shares, out, shares.stride(0), HIDDEN=hidden, TOP=top, BLOCK=block, enable_fp_fusion=False
+        made, shares, out, *shares.stride(), HIDDEN=hidden, TOP=top, BLOCK=block, enable_fp_fusion=False
     )
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,16 @@ class Rule:
         if self.score not in SCORES or self.share not in SHARES or self.group_best not in (1, 2):
             raise ValueError(f"there is no such rule: {self}")
 
+    def fits(self, experts: int) -> bool:
+        """Whether so many experts can be chosen from by it; what a model's own code does elsewhere is its own."""
+        if min(self.groups, self.top_groups) < 1 or self.top_groups > self.groups or experts % self.groups:
+            return False
+        each = experts // self.groups
+        return 0 < self.top <= self.top_groups * each and (self.groups == 1 or self.group_best <= each)
+
 
 class Choice(NamedTuple):
-    indices: torch.Tensor  # [tokens, top] int32
+    indices: torch.Tensor  # [tokens, top] int64, as torch's own top-k gives them
     shares: torch.Tensor  # [tokens, top]
 
 
@@ -44,10 +51,12 @@ class RowsOfExperts:
     A *pair* is one choice of one token: pair ``token * top + nth``. The rest of ``tiles`` has the expert -1.
     """
 
-    pairs: torch.Tensor  # [experts, tokens] int32; an expert's first ``counts[expert]`` are its own, in any order
+    pairs: torch.Tensor  # [experts, most of one] int32; the first ``counts[expert]`` are an expert's, in any order
     counts: torch.Tensor  # [experts] int32
     tiles: torch.Tensor  # [most, 2] int32  expert, first place among its pairs
     tile: int  # rows of a tile
+    total: int  # pairs of all tokens
+    whole: bool  # whether each pair has an expert
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
@@ -57,9 +66,11 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
 
 
 def rows_of_experts(indices: torch.Tensor, experts: int, tile: int) -> RowsOfExperts:  # indices [tokens, top]
-    tokens, flat = len(indices), indices.reshape(-1)
-    pairs = torch.full((experts, tokens), -1, dtype=torch.int32, device=flat.device)
-    counts = torch.bincount(flat, minlength=experts).to(torch.int32)
+    """Of a choice made elsewhere: a token may have an expert twice, or one that is none, which gives it nothing."""
+    flat = indices.reshape(-1)
+    pairs = torch.full((experts, flat.numel()), -1, dtype=torch.int32, device=flat.device)
+    known = flat[(flat >= 0) & (flat < experts)]
+    counts = torch.bincount(known, minlength=experts).to(torch.int32)
     tiles = torch.full((most_tiles(flat.numel(), experts, tile), 2), -1, dtype=torch.int32, device=flat.device)
     at = 0
     for expert in range(experts):
@@ -67,7 +78,7 @@ def rows_of_experts(indices: torch.Tensor, experts: int, tile: int) -> RowsOfExp
         pairs[expert, : len(own)] = own
         for first in range(0, len(own), tile):
             tiles[at, 0], tiles[at, 1], at = expert, first, at + 1
-    return RowsOfExperts(pairs, counts, tiles, tile)
+    return RowsOfExperts(pairs, counts, tiles, tile, flat.numel(), whole=False)
 
 
 def choose(
@@ -99,7 +110,8 @@ def choose(
     shares = shares * rule.factor
     if scales is not None:
         shares = shares * scales.float()[indices]
-    return Choice(indices.to(torch.int32), shares.to(dtype)), rows_of_experts(indices, experts, tile)
+    rows = rows_of_experts(indices, experts, tile)
+    return Choice(indices, shares.to(dtype)), replace(rows, pairs=rows.pairs[:, :tokens], whole=True)
 
 
 def _first_best(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -45,10 +45,10 @@ def _cut_tiles(counts, tiles, most, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
 
 
 @triton.jit
-def _enter(pairs, counts, pair, expert, tokens, inside):
+def _enter(pairs, counts, pair, expert, room, inside):
     # Where a pair comes among its expert's does not matter: a row of a product does not depend on the rows beside it.
     place = tl.atomic_add(counts + expert, 1, mask=inside, sem="relaxed")
-    tl.store(pairs + expert.to(tl.int64) * tokens + place, pair, mask=inside)
+    tl.store(pairs + expert.to(tl.int64) * room + place, pair, mask=inside)
 
 
 # Sizes that change with each step would otherwise be compiled for twice: as multiples of 16 and as others.
@@ -58,38 +58,37 @@ _ANY_SIZE = ["tokens", "n_pairs", "most"]
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _rows_of_experts(
     indices, pairs, counts, tiles,
-    tokens, n_pairs, most, row_step, step,
+    n_pairs, most, row_step, step,
     TOP: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < n_pairs
-    expert = tl.load(indices + pair // TOP * row_step + pair % TOP * step, mask=inside, other=0).to(tl.int32)
-    _enter(pairs, counts, pair, expert, tokens, inside)
+    expert = tl.load(indices + pair // TOP * row_step + pair % TOP * step, mask=pair < n_pairs, other=-1).to(tl.int32)
+    # Any token may have chosen the same expert several times: there is room for all.
+    _enter(pairs, counts, pair, expert, n_pairs, (expert >= 0) & (expert < EXPERTS))
     _cut_tiles(counts, tiles, most, EXPERTS, PADDED, TILE)
 
 
 def rows_of_experts(indices: torch.Tensor, experts: int, tile: int) -> RowsOfExperts:
-    tokens, top = indices.shape
-    pairs, counts, tiles = _empty(indices, experts, tile)
-    _rows_of_experts[(triton.cdiv(tokens * top, _PAIRS),)](
-        indices, pairs, counts, tiles, tokens, tokens * top, len(tiles), *indices.stride(),
+    top, total = indices.shape[1], indices.numel()
+    pairs, counts, tiles = _empty(indices, experts, tile, total, total)
+    _rows_of_experts[(triton.cdiv(total, _PAIRS),)](
+        indices, pairs, counts, tiles, total, len(tiles), *indices.stride(),
         TOP=top, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), TILE=tile, BLOCK=_PAIRS,
     )  # fmt: skip
-    return RowsOfExperts(pairs, counts[:experts], tiles, tile)
+    return RowsOfExperts(pairs, counts[:experts], tiles, tile, total, whole=False)
 
 
-def _empty(like: torch.Tensor, experts: int, tile: int, top: int | None = None) -> tuple[torch.Tensor, ...]:
-    tokens, top = len(like), top or like.shape[1]
-    pairs = like.new_empty(experts, tokens, dtype=torch.int32)
+def _empty(like: torch.Tensor, experts: int, tile: int, total: int, most_of_one: int) -> tuple[torch.Tensor, ...]:
+    pairs = like.new_empty(experts, most_of_one, dtype=torch.int32)
     counts = like.new_zeros(experts + 1, dtype=torch.int32)
-    return pairs, counts, like.new_empty(most_tiles(tokens * top, experts, tile), 2, dtype=torch.int32)
+    return pairs, counts, like.new_empty(most_tiles(total, experts, tile), 2, dtype=torch.int32)
 
 
 @triton.jit
-def _best(values, columns):
-    """In each row the largest value and its column: the first of equals."""
-    best = tl.max(values, 1, keep_dims=True)
-    return best, tl.min(tl.where(values == best, columns, 1 << 30), 1, keep_dims=True)
+def _best(values, columns, left):
+    """In each row the largest value of those left, and its column: the first of equals."""
+    best = tl.max(tl.where(left, values, float("-inf")), 1, keep_dims=True)
+    return best, tl.min(tl.where(left & (values == best), columns, 1 << 30), 1, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
@@ -121,24 +120,22 @@ def _choose(
         group = expert // (EXPERTS // GROUPS)
         value = tl.full((TOKENS, PADDED), float("-inf"), tl.float32)  # of the group of each expert
         for nth in tl.static_range(GROUPS):
-            inside = tl.where(group == nth, compared, float("-inf"))
-            best, at = _best(inside, expert)
+            inside = (group == nth) & (expert < EXPERTS)
+            best, at = _best(compared, expert, inside)
             if GROUP_BEST == 2:
-                best += tl.max(tl.where(expert == at, float("-inf"), inside), 1, keep_dims=True)
+                best += tl.max(tl.where(inside & (expert != at), compared, float("-inf")), 1, keep_dims=True)
             value = tl.where((group == nth) & (expert < EXPERTS), best, value)
         allowed = expert < 0
         for _ in tl.static_range(TOP_GROUPS):
-            _value, at = _best(value, expert)
-            taken = group == at // (EXPERTS // GROUPS)
-            allowed = allowed | taken
-            value = tl.where(taken, float("-inf"), value)
+            _value, at = _best(value, expert, (expert < EXPERTS) & (allowed == 0))
+            allowed = allowed | (group == at // (EXPERTS // GROUPS))
         compared = tl.where(allowed, compared, float("-inf"))
     nth = tl.arange(0, TOP_PADDED)[None, :]
     chosen = tl.zeros((TOKENS, TOP_PADDED), tl.int32)
     share = tl.zeros((TOKENS, TOP_PADDED), tl.float32)
     left = expert < EXPERTS
     for n in tl.static_range(TOP):
-        _value, at = _best(tl.where(left, compared, float("-inf")), tl.where(left, expert, 1 << 30))
+        _value, at = _best(compared, expert, left)
         left = left & (expert != at)
         chosen = tl.where(nth == n, at, chosen)
         share = tl.where(nth == n, tl.sum(tl.where(expert == at, score, 0.0), 1, keep_dims=True), share)
@@ -170,8 +167,12 @@ def choose(
     scales: torch.Tensor | None = None,
 ) -> tuple[Choice, RowsOfExperts]:
     tokens, experts = logits.shape
-    pairs, counts, tiles = _empty(logits, experts, tile, rule.top)
-    indices = logits.new_empty(tokens, rule.top, dtype=torch.int32)
+    if not rule.fits(experts):
+        raise ValueError(f"{rule} cannot choose from {experts} experts")
+    logits = logits.contiguous()
+    bias, scales = (None if each is None else each.contiguous() for each in (bias, scales))
+    pairs, counts, tiles = _empty(logits, experts, tile, tokens * rule.top, tokens)
+    indices = logits.new_empty(tokens, rule.top, dtype=torch.int64)
     shares = logits.new_empty(tokens, rule.top, dtype=dtype)
     _choose[(triton.cdiv(tokens, _TOKENS),)](
         logits, bias, scales, pairs, counts, tiles, indices, shares,
@@ -181,4 +182,4 @@ def choose(
         GROUP_BEST=rule.group_best, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), TILE=tile, TOKENS=_TOKENS,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return Choice(indices, shares), RowsOfExperts(pairs, counts[:experts], tiles, tile)
+    return Choice(indices, shares), RowsOfExperts(pairs, counts[:experts], tiles, tile, tokens * rule.top, whole=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..kernels.experts_torch import Gating
 from .fusable_parts import activation_kernel
@@ -34,16 +35,11 @@ class Experts:
     parent: nn.Module
     name: str  # in the parent
     module: Any
+    gating: Callable[[Any], Gating]  # of the module, read in each step
     why_not: str | None = None
+    # Whether the module gets a router's choice as the router left it: transformers' own code stands between the two.
+    is_handed_on: bool = False
     routers: list[tuple[str, nn.Module, Router]] = field(default_factory=list)  # beside it, that can be fused as well
-
-    def gating(self) -> Gating:
-        own = _OWN_GATES.get((type(self.module).__module__, type(self.module).__name__))
-        if own is not None:
-            return own(self.module)
-        activation = activation_kernel(self.module.act_fn)
-        assert activation is not None
-        return Gating(activation, interleaved=not self.module.is_concatenated)
 
     def bypassed(self) -> list[tuple[nn.Module, str]]:
         """The modules that fused code replaces or reads, each as (its parent, its name)."""
@@ -61,9 +57,11 @@ def mixtures(model: nn.Module) -> Iterator[Experts]:
     compiled = [set(module.modules()) for module in model.modules() if is_compiled(module)]
     for parent in model.modules():
         for name, module in parent.named_children():
-            if code_home(type(module).forward) != _DECORATOR:
+            if code_home(type(module).forward) != _DECORATOR and name != "experts":
                 continue
-            found = Experts(parent, name, module, why_not=_why_not(module))
+            gating = _OWN_GATES.get(_class_of(module), _usual_gating)  # PEFT changes a module's class for a call
+            found = Experts(parent, name, module, gating, _why_not(module))
+            found.is_handed_on = why_not_own(parent, *_class_of(parent)) is None and _is_of_transformers(parent)
             if any(module in each for each in compiled):
                 found.why_not = "the layer, or the model around it, is compiled"
             if found.why_not is None:
@@ -78,15 +76,19 @@ def mixtures(model: nn.Module) -> Iterator[Experts]:
 def _why_not(experts: Any) -> str | None:
     """In words that say what stands in the way."""
     cls = type(experts)
-    why = why_not_own(experts, cls.__module__, cls.__name__)
+    if code_home(cls.forward) != _DECORATOR or not _is_of_transformers(experts):
+        return f"the experts are a {cls.__name__} of {cls.__module__.partition('.')[0]}"
+    why = why_not_own(experts, *_class_of(experts))
     if why is not None:
         return f"`experts` {why}"
-    if not cls.__module__.startswith("transformers.models."):
-        return f"the experts are a {cls.__name__} of {cls.__module__.partition('.')[0]}"
     if getattr(experts, "_is_expert_parallel", False):
         return "the experts are spread over devices"
-    if experts.config._experts_implementation not in _IMPLEMENTATIONS:
-        return f"the model's `experts_implementation` is {experts.config._experts_implementation!r}"
+    implementation = experts.config._experts_implementation
+    if implementation not in _IMPLEMENTATIONS:
+        return f"the model's `experts_implementation` is {implementation!r}"
+    registered = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
+    if registered is not None and not is_function(registered, _DECORATOR, f"{implementation}_experts_forward"):
+        return f"the `experts_implementation` {implementation!r} has been replaced"
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if experts.has_bias else set())
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or set(experts._parameters) != names:
         return f"there is no kernel for a {cls.__name__}"
@@ -101,16 +103,33 @@ def _why_not(experts: Any) -> str | None:
 
 def _why_not_gate(experts: Any) -> str | None:
     cls = type(experts)
-    if (cls.__module__, cls.__name__) in _OWN_GATES:
+    if "_apply_gate" in experts.__dict__:
+        return "its gate has been replaced"
+    if _class_of(experts) in _OWN_GATES:
         own = is_function(cls._apply_gate, cls.__module__, f"{cls.__name__}._apply_gate")
         return None if own and not experts._modules else "its gate has been replaced"
-    if not is_function(cls._apply_gate, _DECORATOR, "_default_apply_gate") or set(experts._modules) != {"act_fn"}:
+    usual = is_function(cls._apply_gate, _DECORATOR, "_default_apply_gate") and experts.is_concatenated
+    if not usual or set(experts._modules) != {"act_fn"}:
         return f"there is no kernel for the gate of a {cls.__name__}"
     activation = type(experts.act_fn)
     if activation_kernel(experts.act_fn) is None:
         return f"there is no kernel for the activation {activation.__name__}"
     why = why_not_plain(experts.act_fn, activation.__module__, activation.__name__)
     return None if why is None else f"`act_fn` {why}"
+
+
+def _usual_gating(experts: Any) -> Gating:
+    activation = activation_kernel(experts.act_fn)
+    assert activation is not None
+    return Gating(activation)
+
+
+def _class_of(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.")
 
 
 def _can_be_read(router: nn.Module, known: Router) -> bool:

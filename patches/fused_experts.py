@@ -46,19 +46,19 @@ def experts_forward(found: Experts, kernels: ExpertKernels, handed: Handed) -> F
     own = type(experts).forward
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
-        weight = experts.gate_up_proj
-        if named or len(given) != 3 or given[0].ndim != 2 or given[0].dtype != weight.dtype:
+        gate_up, gate_up_bias = _tensors(experts, "gate_up_proj")  # read once: an adapter may compute it
+        if named or len(given) != 3 or given[0].ndim != 2 or given[0].dtype != gate_up.dtype:
             unusual: torch.Tensor = own(experts, *given, **named)
             return unusual
         states, indices, shares = given  # [tokens, hidden], [tokens, top], [tokens, top]
-        (gate_up, gate_up_bias), (down, down_bias) = _tensors(experts, "gate_up_proj"), _tensors(experts, "down_proj")
+        down, down_bias = _tensors(experts, "down_proj")
         top, count = indices.shape[1], len(gate_up)
-        rows = handed.take(indices)
+        rows = handed.take(indices) if found.is_handed_on and not experts._forward_pre_hooks else None
         if rows is None:
             tile = kernels.rows_of_a_tile(indices.numel(), count, states.dtype)
             rows = kernels.rows_of_experts(indices, count, tile)
-        made = kernels.up_products(states.contiguous(), gate_up, gate_up_bias, rows, top, found.gating())
-        return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows, top), shares)
+        made = kernels.up_products(states.contiguous(), gate_up, gate_up_bias, rows, top, found.gating(experts))
+        return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
 
     return forward
 
@@ -74,12 +74,12 @@ def router_forward(router: Any, known: Router, kernels: ExpertKernels, handed: H
     indices_first = known.indices_first(router)
 
     def forward(hidden_states: torch.Tensor, *given: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-        if named or not known.fits(router):
+        states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits, rule = known.logits(router, states), known.rule(router)
+        experts = logits.shape[1]
+        if named or not known.fits(router) or not rule.fits(experts):
             unusual: tuple[torch.Tensor, ...] = own(router, hidden_states, *given, **named)
             return unusual
-        states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = known.logits(router, states)
-        rule, experts = known.rule(router), logits.shape[1]
         (indices, shares), rows = kernels.choose(
             logits,
             rule,
@@ -88,7 +88,8 @@ def router_forward(router: Any, known: Router, kernels: ExpertKernels, handed: H
             bias=known.bias(router, *given),
             scales=known.scales(router),
         )
-        handed.leave(indices, rows)
+        if not router._forward_hooks:  # they may change the indices in place
+            handed.leave(indices, rows)
         if indices_first:
             return indices, shares, logits
         return logits.softmax(-1, torch.float32) if known.gives == "probabilities" else logits, shares, indices

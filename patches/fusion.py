@@ -274,6 +274,8 @@ class FusedLayers:
 
     def _make_experts(self, found: Experts) -> None:
         kernels, handed = self._kernels.experts, Handed()
+        if found.is_handed_on:
+            self._bypassed.append(found.parent)  # nothing may come between the router and its experts
         self._put(found.module, experts_forward(found, kernels, handed))
         self._places.append((found.parent._modules, found.name, found.module))
         for name, router, known in found.routers:

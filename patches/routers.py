@@ -73,7 +73,8 @@ class Router:
 def _cohere_fits(router: Any) -> bool:
     """Cohere's sums sigmoids in the logits' type: a kernel that sums in float32 would round elsewhere."""
     rounded = router.weight.dtype != torch.float32
-    return router.expert_selection_fn == "softmax" or not (router.norm_topk_prob and rounded)
+    how = router.expert_selection_fn
+    return how == "softmax" or (how == "sigmoid" and not (router.norm_topk_prob and rounded))
 
 
 def _softmax(router: Any) -> Rule:
@@ -174,7 +175,14 @@ ROUTERS = (
     _granite("granitemoe", "GraniteMoeTopKRouter"),
     _granite("granitemoeshared", "GraniteMoeSharedTopKRouter"),
     _granite("granitemoe_swa", "GraniteMoeSWATopKRouter"),
-    Router("deepseek_v2", "DeepseekV2TopkRouter", _softmax_of_some_groups, _product_in_float32, _float32),
+    Router(
+        "deepseek_v2",
+        "DeepseekV2TopkRouter",
+        _softmax_of_some_groups,
+        _product_in_float32,
+        _float32,
+        fits=lambda router: router.topk_method in ("greedy", "group_limited_greedy"),
+    ),
     _grouped_sigmoid("deepseek_v3", "DeepseekV3TopkRouter"),
     _grouped_sigmoid("glm4_moe", "Glm4MoeTopkRouter"),
     _grouped_sigmoid("glm4_moe_lite", "Glm4MoeLiteTopkRouter"),

@@ -117,7 +117,7 @@ def test_experts(compiled: list[str], interleaved: bool, tokens: int) -> None:
     gating = Gating("gpt_oss", 7.0, interleaved=True) if interleaved else Gating()
     x = torch.zeros(tokens, hidden, dtype=BF16)
     made = experts_triton.up_products(x, up, up_bias if interleaved else None, rows, top, gating)
-    made = experts_triton.down_products(made, down, down_bias if interleaved else None, rows, top)
+    made = experts_triton.down_products(made, down, down_bias if interleaved else None, rows)
     experts_triton.sum_of_shares(made, choice.shares)
     assert len(compiled) == 5
 

@@ -89,6 +89,64 @@ def test_rows_of_experts(tokens: int, top: int, experts: int, tile: int, spread:
     assert_same_rows(routing_triton.rows_of_experts(indices.to(DEVICE), experts, tile), want)
 
 
+@kernel
+def test_choices_that_no_router_makes() -> None:
+    """An expert twice for a token, and experts that are none: they get nothing, as in transformers."""
+    rng = np.random.default_rng(3)
+    indices = torch.from_numpy(rng.integers(0, 4, (9, 2)))
+    indices[indices == 3] = 1
+    indices[0], indices[4, 1], indices[5, 0] = 1, 4, -1
+    want = routing_torch.rows_of_experts(indices, 4, 16)
+    assert_same_rows(routing_triton.rows_of_experts(indices.to(DEVICE), 4, 16), want)
+    up, _, down, _ = stacks(rng, 4, 32, 16, FLOAT32)
+    given = [draw(rng, 9, 32, dtype=FLOAT32), indices, torch.ones(9, 2), up, None, down, None]
+    plain_result = run(experts_torch, routing_torch, given, 4, Gating(), 16)
+    got = run(experts_triton, routing_triton, on_device(*given), 4, Gating(), 16).cpu()
+    torch.testing.assert_close(got, plain_result, rtol=1e-5, atol=1e-5)
+    alone = run(
+        experts_torch, routing_torch, [given[0][4:5], indices[4:5, :1], torch.ones(1, 1), *given[3:]], 4, Gating(), 16
+    )
+    torch.testing.assert_close(plain_result[4:5], alone, rtol=1e-5, atol=1e-5)
+
+
+@kernel
+def test_groups_without_any_score_and_odd_strides() -> None:
+    rng = np.random.default_rng(4)
+    rule = Rule(3, "sigmoid", groups=4, top_groups=2, group_best=2)
+    logits = draw(rng, 16, 7, dtype=FLOAT32).t()[:, ::2]
+    bias = torch.zeros(16)[::2]
+    bias[[2, 4, 6]] = float("-inf")
+    (want, shares), rows = routing_torch.choose(logits, rule, 16, FLOAT32, bias)
+    assert not (set(want.flatten().tolist()) & {2, 4, 6})
+    given = logits.t().to(DEVICE).t(), bias.to(DEVICE)
+    (got, our_shares), our_rows = routing_triton.choose(given[0], rule, 16, FLOAT32, given[1])
+    assert torch.equal(got.cpu(), want)
+    torch.testing.assert_close(our_shares.cpu(), shares, rtol=1e-5, atol=1e-6)
+    assert_same_rows(our_rows, rows)
+    made, shares = draw(rng, 10, 24, dtype=FLOAT32), draw(rng, 5, 1, dtype=FLOAT32).expand(-1, 2)
+    got = experts_triton.sum_of_shares(made.to(DEVICE), shares.to(DEVICE)).cpu()
+    torch.testing.assert_close(got, experts_torch.sum_of_shares(made, shares))
+
+
+@kernel
+def test_nan_stays_nan_beyond_a_limit() -> None:
+    rng = np.random.default_rng(5)
+    up, up_bias, down, down_bias = stacks(rng, 2, 32, 16, FLOAT32)
+    x = draw(rng, 3, 32, dtype=FLOAT32)
+    x[1, 0] = float("nan")
+    given = [x, torch.tensor([[0], [1], [0]]), torch.ones(3, 1), up, up_bias, down, down_bias]
+    gating = Gating("gpt_oss", 1.0, interleaved=True)
+    got = run(experts_triton, routing_triton, on_device(*given), 2, gating, 16).cpu()
+    assert got[1].isnan().all() and not got[[0, 2]].isnan().any()
+
+
+@plain
+def test_rules_that_do_not_fit() -> None:
+    assert Rule(4).fits(4) and not Rule(5).fits(4) and not Rule(0).fits(4)
+    assert Rule(4, groups=4, top_groups=2).fits(8) and not Rule(5, groups=4, top_groups=2).fits(8)
+    assert not Rule(1, groups=3).fits(8) and not Rule(1, groups=2, top_groups=3).fits(8)
+
+
 @plain
 def test_no_choice_needs_more_tiles() -> None:
     for pairs, experts, tile in ((1, 8, 16), (7, 4, 2), (64, 3, 16), (65, 64, 16)):
@@ -123,7 +181,7 @@ def run(kernels: Any, routing: Any, given: list[Any], experts: int, gating: Gati
     x, indices, shares, up, up_bias, down, down_bias = given
     rows = routing.rows_of_experts(indices, experts, tile)
     made = kernels.up_products(x, up, up_bias, rows, indices.shape[1], gating)
-    return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows, indices.shape[1]), shares)
+    return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
 
 
 @kernel

@@ -52,11 +52,11 @@ def pieces_of(layer: Layer, shape: ExpertShape) -> dict[str, Callable[[], object
     tile = KERNELS.rows_of_a_tile(layer.indices.numel(), shape.experts, DTYPE)
     rows = KERNELS.rows_of_experts(layer.indices, shape.experts, tile)
     made = KERNELS.up_products(layer.x, up, up_bias, rows, shape.top, layer.gating)
-    results = KERNELS.down_products(made, down, down_bias, rows, shape.top)
+    results = KERNELS.down_products(made, down, down_bias, rows)
     return {
         "route": lambda: route(layer.x),
         "up": lambda: KERNELS.up_products(layer.x, up, up_bias, rows, shape.top, layer.gating),
-        "down": lambda: KERNELS.down_products(made, down, down_bias, rows, shape.top),
+        "down": lambda: KERNELS.down_products(made, down, down_bias, rows),
         "sum": lambda: KERNELS.sum_of_shares(results, layer.shares),
     }
 

@@ -98,7 +98,7 @@ def made_for(job: Job, rows: Any) -> torch.Tensor:
 def launch(job: Job, layer: Layer, rows: Any, made: torch.Tensor) -> torch.Tensor:
     if job.which == UP:
         return up_products(layer.x, *layer.weight("gate_up_proj"), rows, job.shape.top, job.gating, Tile(*job.tile))
-    return down_products(made, *layer.weight("down_proj"), rows, job.shape.top, Tile(*job.tile))
+    return down_products(made, *layer.weight("down_proj"), rows, Tile(*job.tile))
 
 
 class _Empty:

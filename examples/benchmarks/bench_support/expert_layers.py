@@ -80,7 +80,7 @@ class Layer:
 
     @property
     def gating(self) -> Gating:
-        return self.found.gating()
+        return self.found.gating(self.found.module)
 
     def weight(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[experts, out, in], and its biases."""
