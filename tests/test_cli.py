@@ -110,6 +110,20 @@ def test_help_and_refusals_come_without_torch() -> None:
     assert "/nowhere/in.jsonl cannot be read: there is no such file" in done.stderr
 
 
+def test_a_log_file_gets_lines_of_progress(
+    saved: str, written: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where stderr is no terminal, transformers' own bars are off, and the run's lines come nevertheless."""
+    written(*({"prompt": f"w{number}"} for number in range(40)))
+    command = ["run", "in.jsonl", "out.jsonl", "--model", saved, "--max-new-tokens", "2"]
+    assert main(command) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].endswith(f"loading {saved}") and len(said) < 8
+    assert any(re.search(r"40 / 40 done", line) for line in said[1:-1]), said
+    assert main([*command, "--restart", "--quiet"]) == 0
+    assert not re.search(r"done", capsys.readouterr().err)
+
+
 def test_wrong_places_and_a_second_run_are_refused_without_torch(written: Callable[..., str], tmp_path: Path) -> None:
     written({"prompt": "w5"})
     run = "run in.jsonl out.jsonl --model".split()

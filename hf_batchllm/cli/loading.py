@@ -69,7 +69,14 @@ class Loader:
         self.called = True
         asked = self._asked
         self.check_names()
-        self._stack.enter_context(quiet_transformers(asked.quiet))
+        self._stack.enter_context(quiet_transformers())
+        with bars_of_loading(not asked.quiet):
+            generator = self._load()
+        self.loaded = True
+        return generator
+
+    def _load(self) -> BatchGenerator:
+        asked = self._asked
         device = _device(asked.device)
         if asked.threads:
             import torch
@@ -81,9 +88,7 @@ class Loader:
         if self._first.only_chats and not self._base.brings_template:
             check_template(tokenizer, asked.tokenizer or asked.model, self._first.place)
         model = with_adapters(load_model(asked, device), asked, self._adapters, device)
-        generator = self._generator(model, tokenizer)
-        self.loaded = True
-        return generator
+        return self._generator(model, tokenizer)
 
     def _generator(self, model: Any, tokenizer: Any) -> BatchGenerator:
         from ..files.records.line_configs import LineConfigs
@@ -224,18 +229,29 @@ def _device(name: str) -> Any:
 
 
 @contextmanager
-def quiet_transformers(quiet: bool) -> Iterator[None]:
-    """transformers prints much while it loads; what matters comes as an error. Progress bars are for terminals."""
+def quiet_transformers() -> Iterator[None]:
+    """transformers prints much while it loads; what matters comes as an error."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
-    if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+
+
+@contextmanager
+def bars_of_loading(wanted: bool) -> Iterator[None]:
+    """transformers' own bars are for terminals. The switch is global: the run's own lines are not to find it off."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    if not wanted or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
         if bars:
             logging.enable_progress_bar()
 

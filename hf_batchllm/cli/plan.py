@@ -24,7 +24,7 @@ from .argument_values import first_records, layout_from, prompt_settings_from, r
 from .arguments import plan_parser
 from .exits import DONE, SOME_ERRORS, USAGE, interruptible
 from .flag_names import in_flags
-from .loading import check_template, check_tokenizer_name, load_tokenizer, quiet_transformers
+from .loading import bars_of_loading, check_template, check_tokenizer_name, load_tokenizer, quiet_transformers
 from .messages import Console, UsageError, reason
 
 _MOST_ERRORS_SHOWN = 8
@@ -99,7 +99,7 @@ def _plan_file(asked: argparse.Namespace, console: Console) -> FilePlan:
             if asked.tokenizer is None:
                 raise UsageError("prompts that are text need a tokenizer: pass --tokenizer with a folder or a name")
             check_tokenizer_name(asked.tokenizer)
-            with quiet_transformers(asked.quiet):
+            with quiet_transformers(), bars_of_loading(not asked.quiet):
                 return load_tokenizer(asked, "prompts that are text")
 
         if first.have_texts:
