@@ -328,3 +328,5 @@ def test_a_wrong_folder_of_an_adapter_is_found_before_the_model_is_loaded(tmp_pa
     for wrong, why in ((tmp_path, "no adapter_config.json"), (tmp_path / "none", "no such folder")):
         with pytest.raises(ConfigError, match=f"`peft` is {wrong}.*{why}"):
             BatchLM("no/such-model", peft=str(wrong))
+    with pytest.raises(ConfigError, match=r"`pretrained` is \./no-such, and there is no such folder"):
+        BatchLM("./no-such")

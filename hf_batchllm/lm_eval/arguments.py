@@ -55,7 +55,13 @@ def refuse_what_is_ignored(pretrained: Any, given: dict[str, Any]) -> None:
         return
     if isinstance(given.get("peft"), str):
         _refuse_wrong_folder(given["peft"])
+    _refuse_missing_folder(pretrained)
     _refuse_adapter_as_model(pretrained)
+
+
+def _refuse_missing_folder(pretrained: str) -> None:
+    if pretrained.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(pretrained)):
+        raise ConfigError(f"`pretrained` is {pretrained}, and there is no such folder")
 
 
 def _refuse_misspelt(name: str, is_loaded: bool) -> None:

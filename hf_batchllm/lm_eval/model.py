@@ -51,6 +51,8 @@ class BatchLM(HFLM):
         self._adapter = given.pop("adapter", AS_IT_IS)
         refuse_what_is_ignored(pretrained, given)
         self._check_adapter(pretrained)
+        if isinstance(pretrained, str) and "device" not in given and not torch.cuda.is_available():
+            given["device"] = "cpu"  # the harness's default is CUDA, and its loading of `peft` then fails
         super().__init__(pretrained, **given)
         if str(self.batch_size_per_gpu) != "1":
             _log.warning("batch_size has no effect: the batch is as large as memory allows (kv_memory)")
