@@ -22,8 +22,11 @@ def thresholds_inside(change: tuple[int, int, int] | None = None) -> tuple[int, 
         if change is not None:
             gc.set_threshold(*change)
 
-    model.register_forward_pre_hook(look)
-    BatchGenerator(model).generate([[3, 4, 5]], max_new_tokens=1)
+    hook = model.register_forward_pre_hook(look)
+    try:
+        BatchGenerator(model).generate([[3, 4, 5]], max_new_tokens=1)
+    finally:
+        hook.remove()  # other tests share the model
     return seen[-1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -181,7 +182,7 @@ def test_a_stream_hands_out_all_of_them(clock: Clock) -> None:
 def test_the_bar_ends_full(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     generator = BatchGenerator(build(FAMILY), max_batch_tokens=16)
     generator.generate(PROMPTS, max_new_tokens=30, max_time=8, progress=True)
-    last = capsys.readouterr().err.rpartition("\r")[2]
+    last = re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
     assert last.startswith("100%") and f"{len(PROMPTS)} / {len(PROMPTS)} done" in last
 
 
