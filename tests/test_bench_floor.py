@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
@@ -87,7 +88,7 @@ def test_models_of_other_kinds() -> None:
 
 def test_experts_that_are_linear_layers_in_a_list_have_no_floor() -> None:
     """A token meets few of them, and only the code of their layer says which."""
-    model = build("llama")
+    model = copy.deepcopy(build("llama"))
     model.model.layers[0].mlp.experts = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
     with pytest.raises(NoFloorError, match="mixture of experts"):
         Shape.of(model)
