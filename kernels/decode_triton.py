@@ -109,6 +109,8 @@ def _attend_items(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
     )
     line_row += row
+    # Read here, though needed at the end: short items would wait for it then.
+    part_row = tl.load(row_parts + line_row, mask=valid & (part >= 0), other=0) + part
     line_length = line_row  # ignored without CAUSAL and WINDOW
     if CAUSAL or WINDOW > 0:
         line_length = tl.load(lengths + line_row, mask=valid, other=0)  # [M]
@@ -141,7 +143,6 @@ def _attend_items(
         store_lines(out, place, valid, acc, V_DIM)
     else:
         lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
-        part_row = tl.load(row_parts + line_row, mask=valid, other=0) + part
         place = part_row.to(tl.int64) * (KV_HEADS * GROUP) + head
         store_lines(part_out, place, valid, acc, V_DIM)
         tl.store(part_lse + place, lse, mask=valid)

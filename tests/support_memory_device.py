@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device(1 << 20)
     monkeypatch.setattr("hf_batchllm.engine.kv_memory.device_memory", lambda device: made)
     monkeypatch.setattr("hf_batchllm.model.kv_storage._new", made.empty)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._kept", WeakKeyDictionary())  # tests share models
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._UNSEEN", 0)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PARTS", 0)
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._ROUNDING", 0)

@@ -67,7 +67,9 @@ def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: p
     )
 
     def beside(samples: int, graphs: bool = False, picking: int = 0) -> int:
-        made = Rehearsals().beside_the_cache(runner, LargestStep(500, samples, 8), graphs, picking, device)
+        made = Rehearsals(copy.deepcopy(generator.model), generator.config).beside_the_cache(
+            runner, LargestStep(500, samples, 8), graphs, picking, device
+        )
         assert made is not None
         return made
 
@@ -120,12 +122,45 @@ def test_what_is_known_is_not_tried_again(
     monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
     prompts = mixed_prompts(6)
     tight(device, prompts, 1.5)
-    generator = BatchGenerator(build(FAMILY), page_size=PAGE)
+    model = copy.deepcopy(build(FAMILY))
+    generator = BatchGenerator(model, page_size=PAGE)
     generate(generator, prompts)
     assert len(rehearsed) >= 2, "steps of prompts, and those that graphs hold"
     rehearsed.clear()
     generate(generator, prompts)
+    generate(BatchGenerator(model, page_size=PAGE), prompts)
     assert not rehearsed
+    generate(BatchGenerator(model, page_size=PAGE, fuse=False), prompts)
+    assert rehearsed, "other kernels take other memory"
+    rehearsed.clear()
+    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj).eval()
+    generate(BatchGenerator(model, page_size=PAGE), prompts)
+    assert rehearsed, "as an adapter would"
+
+
+@pytest.mark.parametrize("step", [(32768, 20480, 512), (20480, 20480, 1), (32768, 9, 512), (9000, 20, 1024)])
+def test_a_part_of_a_large_step_shows_its_memory(
+    step: tuple[int, int, int], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(FAMILY)
+    generator, made = BatchGenerator(model), LargestStep(*step)
+    backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
+    runner = ModelRunner(model, generator.architecture, backend)
+    ran: list[LargestStep] = []
+
+    def memory_of(tokens: int, samples: int) -> int:
+        return 70_000 * tokens + 900_000 * samples
+
+    def noted(runner: Any, storage: Any, step: LargestStep, memory: Any) -> int:
+        ran.append(step)
+        return memory_of(step.tokens, step.samples)
+
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._rehearsed", noted)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PART", 4096 * model.config.hidden_size * 4)
+    found = Rehearsals(model, generator.config)._step(runner, backend, made, device)  # type: ignore[arg-type]
+    assert ran == [LargestStep(4096, -(-made.samples * 4096 // made.tokens), made.longest)]
+    whole = memory_of(made.tokens, made.samples)
+    assert found is not None and whole <= found <= 1.01 * whole + 900_000 * made.tokens // 4096
 
 
 def test_small_calls_do_not_pay(device: Device, steps: list[int]) -> None:

@@ -32,7 +32,7 @@ class KVMemory:
         self._notices = notices
         self._computed_with: ComputedWith | None = None  # what the cache holds; only where prefixes are kept
         self.memory: DeviceMemory = device_memory(architecture.device)
-        self.rehearsals = Rehearsals()
+        self.rehearsals = Rehearsals(model, config)
         self._beside: int | None = None  # bytes to leave to the call's steps, if known
         self._results = 0  # bytes to leave to tensors that the call hands out
         self.cache: PagedCache | None = None

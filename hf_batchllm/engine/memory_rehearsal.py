@@ -1,14 +1,16 @@
 """The memory that a call takes beside the KV cache, measured by running its largest step once, for nothing.
 
-The step runs over a few pages of its own. CUDA graphs and the picking of tokens cannot be measured beforehand: their
-memory is worked out from the size of the step.
+The step runs over a few pages of its own. Of a step of many tokens only a part is run: memory grows with tokens and
+samples, and a step for nothing takes time from the call. CUDA graphs and the picking of tokens cannot be measured
+beforehand: their memory is worked out from the size of the step.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -35,6 +37,9 @@ _LONGEST = 1024  # tokens of a sequence in the rehearsal, which needs as many sl
 _MARGIN = 1.1  # steps differ in size, and what one leaves does not always fit the next
 _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
 _ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
+# Bytes of hidden states in the part of a step that is run. Smaller tensors would share the allocator's blocks of
+# 20 MiB, and their memory would say little about that of large ones.
+_PART = 16 << 20
 _PARTS = 8  # partial results of attention that each decode row has, at most
 _COPIES = 48  # bytes that transformers' own code takes for each score while it picks tokens
 
@@ -44,6 +49,13 @@ class LargestStep:
     tokens: int
     samples: int  # tokens whose logits are asked for
     longest: int  # the most tokens of a sequence
+
+    def part(self, token_bytes: int) -> LargestStep:
+        """As much of the step as shows its memory. ``token_bytes``: of a token's hidden state."""
+        tokens = 1 << (-(-_PART // token_bytes) - 1).bit_length()  # equal for steps of nearly the same size
+        if tokens >= self.tokens:
+            return self
+        return replace(self, tokens=tokens, samples=-(-self.samples * tokens // self.tokens))
 
 
 def largest_step(
@@ -75,11 +87,15 @@ def cannot_rehearse(model: nn.Module) -> bool:
     return not_in_graphs(model) is not None or any(module.training for module in every_module(model))
 
 
-class Rehearsals:
-    """Measurements, kept for later calls."""
+_kept: WeakKeyDictionary[nn.Module, dict[object, int | None]] = WeakKeyDictionary()
 
-    def __init__(self) -> None:
-        self._known: dict[object, int | None] = {}
+
+class Rehearsals:
+    """Measurements, kept for later calls, of other generators of the same model too."""
+
+    def __init__(self, model: nn.Module, config: BatchConfig) -> None:
+        self._known = _kept.setdefault(model, {})
+        self._settings = config.fuse, config.backend, config.page_size
 
     def beside_the_cache(
         self, runner: ModelRunner, step: LargestStep, graphs: bool, picking: int, memory: DeviceMemory
@@ -105,9 +121,17 @@ class Rehearsals:
 
     def _step(self, runner: ModelRunner, backend: TritonBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
         """Bytes that a step takes only while it runs."""
-        cast = autocast_dtype(runner.architecture.device)
-        # Fused layers depend on the config, the device and hooks: the first two are fixed, and there are no hooks.
-        key = runner.architecture, step, base_model(runner.model).dtype, cast
+        model = base_model(runner.model)
+        part = step.part(model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize)
+        found = self._part(runner, backend, part, memory)
+        return None if found is None else -(-found * step.tokens // part.tokens)
+
+    def _part(self, runner: ModelRunner, backend: TritonBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
+        model, architecture = base_model(runner.model), runner.architecture
+        cast = autocast_dtype(architecture.device)
+        # Fused layers depend on the settings, the device and hooks, and there are no hooks. Adapters are modules.
+        built = architecture.device, architecture.attention, architecture.vocab_size, len(every_module(model))
+        key = self._settings, built, step, model.dtype, cast
         if key in self._known:
             return self._known[key]
         found = _rehearsed(runner, backend.storage, step, memory)
