@@ -38,11 +38,13 @@ _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 MERGE_HEADS, MERGE_PARTS = 4, 8  # for each block, of one warp: no sum crosses warps
 
 
-def launch_options(tile: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[str, int]:
+def launch_options(tile: int, qk_dim: int, v_dim: int, itemsize: int, brief: bool = False) -> dict[str, int]:
     """Lines of a block, warps and stages for items of this tile, heads of these dims, elements of this many bytes."""
     widest = max(qk_dim, v_dim)
     if itemsize == 4:
         lines, warps, stages = exact_options(widest)
+    elif tile == 16 and brief and widest <= 128:  # nothing to fetch ahead: rather twice as many blocks at once
+        lines, warps, stages = 16, 1, 1
     elif tile == 16:  # small blocks, several to a multiprocessor, for the short items; beyond 128 two warps are slower
         lines, warps, stages = 16, 2 if widest <= 128 else 4, 2
     else:  # room to fetch ahead where a page is more work
@@ -214,7 +216,7 @@ def attend_items(
     items = work.items[tile]
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]
-    options = launch_options(tile, qk_dim, v_dim, q.element_size())
+    options = launch_options(tile, qk_dim, v_dim, q.element_size(), work.brief)
     slices = triton.cdiv(tile, options["lines"])
     assert scale > 0, "the largest score is found before it is scaled"
     scale, cap = in_log2(scale, softcap)

@@ -21,6 +21,7 @@ ENTRY_FIELDS = 4  # page, tokens, first, and one spare
 WIDE_BLOCKS, WIDE_PAGES, WIDE_FILLED = 200, 6, 0.75
 # Ranges are split into so many blocks (for each tile) on a multiprocessor, but not into items of fewer pages than this.
 BLOCKS, MIN_PAGES = {16: 4, 64: 2}, 4
+MANY_BLOCKS = 64  # on a multiprocessor: from so many on, items of one page each are launched in another way
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class WorkLists:
         merges: bool,
         causal: bool,
         direct: bool,
+        brief: bool = False,
     ) -> None:
         self.packed = packed  # int32
         self.rows = rows
@@ -69,6 +71,7 @@ class WorkLists:
         self.merges = merges  # False where no row has more than one part
         self.causal = causal  # whether the rows of some item see different numbers of positions
         self.direct = direct  # whether a row's only part is written as its output
+        self.brief = brief  # whether items of the small tile read a page each, and are many
         self.counts: dict[int, torch.Tensor] = {}  # for each tile: [1], the number of its items
         self.items: dict[int, torch.Tensor] = {}  # for each tile: [room, ITEM_FIELDS], longest first
         for tile, size in room.items():
@@ -141,6 +144,7 @@ class WorkLists:
             merges=self.merges,
             causal=self.causal,
             direct=self.direct,
+            brief=self.brief,
         )
 
 
@@ -233,6 +237,9 @@ def build_work(
         direct=direct,
     )
     work.merges = not direct or bool((in_row != 1).any())
+    if (short := of_tile.get(TILES[0])) is not None:
+        many = len(short) * kv_heads >= MANY_BLOCKS * multiprocessors
+        work.brief = many and int(short[0, 4] - short[0, 2]) <= 1
     for size, records in of_tile.items():
         work.items[size].numpy()[: len(records)] = records
         work.counts[size].fill_(len(records))

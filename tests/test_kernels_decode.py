@@ -147,6 +147,14 @@ def test_native(case: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", range(len(NATIVE)))
+def test_native_with_options_for_brief_items(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ct.launch_options
+    monkeypatch.setattr(ct, "launch_options", lambda *shape: options(*shape[:4], True))
+    check_decode(ct, native_case(case), DEVICE)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", range(SUFFIX_CASES))
 def test_native_suffixes(case: int) -> None:
     check_decode(ct, suffix_case(case), DEVICE)

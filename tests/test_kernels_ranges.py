@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_batchllm.kernels.ranges import Readers, Units, make_chunks, make_ranges
-from hf_batchllm.kernels.work_lists import Ranges, WorkLists, build_work
+from hf_batchllm.kernels.work_lists import MANY_BLOCKS, Ranges, WorkLists, build_work
 
 PAGE = 4
 Key = tuple[int, int, int]  # page, place in the page, position
@@ -253,6 +253,17 @@ def test_causal_lists_do_not_go_where_no_item_is_causal() -> None:
     work = build_work(ranges, np.array([3, 4, 5]), **options)
     with pytest.raises(ValueError, match="other kernels"):
         WorkLists.room(rows=3, items={16: 9}, entries=9, parts=9, device="cpu").fill(work)
+
+
+@pytest.mark.parametrize(("own", "multiprocessors", "brief"), [(3, 1, True), (3, 2, False), (5, 1, False)])
+def test_many_items_of_a_page_each_are_brief(own: int, multiprocessors: int, brief: bool) -> None:
+    rows = np.arange(MANY_BLOCKS)
+    begin = np.arange(MANY_BLOCKS + 1) * -(-own // 4)
+    units = Units(rows * 0 - 1, rows * 0, begin, np.arange(begin[-1]))
+    readers = Readers(rows, rows, rows * 0 + 1, rows * 0 + own)
+    ranges, lengths = make_ranges(units, readers, page_size=4), np.full(MANY_BLOCKS, own)
+    work = build_work(ranges, lengths, kv_heads=1, group=1, page_size=4, multiprocessors=multiprocessors)
+    assert work.brief == work.to("cpu").brief == brief
 
 
 def test_a_row_without_parts_asks_for_the_merge() -> None:

@@ -20,6 +20,7 @@ from ..inputs.base_model import base_model
 from ..inputs.options import Options, make_processors
 from ..inputs.seeds import as_int64
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from ..model.transfers import to_device
 from .processor_chains import MINIMUM_LENGTHS
 from .sampling_kernels import SamplingKernels
 
@@ -205,9 +206,10 @@ class DeviceSampler:
         most = max(map(len, held_back))
         self.needs_minimum = most > 0
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
+        device = torch.device(device)
         with torch.inference_mode(False):  # steps may run outside it
-            self._eos = torch.tensor(padded if self.needs_kind else padded[0], dtype=torch.int64, device=device)
-            self._seed = torch.tensor([as_int64(seed or 0)], dtype=torch.int64, device=device)
+            self._eos = to_device(np.array(padded if self.needs_kind else padded[0], dtype=np.int64), device)
+            self._seed = to_device(np.array([as_int64(seed or 0)], dtype=np.int64), device)
 
     def _held_back(self, options: Options) -> tuple[int, ...]:
         """The tokens that may not come before a minimum length."""

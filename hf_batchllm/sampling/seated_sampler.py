@@ -77,7 +77,8 @@ class SeatedSampler:
         with torch.inference_mode(False):  # a later step may run outside it
             self._numbers = to_device(np.array([*numbers, of_no_request], dtype=np.int32).T.copy(), self._device)
             if self._seeds is not None and common is None:
-                self._own_seed = torch.tensor([*(as_int64(seed) for seed, _ in noise), 0], device=self._device)
+                own = np.array([*(as_int64(seed) for seed, _ in noise), 0], dtype=np.int64)
+                self._own_seed = to_device(own, self._device)
             if bits:
                 self._seen = to_device(np.stack(bits), self._device)
         self._lines = lines
