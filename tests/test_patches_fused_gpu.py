@@ -51,6 +51,23 @@ def test_logits_are_as_near_to_float32_as_ever(
     assert 0 < errors[1] <= 1.2 * errors[0]
 
 
+@pytest.mark.parametrize("family", family_params(WITH_EXPERTS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_behind_experts_are_as_near_to_float32(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of all rows: those that are given to other experts than in float32 are far off either way."""
+    model, prompts = on_gpu(family, dtype), some_prompts(60, "mixed")
+    exact = logits_of_steps(monkeypatch, on_gpu(family), prompts, new_tokens=1, fuse=False)
+    own = logits_of_steps(monkeypatch, model, prompts, new_tokens=1, fuse=False)
+    fused = logits_of_steps(monkeypatch, model, prompts, new_tokens=1)
+    errors = [
+        float(torch.cat([a - b for a, b in zip(each, exact, strict=True)]).square().mean(-1).sqrt().median())
+        for each in (own, fused)
+    ]
+    assert 0 < errors[1] <= 1.2 * errors[0]
+
+
 @pytest.mark.parametrize("family", family_params(["llama", "qwen3_window", "gemma3", "cohere2", "olmo2"]))
 def test_a_step_is_replayed_from_a_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other inputs in the same places it gives what those give."""
