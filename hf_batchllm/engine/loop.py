@@ -227,14 +227,18 @@ class Engine:
         ends = self.endings.find(flight.sampling, flight.counts, tokens)
         self.timekeeper.switch("scheduling")
         finished: list[Request] = []
-        for row, (request, count, new) in enumerate(zip(flight.sampling, flight.counts, tokens.tolist(), strict=True)):
+        once = flight.step.times == 1  # then numbers do: thousands of short lists would keep Python's collector busy
+        seen = zip(flight.sampling, flight.counts, (tokens[:, 0] if once else tokens).tolist(), strict=True)
+        for row, (request, count, new) in enumerate(seen):
             if request.finish_reason is not None:  # it had ended before this step, unknown when the step was launched
                 self.idle_tokens += count
                 continue
             if row in ends:
                 has, reason = ends[row]
                 self.idle_tokens += count - has
-                request.extend(new[:has], reason)
+                request.extend(([new] if once else new)[:has], reason)
+            elif once:
+                request.take(new)
             else:
                 request.extend(new[:count], None)
             if request.finish_reason is not None:

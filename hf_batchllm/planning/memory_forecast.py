@@ -65,20 +65,26 @@ class _Survival:
 
 
 class Forecast:
-    """``running``: the requests that run now. Those that enter are added by ``add``.
+    """``running``: the requests that run, as they are when memory is short. Those that enter are told of by ``add``.
 
+    ``most_new_pages``: the pages to add if all that run now came to their longest at once: an upper bound.
     Requests on the same prefix are expected to enter one after the other. So the request after a newcomer tells whether
     the newcomer's prefixes stay when it ends.
     """
 
-    def __init__(self, cache: PagedCache, lifetimes: Lifetimes, running: Iterable[Request], longest: int) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        lifetimes: Lifetimes,
+        running: Iterable[Request],
+        longest: int,
+        most_new_pages: int,
+    ) -> None:
         self._cache = cache
         self._lifetimes = lifetimes
         self._longest = longest
-        self._running = _RequestArrays([*running], cache.page_size)
-        # The pages to add if all of them came to their longest at once: an upper bound.
-        self.most_new_pages = self._running.most_new_pages
-        self._entered: list[Request] = []  # added since, while there are no curves
+        self._running = running
+        self.most_new_pages = most_new_pages
         self._curves: _Curves | None = None  # made on first need
 
     def has_room_to_the_end(self, request: Request, free: int) -> bool:
@@ -95,18 +101,14 @@ class Forecast:
         if self._cache.missing_with_ancestors(request, request.length) > free:
             return False
         if self._curves is None:
-            running = self._running
-            if self._entered:
-                running = _RequestArrays([*running.requests, *self._entered], self._cache.page_size)
+            running = _RequestArrays([*self._running], self._cache.page_size)
             self._curves = _Curves(self._cache, self._lifetimes, running, self._longest)
         return self._curves.peak_with(request, then, delay) <= free
 
     def add(self, request: Request) -> None:
         """``request`` has entered, and has pages for its prompt."""
         self.most_new_pages += self._cache.missing(request, request.max_length)
-        if self._curves is None:
-            self._entered.append(request)
-        else:
+        if self._curves is not None:
             self._curves.add(request)
 
 
@@ -122,10 +124,7 @@ class _RequestArrays:
         self._own_prompt = prompts - np.array([request.start for request in requests], dtype=np.int64)
         self.left = limits - self.made
         self.can_stop = np.array([request.can_stop for request in requests], dtype=bool)
-        pages = np.array([len(request.pages) for request in requests], dtype=np.int64)
-        self.pages = int(pages.sum())  # that all of them have now
-        in_the_end = -(-(self._own_prompt + limits - 1) // page_size)
-        self.most_new_pages = int(np.maximum(in_the_end - pages, 0).sum())
+        self.pages = sum(len(request.pages) for request in requests)  # that all of them have now
 
     def over(self, times: np.ndarray, survival: _Survival, delay: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """[requests, times] each: how likely it is that a request still runs, and its pages then.

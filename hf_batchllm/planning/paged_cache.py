@@ -37,6 +37,7 @@ class PagedCache:
         self._holders: dict[Unit, None] = {}  # every unit that has pages
         self._kept: OrderedDict[Prefix, None] = OrderedDict()  # least recently used first
         self.requests = 0  # how many requests have pages
+        self.request_pages = 0  # that requests have
         self.peak_pages = 0
         self.lost_tokens = 0  # computed, then given up for want of memory, and needed again
 
@@ -111,16 +112,24 @@ class PagedCache:
         count = self.missing(unit, upto)
         if count == 0:
             return
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
-        self.requests += not unit.pages and _is_counted(unit)
-        unit.pages.extend(heapq.heappop(self._free) for _ in range(count))
+        free = self._free
+        if count > len(free):
+            raise OutOfPages(f"{count} pages wanted, {len(free)} free")
+        if isinstance(unit, Request):
+            self.requests += not unit.pages and _is_counted(unit)
+            self.request_pages += count
+        if count == 1:
+            unit.pages.append(heapq.heappop(free))
+        else:
+            unit.pages.extend([heapq.heappop(free) for _ in range(count)])
         self._holders[unit] = None
-        self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
+        self.peak_pages = max(self.peak_pages, self.num_pages - len(free))
 
     def release(self, unit: Unit) -> None:
         """Take a unit's pages back. To be read again, it would have to be computed again."""
-        self.requests -= bool(unit.pages) and _is_counted(unit)
+        if isinstance(unit, Request):
+            self.requests -= bool(unit.pages) and _is_counted(unit)
+            self.request_pages -= len(unit.pages)
         for page in unit.pages:
             heapq.heappush(self._free, page)
         unit.pages.clear()
@@ -133,6 +142,8 @@ class PagedCache:
         if room == 0:
             self.release(unit)
             return
+        if isinstance(unit, Request):
+            self.request_pages -= max(0, len(unit.pages) - room)
         for page in unit.pages[room:]:
             heapq.heappush(self._free, page)
         del unit.pages[room:]
@@ -287,6 +298,8 @@ class PagedCache:
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
         assert self.requests == sum(map(_is_counted, self._holders)), "requests are miscounted"
+        of_requests = sum(len(unit.pages) for unit in self._holders if isinstance(unit, Request))
+        assert self.request_pages == of_requests, "pages of requests are miscounted"
         units = units_below([*self._holders, *self._kept, *(alive or ())])
         standing = dict.fromkeys(units, 0)
         for unit in units:

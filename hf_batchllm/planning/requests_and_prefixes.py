@@ -6,7 +6,6 @@ the unit reads it only up to ``start``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 
-class Unit(ABC):
+class Unit:
     """Tokens ``[start, ...)`` of one sequence, and the pages that hold their K and V."""
 
     __slots__ = ("base", "computed", "key", "lost_end", "pages", "read_end", "refs", "start")
@@ -52,13 +51,22 @@ class Unit(ABC):
         chain.reverse()
         return chain
 
+    def stands_on_computed(self) -> bool:
+        """Whether all that this unit reads of those below it has been computed."""
+        unit: Unit = self
+        while unit.base is not None:
+            if unit.base.computed < unit.start:
+                return False
+            unit = unit.base
+        return True
+
     def prefixes(self) -> list[tuple[Prefix, int]]:
         """The ancestors that are shared prefixes. Of a request that is no beam, these are all ancestors."""
         return [(unit, end) for unit, end in self.ancestors() if isinstance(unit, Prefix)]
 
-    @abstractmethod
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """The ids at positions ``[begin, end)``."""
+        raise NotImplementedError  # an abstract class would make each `isinstance` three times as slow
 
 
 class Prefix(Unit):
@@ -191,6 +199,17 @@ class Request(Unit):
     def append(self, token: int, is_stop: bool) -> None:
         """Take a sampled token; ``is_stop``: whether it ends the answer."""
         self.extend([token], FinishReason.STOP if is_stop else None)
+
+    def take(self, token: int) -> None:
+        """Take a sampled token that ends nothing but what its limit ends: as ``extend``, without lists."""
+        assert self.finish_reason is None
+        if self.pending:
+            self.pending -= 1
+        else:
+            assert self.computed == self.length, "a token was sampled before its prompt"
+        self.generated.append(token)
+        if len(self.generated) >= self.max_new_tokens:
+            self.end(FinishReason.LENGTH)
 
     def extend(self, tokens: list[int], reason: FinishReason | None) -> None:
         """Take tokens sampled one after the other; ``reason``: why the last of them ends the answer, if it does."""

@@ -14,7 +14,7 @@ from typing import Any
 from .base_scheduler import BaseScheduler, as_base_scheduler
 from .memory_forecast import Forecast, Lifetimes
 from .paged_cache import PagedCache
-from .requests_and_prefixes import FinishReason, Request
+from .requests_and_prefixes import FinishReason, Prefix, Request, Unit
 from .step import Chunk, Step
 
 
@@ -95,9 +95,10 @@ class QueueScheduler(BaseScheduler):
 
     def _enter(self, request: Request) -> None:
         """Let a request run: reserve pages for its whole prompt, and for the missing part of its prefixes."""
-        for prefix, end in request.prefixes():
-            self.cache.reserve(prefix, end)
-            prefix.running += 1
+        if request.base is not None:
+            for prefix, end in request.prefixes():
+                self.cache.reserve(prefix, end)
+                prefix.running += 1
         self.cache.reserve(request, request.length)
         self.running[request] = None
 
@@ -123,13 +124,18 @@ class QueueScheduler(BaseScheduler):
 
     def _leave(self, request: Request) -> None:
         del self.running[request]
-        for prefix, _ in request.prefixes():
-            prefix.running -= 1
+        below = request.base
+        while below is not None:  # as `prefixes`, faster
+            if isinstance(below, Prefix):
+                below.running -= 1
+            below = below.base
 
     def _fill(self, request: Request, step: Step, budget: int) -> int:
         """Put the rest of the request's prompt into the step, outermost prefix first. Returns the tokens used."""
         used = 0
-        parts = [*request.ancestors(), (request, request.length)]
+        parts: list[tuple[Unit, int]] = [(request, request.length)]
+        if not request.stands_on_computed():
+            parts[:0] = request.ancestors()
         for unit, end in parts:
             count = min(end - unit.computed, budget - used)
             if count > 0:
@@ -145,13 +151,15 @@ class QueueScheduler(BaseScheduler):
         request.computed += 1
 
     def _checked(self, step: Step) -> Step | None:
+        if step.rows or step.chunks:
+            return step
         unseen = any(request.pending for request in self.running)  # tokens that are still to come may end requests
-        if step.tokens == 0 and (self.running or self.waiting) and not unseen:
+        if (self.running or self.waiting) and not unseen:
             raise RuntimeError(
                 f"the scheduler is stuck: {len(self.running)} requests running, {len(self.waiting)} waiting, "
                 f"{self.cache.free_pages} of {self.cache.num_pages} pages free"
             )
-        return step if step.tokens else None
+        return None
 
 
 class GroupScheduler(QueueScheduler):
@@ -174,6 +182,7 @@ class GroupScheduler(QueueScheduler):
         self._lifetimes = Lifetimes(self._longest)
         self._full = False  # a request did not fit, and none has ended since: asking again would hardly change that
         self._budget_left = max_batch_tokens  # of the step that is being made
+        self._pages_in_the_end = 0  # of all running requests, if each came to its longest
 
     def _ordered(self, requests: Sequence[Request]) -> Iterable[Request]:
         return sorted(requests, key=lambda request: request.rank)
@@ -282,8 +291,18 @@ class GroupScheduler(QueueScheduler):
         self.waiting.appendleft(request)
         self.preemptions += 1
 
+    def _enter(self, request: Request) -> None:
+        super()._enter(request)
+        self._pages_in_the_end += request.most_pages(self.cache.page_size)
+
+    def _leave(self, request: Request) -> None:
+        super()._leave(request)
+        self._pages_in_the_end -= request.most_pages(self.cache.page_size)
+
     def _forecast(self) -> Forecast:
-        return Forecast(self.cache, self._lifetimes, self.running, self._longest)
+        # Requests that wait hold no pages.
+        new = self._pages_in_the_end - self.cache.request_pages
+        return Forecast(self.cache, self._lifetimes, self.running, self._longest, new)
 
     def _fits(self, request: Request, forecast: Forecast) -> bool:
         """Whether ``request``, the next in the queue, may enter: it fits now, and later beside those that grow."""
