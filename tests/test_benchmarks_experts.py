@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_fused import TWINS
 
 from hf_batchllm.bench.shapes import SHAPES, layer_products
-from hf_batchllm.kernels import experts_torch, routing_torch
-from hf_batchllm.patches.fused_experts import ExpertKernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "benchmarks"))
 
@@ -18,14 +17,6 @@ import bench_experts
 import calibrate_experts
 from bench_support.expert_layers import NAMES, ExpertShape, experts_of, with_tokens
 
-TWINS = ExpertKernels(
-    routing_torch.choose,
-    routing_torch.rows_of_experts,
-    experts_torch.up_products,
-    experts_torch.down_products,
-    experts_torch.sum_of_shares,
-    lambda pairs, experts, dtype: 16,
-)
 LESS = {
     "qwen3-30b-a3b": {"hidden_size": 64, "num_experts": 16, "moe_intermediate_size": 32},
     "gpt-oss-20b": {"hidden_size": 64, "num_local_experts": 8, "intermediate_size": 32},
@@ -63,7 +54,7 @@ def test_ours_and_theirs_agree(name: str) -> None:
     for layer in with_tokens(found, 5):
         assert layer.x.shape == (5, 64) and layer.indices.shape == (5, SHAPES[name]["num_experts_per_tok"])
         assert layer.met == len(set(layer.indices.flatten().tolist()))
-        torch.testing.assert_close(layer.ours(TWINS), layer.theirs(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.ours(TWINS.experts), layer.theirs(), rtol=1e-4, atol=1e-6)
         (up, bias), (down, _) = layer.weight("gate_up_proj"), layer.weight("down_proj")
         assert up.shape[1:] == (64, 64) and down.shape[1:] == (64, 32) and (bias is not None) == ("gpt" in name)
 
@@ -90,14 +81,14 @@ def test_a_line_has_a_column_for_each_head() -> None:
 @torch.no_grad()
 def test_the_kernels_are_timed_on_what_the_one_before_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the twins: their results are those of the whole."""
-    monkeypatch.setattr(bench_experts, "KERNELS", TWINS)
+    monkeypatch.setattr(bench_experts, "KERNELS", TWINS.experts)
     monkeypatch.setattr(bench_experts, "DTYPE", torch.float32)
     found = experts_of("mixtral-8x7b", 2, "cpu", torch.float32, **LESS["mixtral-8x7b"] | FEW_HEADS)
     (layer, _) = with_tokens(found, 6)
     pieces = bench_experts.pieces_of(layer, ExpertShape(8, 2, 64, 32))
     assert list(pieces) == ["route", "up", "down", "sum"]
     made = [piece() for piece in pieces.values()]
-    torch.testing.assert_close(made[-1], layer.ours(TWINS))
+    torch.testing.assert_close(made[-1], layer.ours(TWINS.experts))
 
 
 def test_the_tiles_to_try_suit_the_rows_that_an_expert_has() -> None:

@@ -19,7 +19,6 @@ all of its tokens by itself. random:40 should reach 60 % of copy.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from bench_support.attention_batches import NEVER, PAGE, floor_ms, operations, u
 from bench_support.attention_batches import DecodeBatch as Batch
 from bench_support.attention_problem import Problem
 from bench_support.gpu_timing import graph_ms, need_gpu, warm_branches
-from bench_support.options import add_attention_options, add_json_option
+from bench_support.options import add_attention_options, add_json_option, write_json
 
 from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels import decode_triton as ct
@@ -229,9 +228,8 @@ def main() -> None:
     for found in figures:
         if least := LEAST_SHARES.get(found["batch"]):
             print(f"{found['batch']}: {found['share']:.1%} of copy; at least {least:.0%} are wanted")
-    if options.json:
-        written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
-        options.json.write_text(json.dumps(written, indent=1))
+    written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
+    write_json(options.json, written)
 
 
 if __name__ == "__main__":

@@ -20,29 +20,21 @@ replays of a CUDA graph that goes over several layers by turns, so that weights 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from bench_support.expert_layers import NAMES, ExpertShape, Layer, experts_of, with_tokens
 from bench_support.gpu_timing import graph_ms, graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option
+from bench_support.options import add_json_option, write_json
 
 from hf_batchllm.bench.machine_rates import measure_rates
-from hf_batchllm.kernels import experts_triton, routing_triton
-from hf_batchllm.patches.fused_experts import ExpertKernels, Handed, router_forward
+from hf_batchllm.patches.fused_experts import Handed, router_forward
+from hf_batchllm.patches.fusion import triton_fused_kernels
 
 DTYPE = torch.bfloat16
 FROM_DENSE = 1024  # tokens
-KERNELS = ExpertKernels(
-    routing_triton.choose,
-    routing_triton.rows_of_experts,
-    experts_triton.up_products,
-    experts_triton.down_products,
-    experts_triton.sum_of_shares,
-    experts_triton.rows_of_a_tile,
-)
+KERNELS = triton_fused_kernels().experts
 
 
 def pieces_of(layer: Layer, shape: ExpertShape) -> dict[str, Callable[[], object]]:
@@ -159,8 +151,7 @@ def main() -> None:
             print(line_of(name, figures), flush=True)
         del found, layers
         torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps({"rates": vars(rates), "layers": results}, indent=1) + "\n")
+    write_json(options.json, {"rates": vars(rates), "layers": results})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_support.gpu_timing import need_gpu
-from bench_support.options import add_json_option
+from bench_support.options import add_json_option, write_json
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchConfig
@@ -235,8 +234,7 @@ def main() -> None:
             f"{line.step:22s} {line.layers:6s} {line.eager_ms:9.2f} {line.graph_ms:9.2f} {line.kernels:8d} "
             f"{line.busy_ms:8.2f}   {line.largest_error:.4f} {line.mean_error:.5f}"
         )
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(line) for line in figures], indent=1))
+    write_json(chosen.json, [asdict(line) for line in figures])
 
 
 if __name__ == "__main__":

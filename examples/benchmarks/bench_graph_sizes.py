@@ -12,13 +12,12 @@ shape's products are its layers' merged projections and the LM head. Runs are sh
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 
 import torch
 from bench_support.gpu_timing import graph_ms, need_gpu
-from bench_support.options import add_json_option
+from bench_support.options import add_json_option, write_json
 
 from hf_batchllm.bench.shapes import SHAPES, has_experts, layer_products
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
@@ -112,8 +111,7 @@ def main() -> None:
         lines["all"] = [(sum(mean for mean, _ in of) / len(of), max(most for _, most in of)) for of in of_ranges]
         for name, each in lines.items():
             print(f"{name:<12}" + "".join(f"{f'{mean:.1%} ({most:.0%})':>16}" for mean, most in each))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(times))
+    write_json(chosen.json, times)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ is checked before it is timed.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from bench_support.attention_batches import PAGE, floor_ms, operations, unique_b
 from bench_support.attention_batches import PrefillBatch as Batch
 from bench_support.attention_problem import Problem
 from bench_support.gpu_timing import graph_ms, need_gpu
-from bench_support.options import add_attention_options, add_json_option
+from bench_support.options import add_attention_options, add_json_option, write_json
 
 from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels import prefill_triton as pt
@@ -179,9 +178,8 @@ def main() -> None:
         del inputs
     for failure in failures:
         print(failure)
-    if options.json:
-        written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
-        options.json.write_text(json.dumps(written, indent=1))
+    written = {"copy": copy, "matmul": matmul, "missing": missing, "figures": figures, "failures": failures}
+    write_json(options.json, written)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 import transformers
 from bench_support.gpu_timing import need_gpu
-from bench_support.options import add_json_option
+from bench_support.options import add_json_option, write_json
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -295,8 +294,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     for profile in profiles[:1]:
         print(f"\n{profile}")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(chosen.json, figures)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,12 @@ the rows is greedy, a quarter draws from all tokens, a quarter has top-k and top
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from bench_support.gpu_timing import graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option, add_tune_option, set_constants
+from bench_support.options import add_json_option, add_tune_option, set_constants, write_json
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_batchllm.bench.machine_rates import copy_rate
@@ -188,8 +187,7 @@ def main() -> None:
                     before = name
                 print(flush=True)
                 torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ kernel and plain operations differ at all, and "far" the largest difference, as 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from bench_support.gpu_timing import graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option, add_tune_option, set_constants
+from bench_support.options import add_json_option, add_tune_option, set_constants, write_json
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -276,8 +275,7 @@ def main() -> None:
                     print(f" {found['differ']:8.1e} {found['far']:8.1e}", end="")
                 print(flush=True)
                 torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from bench_decode_attention import Inputs, measure
 from bench_support.attention_batches import EVERY, NEVER
 from bench_support.attention_batches import DecodeBatch as Batch
 from bench_support.gpu_timing import need_gpu, warm_branches
-from bench_support.options import add_attention_options, add_json_option
+from bench_support.options import add_attention_options, add_json_option, write_json
 
 from hf_batchllm.kernels import work_lists as wl
 from hf_batchllm.kernels.ranges import GATE, GATE_MERGED
@@ -227,13 +226,12 @@ def main() -> None:
     }  # fmt: skip
     suggested = conclude(found, tables)
     print(f"{time.perf_counter() - begin:.0f} s")
-    if options.json:
-        written = {
-            "splits": found | {"worst": {f"{name}={value}": loss for (name, value), loss in found["worst"].items()}},
-            "gates": {name: [asdict(cell) for cell in cells] for name, cells in tables.items()},
-            "suggested": suggested,
-        }
-        options.json.write_text(json.dumps(written, indent=1))
+    written = {
+        "splits": found | {"worst": {f"{name}={value}": loss for (name, value), loss in found["worst"].items()}},
+        "gates": {name: [asdict(cell) for cell in cells] for name, cells in tables.items()},
+        "suggested": suggested,
+    }
+    write_json(options.json, written)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ kernels of all tiles are compiled first, in several processes. Behind the fastes
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from bench_support.expert_layers import NAMES, ExpertShape, Layer, experts_of, with_tokens
 from bench_support.gpu_timing import graph_ms_of_each, need_gpu
-from bench_support.options import add_json_option
+from bench_support.options import add_json_option, write_json
 
 from hf_batchllm.bench.machine_rates import measure_rates
 from hf_batchllm.kernels.experts_torch import Gating
@@ -188,8 +187,7 @@ def main() -> None:
                 ]
         del found, layers
         torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps({"rates": vars(rates), "tiles": results}, indent=1) + "\n")
+    write_json(options.json, {"rates": vars(rates), "tiles": results})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """The user's prompts -> ``Prompt(ids, key)``: checked completely before any work, with errors in the user's words.
 
-A prompt is a string, a list of token ids, a 1-D tensor or array, or a chat. Large inputs are mostly
-lists of token ids, so no Python loop walks over the tokens of a prompt before the prompt is known to be bad.
+A prompt is a string, a list of token ids, a 1-D tensor or array, or a chat. What the tokenizer makes of texts and
+chats is checked as lists of token ids are.
 """
 
 from __future__ import annotations
 
-import itertools
-from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,26 +14,23 @@ import numpy as np
 
 from ..errors import PromptError, PromptsTypeError, TokenizerError
 from ..notices import Notices
-from ..wording import a_kind, first_line, is_array, is_bool, is_number, kind, shown
+from ..wording import a_kind, first_line, is_array, is_number, kind
 from .chats import (
     NO_TEMPLATE,
     chat_problem,
     in_groups,
     is_bare_chat,
     is_chat,
-    is_message,
     warn_of_idle_options,
     warn_of_one_chat,
 )
 from .garbage_collection import garbage_collection_paused
 from .long_prompts import shortened, warn_of_cuts
+from .not_prompts import A_PROMPT_IS, PADDED_TENSOR, why_not_a_list
 from .preparing import tokenizing_bar
 from .prompt_options import names_for_each, options_of_each
+from .token_ids import ID_LIMIT, BadPrompt, NoTokens, OutsideVocabulary, packed_ids
 
-A_PROMPT_IS = "a prompt is a string, a list of token ids, a 1-D tensor or a chat"
-_PADDED_TENSOR = "a padded tensor goes to generate() by itself; here pass a list with the token ids of each prompt"
-_ID_LIMIT = 2**31  # ids are kept as int32
-_COLUMNS = ("messages", "prompt_token_ids", "prompt", "text", "question", "instruction")  # usual names in data sets
 _Encode = Callable[[Any, list[Any]], Sequence[Any]]  # (tokenizer, prompts) -> the token ids of each
 _NO_MASKS = {"return_attention_mask": False, "return_token_type_ids": False}
 _TOKENIZER_BATCH = 1024  # texts in one call: a fast tokenizer holds ~100 bytes a token until its call returns
@@ -50,18 +45,6 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-class _BadPrompt(Exception):
-    """One prompt cannot be run; the message is the reason."""
-
-
-class _NoTokens(_BadPrompt):
-    pass
-
-
-class _OutsideVocabulary(_BadPrompt):
-    pass
 
 
 def prepare_prompts(prompts: Any, **options: Any) -> list[Prompt]:
@@ -93,7 +76,7 @@ def check_prompts(
     each = options_of_each(options or {}, len(given))
     notices = notices or Notices()
     warn_of_one_chat(prompts, given, notices)
-    id_limit = _ID_LIMIT if vocab_size is None else min(vocab_size, _ID_LIMIT)
+    id_limit = ID_LIMIT if vocab_size is None else min(vocab_size, ID_LIMIT)
     checked: list[Prompt | None] = [None] * len(given)
     problems: dict[int, str] = {}
     texts: list[int] = []
@@ -101,24 +84,26 @@ def check_prompts(
     lengths: dict[int, int] = {}  # of prompts that are cut, before they are
     around: Sequence[int] = ()  # the special tokens that a text gets
 
-    def pack(index: int, ids: Any) -> None:
-        most = each[index].max_prompt_tokens
-        try:
-            packed = _packed_ids(ids, id_limit)
+    def take(indices: Iterable[int], rows: Iterable[Any]) -> None:
+        """``rows``: the token ids of the prompts of these indices, or a ``BadPrompt``."""
+        for index, packed in zip(indices, packed_ids(rows, id_limit), strict=True):
+            if isinstance(packed, BadPrompt):
+                problems[index] = _for_user(given[index], packed)
+                continue
+            most = each[index].max_prompt_tokens
             if most is not None and len(packed) > 4 * most:
                 lengths[index] = len(packed) // 4
                 whole = np.frombuffer(packed, np.int32)
                 ends = isinstance(given[index], str)
                 packed = shortened(whole, most, each[index].truncation_side, around, ends).tobytes()
             if max_length is not None and len(packed) > 4 * max_length:
-                raise _BadPrompt(f"has {len(packed) // 4} tokens, more than the {max_length} that fit")
-        except _BadPrompt as bad:
-            problems[index] = _for_user(given[index], bad)
-        else:
-            # An array over immutable bytes is read-only, and the plan sorts those same bytes without a copy.
-            checked[index] = Prompt(np.frombuffer(packed, np.int32), key)
+                problems[index] = f"has {len(packed) // 4} tokens, more than the {max_length} that fit"
+            else:
+                # An array over immutable bytes is read-only, and the plan sorts those same bytes without a copy.
+                checked[index] = Prompt(np.frombuffer(packed, np.int32), key)
 
     with garbage_collection_paused():
+        others: dict[int, Any] = {}
         for index, prompt in enumerate(given):
             if isinstance(prompt, str):
                 texts.append(index)
@@ -127,9 +112,10 @@ def check_prompts(
                 if why is None:
                     chats.append(index)
                 else:
-                    problems[index] = why
+                    others[index] = BadPrompt(why)
             else:
-                pack(index, prompt)
+                others[index] = prompt
+        take(others, others.values())
 
     loaded = None
     if texts or chats:
@@ -141,11 +127,7 @@ def check_prompts(
             if loaded is None:
                 problems.update((index, f"is {_described(given[index])}, and {missing}") for index in indices)
                 continue
-            for index, ids in zip(indices, _encoded([given[i] for i in indices], loaded, encode), strict=True):
-                if isinstance(ids, Exception):
-                    problems[index] = refused_by_tokenizer(given[index], loaded, ids)
-                else:
-                    pack(index, ids)
+            take(indices, _encoded([given[index] for index in indices], loaded, encode))
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
             named = f"{'the prompt of ' if notices.has_names else ''}{notices.places([empty])}"
@@ -169,47 +151,13 @@ def as_list(prompts: Any, name: str = "prompts") -> Sequence[Any]:
         if prompts.ndim == 0:
             raise PromptsTypeError(f"{name} is a 0-D {kind(prompts)}; {A_PROMPT_IS}")
         if prompts.ndim != 1:
-            raise PromptsTypeError(f"{name} is a {prompts.ndim}-D {kind(prompts)}; {_PADDED_TENSOR}")
+            raise PromptsTypeError(f"{name} is a {prompts.ndim}-D {kind(prompts)}; {PADDED_TENSOR}")
         return [prompts]
     why = why_not_a_list(prompts)
     if why is not None:
         raise PromptsTypeError(f"{name} is {why}")
     listed = prompts if isinstance(prompts, (list, tuple)) else read_all(prompts)
     return [listed] if _is_one_prompt(listed) else listed
-
-
-def why_not_a_list(prompts: Any, a_prompt_is: str = A_PROMPT_IS) -> str | None:
-    """What ``prompts`` is instead, with advice, if it cannot be read prompt by prompt."""
-    if isinstance(prompts, Mapping):
-        return describe_mapping(prompts, a_prompt_is)
-    columns = getattr(prompts, "columns", None)
-    if columns is None:
-        columns = getattr(prompts, "column_names", None)
-    if columns is not None and not isinstance(prompts, (list, tuple)):
-        # Iterating over a table gives the names of its columns, or its rows as dicts.
-        names = [name for name in columns if isinstance(name, str)] if isinstance(columns, Iterable) else []
-        column = next((name for name in (*_COLUMNS, *names) if name in names), "text")
-        return f"{a_kind(prompts)}; pass one of its columns, such as prompts[{column!r}]"
-    if isinstance(prompts, (itertools.count, itertools.cycle)):
-        return f"{a_kind(prompts)}, which never ends; pass a list of prompts (itertools.islice cuts one off)"
-    bad = (set, frozenset, bytes, bytearray, memoryview, type)
-    if isinstance(prompts, bad) or not isinstance(prompts, Iterable):
-        hint = " (decode them first)" if isinstance(prompts, (bytes, bytearray)) else ""
-        hint = " (a set has no order)" if isinstance(prompts, (set, frozenset)) else hint
-        return f"{a_kind(prompts)}{hint}; pass a list of prompts, where {a_prompt_is}"
-    return None
-
-
-def describe_mapping(given: Mapping[Any, Any], a_prompt_is: str = A_PROMPT_IS) -> str:
-    """What a mapping in place of a prompt seems to be, and what to pass instead."""
-    if "input_ids" in given:
-        return f"{a_kind(given)}; pass the texts themselves, or the token ids in its 'input_ids'"
-    if is_message(given):
-        return f"{a_kind(given)}; a chat is a list of such messages: [{{'role': ..., 'content': ...}}]"
-    column = next((name for name in _COLUMNS if name in given), None)
-    if column is not None:
-        return f"{a_kind(given)}; pass its value for {column!r}"
-    return f"{a_kind(given)}; {a_prompt_is}, and several are a list"
 
 
 def read_all(prompts: Iterable[Any]) -> list[Any]:
@@ -246,15 +194,15 @@ def _described(prompt: Any) -> str:
     return "a string" if isinstance(prompt, str) else "a chat"
 
 
-def _for_user(prompt: Any, bad: _BadPrompt) -> str:
+def _for_user(prompt: Any, bad: BadPrompt) -> str:
     """The reason in terms of the user's own prompt, which may be a text or a chat."""
     if not isinstance(prompt, str) and not is_chat(prompt):
-        return str(bad)
-    if isinstance(bad, _NoTokens):
+        return bad.why
+    if isinstance(bad, NoTokens):
         return f"is {'an empty string' if prompt == '' else _described(prompt)}, of which the tokenizer makes no tokens"
-    if isinstance(bad, _OutsideVocabulary):
-        return f"{bad}: is it another model's tokenizer, or has it more tokens than the model's embedding?"
-    return str(bad)
+    if isinstance(bad, OutsideVocabulary):
+        return f"{bad.why}: is it another model's tokenizer, or has it more tokens than the model's embedding?"
+    return bad.why
 
 
 def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
@@ -274,8 +222,8 @@ def refused_by_tokenizer(prompt: Any, tokenizer: Any, error: Exception) -> str:
     return f"is {_described(prompt)} that the tokenizer refused: {first_line(error)}"
 
 
-def _encoded(items: list[Any], tokenizer: Any, encode: _Encode) -> Iterator[Any | Exception]:
-    """The token ids of each item, or what the tokenizer raised for that item."""
+def _encoded(items: list[Any], tokenizer: Any, encode: _Encode) -> Iterator[Any]:
+    """The token ids of each item, or a ``BadPrompt`` for one that the tokenizer refused."""
     with tokenizing_bar(len(items)) as told:
         for begin in range(0, len(items), _TOKENIZER_BATCH):
             batch = items[begin : begin + _TOKENIZER_BATCH]
@@ -291,11 +239,11 @@ def _encoded(items: list[Any], tokenizer: Any, encode: _Encode) -> Iterator[Any 
             told(len(batch))
 
 
-def _encoded_alone(item: Any, tokenizer: Any, encode: _Encode) -> Any | Exception:
+def _encoded_alone(item: Any, tokenizer: Any, encode: _Encode) -> Any:
     try:
         (ids,) = encode(tokenizer, [item])
     except Exception as error:
-        return error
+        return BadPrompt(refused_by_tokenizer(item, tokenizer, error))
     return ids
 
 
@@ -315,83 +263,3 @@ def _around_a_text(tokenizer: Any) -> list[int]:
         return list(_encode_texts(tokenizer, [""])[0])
     except Exception:  # it takes no empty text
         return []
-
-
-def _packed_ids(prompt: Any, id_limit: int) -> bytes:
-    """The token ids as int32 in native byte order; raises ``_BadPrompt`` unless each is an integer in range."""
-    if isinstance(prompt, (list, tuple)):
-        return _packed_list(prompt, id_limit)
-    if isinstance(prompt, Mapping):
-        raise _BadPrompt(f"is {describe_mapping(prompt)}")
-    if isinstance(prompt, (float, np.floating)) and np.isnan(prompt):
-        raise _BadPrompt(f"is NaN, as missing values are; {A_PROMPT_IS}")
-    if not is_array(prompt):
-        raise _BadPrompt(f"is {a_kind(prompt)}; {A_PROMPT_IS}")
-    if prompt.ndim != 1:
-        raise _BadPrompt(f"is a {prompt.ndim}-D {kind(prompt)}; {_PADDED_TENSOR}")
-    try:
-        values = prompt if isinstance(prompt, np.ndarray) else _to_numpy(prompt)
-    except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, say, or on the meta device
-        raise _BadPrompt(f"is a tensor that cannot be read: {first_line(error)}") from None
-    if values.size == 0:
-        raise _NoTokens("is empty: it has no token ids")
-    if values.dtype.kind not in "iu":
-        raise _BadPrompt(f"is a {kind(prompt)} of {prompt.dtype}; token ids are integers")
-    if int(values.min()) < 0 or int(values.max()) >= id_limit:
-        position = int(np.argmax((values < 0) | (values >= id_limit)))
-        raise _out_of_range(int(values[position]), position, id_limit)
-    return values.astype(np.int32).tobytes()
-
-
-def _packed_list(ids: Sequence[Any], id_limit: int) -> bytes:
-    if not ids:
-        raise _NoTokens("is empty: it has no token ids")
-    try:
-        # "I" is twice as fast as "i" and refuses floats and negative numbers; too large ids are found below.
-        packed = array("I", ids)
-    except (TypeError, ValueError, OverflowError):
-        raise _first_bad_element(ids, id_limit) from None
-    values = np.frombuffer(packed, np.uint32)
-    # A bool is packed as 0 or 1, so only ids of 0 and 1 are checked.
-    if values.max() >= id_limit or (
-        values.min() <= 1 and any(is_bool(ids[position]) for position in np.flatnonzero(values <= 1).tolist())
-    ):
-        raise _first_bad_element(ids, id_limit)
-    return packed.tobytes()
-
-
-def _first_bad_element(ids: Sequence[Any], id_limit: int) -> _BadPrompt:
-    """What is wrong with a list that is known to be bad; slow is fine here."""
-    for position, item in enumerate(ids):
-        if item is None:
-            return _BadPrompt(f"holds None at position {position}, where a token id should be")
-        if isinstance(item, str):
-            return _BadPrompt(f"holds a string at position {position}; give each string as a prompt of its own")
-        if isinstance(item, (list, tuple, Mapping)) or (is_array(item) and item.ndim > 0):
-            return _BadPrompt(f"holds {a_kind(item)} at position {position}; the token ids of a prompt are a flat list")
-        try:
-            value = None if is_bool(item) else item.__index__()
-        except (AttributeError, TypeError, ValueError):
-            value = None
-        if value is None:
-            return _BadPrompt(f"holds {shown(item)} at position {position}, {a_kind(item)}; token ids are integers")
-        if not 0 <= value < id_limit:
-            return _out_of_range(value, position, id_limit)
-    return _BadPrompt(f"holds something that is not a token id; {A_PROMPT_IS}")
-
-
-def _out_of_range(value: int, position: int, id_limit: int) -> _BadPrompt:
-    if value < 0:
-        return _BadPrompt(f"has token id {value} at position {position}; token ids are not negative")
-    if id_limit == _ID_LIMIT:
-        return _BadPrompt(f"has token id {value} at position {position}, which does not fit in 32 bits")
-    return _OutsideVocabulary(
-        f"has token id {value} at position {position}, outside the model's vocabulary of {id_limit}"
-    )
-
-
-def _to_numpy(tensor: Any) -> np.ndarray:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return np.zeros(len(tensor))  # refused later for its dtype; bfloat16 cannot be converted to NumPy
-    array: np.ndarray = tensor.detach().cpu().numpy()
-    return array

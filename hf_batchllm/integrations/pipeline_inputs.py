@@ -13,7 +13,8 @@ from transformers.utils.chat_template_utils import Chat, is_valid_message
 
 from ..errors import PromptsTypeError
 from ..inputs.chats import chat_problem, is_bare_chat, is_chat
-from ..inputs.prompts import describe_mapping, read_all, refused_by_tokenizer, why_not_a_list
+from ..inputs.not_prompts import describe_mapping, why_not_a_list
+from ..inputs.prompts import read_all, refused_by_tokenizer
 from ..wording import a_kind, first_line, is_array, is_number
 
 _A_PROMPT_IS = "a prompt is a string or a chat here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,12 @@ def add_attention_options(parser: argparse.ArgumentParser) -> None:
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+
+
+def write_json(path: Path | None, figures: object) -> None:
+    """``path``: what was given as --json, if anything was."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def add_tune_option(parser: argparse.ArgumentParser) -> None:
