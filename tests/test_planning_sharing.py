@@ -13,7 +13,7 @@ from support_html import report_of, view_of
 from hf_batchllm.errors import PromptError
 from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.sharing import plan_prompts, plan_sharing
-from hf_batchllm.planning.worthwhile_prefixes import build_tree, nearest_kept
+from hf_batchllm.planning.worthwhile_prefixes import build_tree, nearest_kept, shared_lengths
 from hf_batchllm.results.sharing_plan import Segment
 
 # Few tokens and short prompts, so that prefixes, duplicates and ties abound; negative and wide ids as bytes sort oddly.
@@ -415,3 +415,15 @@ def test_summary_of_huge_figures_fits_too():
     plan = plan_rows([[1, 2]])
     object.__setattr__(plan, "total_tokens", 10**13)
     assert max(map(len, str(plan).splitlines())) <= 80
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 256, 1 << 24]), min_size=1, max_size=9), max_size=12))
+def test_what_neighbours_share(rows: list[list[int]]) -> None:
+    """All but the last token of either at most; ids that begin or end with equal bytes are not alike."""
+    packed = sorted(np.array(row, np.int32).tobytes() for row in rows)
+    listed = [np.frombuffer(row, np.int32).tolist() for row in packed]
+    for place, found in enumerate(shared_lengths(packed)):
+        above, below = (listed[place - 1] if place else []), listed[place]
+        agree = [one == two for one, two in zip(above, below, strict=False)]
+        assert found == max(0, min([*(index for index, same in enumerate(agree) if not same), len(agree) - 1]))
+        assert place or not found

@@ -10,7 +10,7 @@ import numpy as np
 from ..inputs.prompts import Prompt
 from ..results.sharing_plan import SharingPlan
 from .paged_cache import PagedCache
-from .requests_and_prefixes import Branch, Prefix, Request
+from .requests_and_prefixes import Branch, Prefix, Request, Unit
 
 _TOKENS_PER_PARTING = 4  # beams of language models part every ten tokens or so; these part often
 
@@ -120,11 +120,15 @@ def line_up(
     for prefix in reversed(prefixes):
         if prefix.refs == 0:
             cache.retire(prefix, keep=False)
+    pages_below: dict[Unit | None, int] = {}  # a base and what it stands on, for all that stand on it
     for place, request in enumerate(lineup.requests):
-        if cache.fits_alone(request):
+        if (below := pages_below.get(request.base)) is None:
+            below = pages_below[request.base] = cache.pages_below(request)
+        if request.most_pages(cache.page_size) + below <= cache.num_pages:
             lineup.cached_tokens += found[place]
         else:
             _run_without_prefixes(request, cache, lineup, place)
+            pages_below.clear()  # less of its prefixes may be read now
     return lineup
 
 

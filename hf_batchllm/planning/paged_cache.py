@@ -83,9 +83,11 @@ class PagedCache:
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the request can run to its end when everything but its ancestors has left the cache."""
-        pages = request.most_pages(self.page_size)
-        pages += sum(self.pages_for(below.read_end - below.start) for below, _ in request.ancestors())
-        return pages <= self.num_pages
+        return request.most_pages(self.page_size) + self.pages_below(request) <= self.num_pages
+
+    def pages_below(self, unit: Unit) -> int:
+        """Pages of all that is read of the units below this one."""
+        return sum(self.pages_for(below.read_end - below.start) for below, _ in unit.ancestors())
 
     def grow(self, num_pages: int) -> None:
         """Add pages. The present ones stay as they are."""

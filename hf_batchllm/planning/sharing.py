@@ -128,7 +128,7 @@ def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]
     for indices in by_key.values():
         indices.sort(key=packed.__getitem__)
         order += indices
-        shared += shared_lengths([prompts[index].ids for index in indices])
+        shared += shared_lengths([packed[index] for index in indices])
     return np.asarray(order, np.int64), shared
 
 
