@@ -30,7 +30,7 @@ ELSEWHERE = {
     "pad_token_id": "test_generator_tensors.py",
     "return_dict_in_generate": "test_sampling_step_tensors.py",
     "streamer": "test_engine_streamer.py",
-    "tokenizer": "test_sampling_stopping.py",
+    "tokenizer": "test_sampling_stop_strings.py",
 }
 OF_THE_REAL_MODEL = {"negative_prompt_ids", "max_length"}  # beside those that tiny models are asked for
 

@@ -1,0 +1,52 @@
+"""``hf-batchllm plan``: figures and a page, with or without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support_command import ROOT, refused
+from support_command import saved as saved  # a fixture
+from support_command import written as written  # a fixture
+
+from hf_batchllm.cli import main
+
+
+def test_plan(written: Callable[..., str], saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = " ".join(f"w{index}" for index in range(60))
+    written(*({"prompt": f"{shared} w{index}"} for index in range(70, 74)), "no json")
+    assert main(["plan", "in.jsonl", "--tokenizer", saved, "--html", "plan.html"]) == 3
+    out, err = capsys.readouterr()
+    assert "tokens to compute" in out
+    assert "line 5, column 1: is not JSON" in err
+    assert "60 tokens" in Path("plan.html").read_text()
+    assert main(["plan", "in.jsonl", "--tokenizer", saved, "--json", "--limit", "4"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures == {
+        "prompts": 4,
+        "tokens": 244,
+        "computed_tokens": 64,
+        "saved_tokens": 180,
+        "saving": 180 / 244,
+        "windows": 1,
+        "errors": 0,
+    }
+    assert main(["plan", "in.jsonl", "--tokenizer", saved, "--window", "1KiB", "--limit", "4"]) == 0
+    assert "4 prompts in 4 windows" in capsys.readouterr().out
+    assert "pass --tokenizer" in refused(capsys, "plan", "in.jsonl")
+
+
+def test_a_plan_of_token_ids_needs_no_tokenizer(written: Callable[..., str]) -> None:
+    written({"prompt": [*range(60), 70]}, {"prompt": [*range(60), 71]})
+    command = [sys.executable, "-X", "importtime", "-m", "hf_batchllm.cli", "plan", "in.jsonl", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["saved_tokens"] == 60
+    assert " torch\n" not in done.stderr
