@@ -146,19 +146,26 @@ def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPat
 
 def test_who_runs_at_a_time() -> None:
     requests = [Request(place, np.zeros(20, dtype=np.int32), 13) for place in range(6)]  # of two pages each
-    everybody = StillRunning(requests, KVStorage(12, 16), most_rows=6)
+    everybody = StillRunning(requests, KVStorage(12, 16), most_rows=121)
     assert everybody.tokens_left() == ([13] * 6, True)
-    for unended in (
-        StillRunning(requests, KVStorage(11, 16), most_rows=6),
-        StillRunning(requests, KVStorage(12, 16), 5),
-    ):
+    too_few_pages = StillRunning(requests, KVStorage(11, 16), most_rows=121)
+    for unended in (StillRunning(requests, KVStorage(12, 16), most_rows=5), too_few_pages):
         assert unended.tokens_left() == ([], False)
         unended.begin(requests[:4])
         requests[0].pending = 3
         assert unended.tokens_left() == ([13, 13, 13, 10], True)
         requests[0].pending = 0
     requests[0].end(FinishReason.TIME)
-    assert unended.tokens_left() == ([13] * 5, True), "the others fit, all of them"
+    assert too_few_pages.tokens_left() == ([13] * 5, True), "the others fit, all of them"
+
+
+def test_when_the_last_has_begun_the_first_may_have_ended() -> None:
+    requests = [Request(place, np.zeros(20, dtype=np.int32), 13) for place in range(6)]
+    running = StillRunning(requests, KVStorage(12, 16), most_rows=40)  # prompts of 120 tokens, in three steps
+    assert running.tokens_left() == ([12, 12, 11, 11, 10, 10], True)
+    requests[0].pending = 12
+    running.begin(requests[:2])
+    assert running.tokens_left() == ([12, 12, 11, 11, 11], True), "two steps for the rest, and the first has ended then"
 
 
 def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

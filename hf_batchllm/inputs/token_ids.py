@@ -35,6 +35,14 @@ class OutsideVocabulary(BadPrompt):
     __slots__ = ()
 
 
+def bytes_of(ids: np.ndarray) -> bytes:  # int32 [tokens]
+    """The bytes of a prompt's ids, without a copy where its array was made over them."""
+    base: object = ids.base
+    if isinstance(base, bytes) and len(base) == ids.nbytes:
+        return base
+    return np.ascontiguousarray(ids, np.int32).tobytes()
+
+
 def packed_ids(prompts: Iterable[Any], id_limit: int) -> Iterator[bytes | BadPrompt]:
     """The ids of each prompt as int32 in native byte order, or why it cannot be run.
 

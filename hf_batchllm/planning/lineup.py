@@ -122,9 +122,9 @@ def line_up(
             cache.retire(prefix, keep=False)
     pages_below: dict[Unit | None, int] = {}  # a base and what it stands on, for all that stand on it
     for place, request in enumerate(lineup.requests):
-        if (below := pages_below.get(request.base)) is None:
-            below = pages_below[request.base] = cache.pages_below(request)
-        if request.most_pages(cache.page_size) + below <= cache.num_pages:
+        if (held := pages_below.get(request.base)) is None:
+            held = pages_below[request.base] = cache.pages_below(request)
+        if request.most_pages(cache.page_size) + held <= cache.num_pages:
             lineup.cached_tokens += found[place]
         else:
             _run_without_prefixes(request, cache, lineup, place)

@@ -17,6 +17,7 @@ from ..inputs.garbage_collection import garbage_collection_paused
 from ..inputs.preparing import planning_bar
 from ..inputs.prompts import Prompt, prepare_prompts
 from ..inputs.short_tracebacks import with_short_tracebacks
+from ..inputs.token_ids import bytes_of
 from ..results.sharing_plan import Segment, SharingPlan
 from .worthwhile_prefixes import build_tree, nearest_kept, shared_lengths
 
@@ -122,7 +123,7 @@ def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]
     by_key: dict[Hashable, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_key.setdefault(prompt.key, []).append(index)
-    packed = [_bytes_of(prompt.ids) for prompt in prompts]
+    packed = [bytes_of(prompt.ids) for prompt in prompts]
     order: list[int] = []
     shared: list[int] = []
     for indices in by_key.values():
@@ -130,13 +131,6 @@ def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]
         order += indices
         shared += shared_lengths([packed[index] for index in indices])
     return np.asarray(order, np.int64), shared
-
-
-def _bytes_of(ids: np.ndarray) -> bytes:
-    base: object = ids.base
-    if isinstance(base, bytes) and len(base) == ids.nbytes:
-        return base  # prepare_prompts made the array over these bytes
-    return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
 def _run_order(

@@ -48,6 +48,9 @@ def sizes_up_to(size: int) -> list[int]:
 def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:
     """The sizes that a list of prompts goes through until its end, largest first; small ones only if it stays at them.
 
+    Very large ones are left out if it meets them once: their steps take longer than the host does to launch them, and
+    their graphs take gigabytes.
+
     ``left``: how many tokens each of the running sequences may still get. ``may_stop``: whether some may end before
     that. Then only the next few sizes are given: ask again once some have ended.
     """
@@ -58,7 +61,8 @@ def sizes_to_come(left: Sequence[int], may_stop: bool) -> list[int]:
         below = next_smaller(size)
         # How many steps have more than `below` rows, and no more than `size`.
         steps = left[below] - (left[size] if size < len(left) else 0)
-        if steps >= (1 if size > _SMALL[-1] else WORTHWHILE_STEPS) or (may_stop and len(sizes) < _SIZES_AHEAD):
+        enough = WORTHWHILE_STEPS if size <= _SMALL[-1] else 1 if size <= _SIZES[-1] else 2
+        if steps >= enough or (may_stop and len(sizes) < _SIZES_AHEAD):
             sizes.append(size)
         size = below
     return sizes

@@ -15,6 +15,7 @@ class StillRunning:
         self._storage = storage
         self._most_rows = most_rows
         self._waiting = dict.fromkeys(requests)  # without a token so far
+        self._tokens_waiting = sum(len(request.prompt_ids) - request.start for request in requests)
         self._begun: list[Request] = []
         self._pages = {request: request.most_pages(storage.page_size) for request in requests}
         self._most_pages = sum(self._pages.values())  # of the requests that have not ended
@@ -24,21 +25,28 @@ class StillRunning:
         for request in sampling:
             if request in self._waiting:
                 del self._waiting[request]
+                self._tokens_waiting -= len(request.prompt_ids) - request.start
                 self._begun.append(request)
 
     def tokens_left(self) -> tuple[list[int], bool]:
         """How many tokens each running request may still get, most first; and whether some may stop before that.
 
-        Waiting requests count only if all requests fit at the same time.
+        Waiting requests count only if all fit at the same time: then it is as things will be when the last has begun.
         """
         # Plain fields in place of properties: there may be tens of thousands, in each step.
         going = [request for request in self._begun if request.finish_reason is None]
         if len(going) < len(self._begun):
             self._most_pages -= sum(self._pages[request] for request in self._begun if request.done)
             self._begun = going
+        left = [request.max_new_tokens - len(request.generated) - request.pending for request in going]
         # Where not all fit at the same time, it is not known how many will run.
         if self._most_pages <= self._storage.num_pages and len(going) + len(self._waiting) <= self._most_rows:
-            going = going + [request for request in self._waiting if request.finish_reason is None]
-        left = [request.max_new_tokens - len(request.generated) - request.pending for request in going]
+            waiting = [request for request in self._waiting if request.finish_reason is None]
+            steps = self._tokens_waiting // self._most_rows  # in which their prompts are computed, one after the other
+            left = [each - steps for each in left]
+            left += [
+                request.max_new_tokens - steps + steps * nth // len(waiting) for nth, request in enumerate(waiting)
+            ]
+            going = going + waiting
         left = sorted([each for each in left if each > 0], reverse=True)
         return left[: self._most_rows], any(request.can_stop for request in going)
