@@ -12,17 +12,21 @@ from support_kernels import plain
 from support_small_cases import NORM, ROPE, norm_case, parts, rope_case
 
 from hf_batchllm.kernels import (
+    convolution_triton,
+    delta_rule_triton,
     experts_triton,
     layer_ops_triton,
     penalties_triton,
     prefill_hopper,
     routing_triton,
     sample_triton,
+    state_space_triton,
     top_k_top_p_triton,
 )
 from hf_batchllm.kernels.experts_torch import Gating
 from hf_batchllm.kernels.routing_torch import Rule
 from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from hf_batchllm.kernels.spans import Spans
 from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
 pytestmark = [
@@ -132,3 +136,23 @@ def test_prefill_in_gluon(compiled: list[str], monkeypatch: pytest.MonkeyPatch) 
         q, pages, pages, q, work, 0.3, 20.0, blocks=1, window=100, caps=True, sinks=q[0, :, 0].contiguous()
     )
     assert compiled == ["_attend_chunks"]
+
+
+@pytest.mark.parametrize("lengths", [[1] * ROWS, [5, 1, 3]], ids=["rows", "prompts"])
+def test_states(compiled: list[str], lengths: list[int]) -> None:
+    spans = Spans.of(lengths, [-1, 0, 1], [0, 2, 1])
+    tokens, heads = sum(lengths), 4
+
+    def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    convolution_triton.short_convolution(zeros(tokens, 256), zeros(256, 4), None, zeros(3, 256, 3), spans, "silu")
+    for decay in (zeros(tokens, heads), zeros(tokens, heads, 128)):
+        states = zeros(3, heads, 128, 128, dtype=torch.float32)
+        q, v = zeros(tokens, 2, 128), zeros(tokens, heads, 128)
+        delta_rule_triton.delta_rule(q, q, v, decay.float(), zeros(tokens, heads), states, spans, normalise=True)
+    states, of_head = zeros(3, heads, 64, 128, dtype=torch.float32), zeros(heads)
+    x, dt, key = zeros(tokens, heads, 64), zeros(tokens, heads), zeros(tokens, 1, 128)
+    state_space_triton.state_space(x, dt, of_head.float(), key, key, of_head, of_head, states, spans)
+    convolutions = ["_short_convolution"] if spans.single else ["_short_convolution", "_keep_inputs"]
+    assert compiled == [*convolutions, "_delta_rule", "_delta_rule", "_state_space"]

@@ -1,0 +1,214 @@
+"""Kernels that carry a state from token to token beside their plain twins, and the twins beside transformers' code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support_kernels import DEVICE, draw, kernel, plain
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from hf_batchllm.kernels import (
+    convolution_torch,
+    convolution_triton,
+    delta_rule_torch,
+    delta_rule_triton,
+    state_space_torch,
+    state_space_triton,
+)
+from hf_batchllm.kernels.spans import Spans
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+TOLERANCE = {FLOAT32: 2e-6, BFLOAT16: 2e-2}  # parts of the largest number
+SLOTS = 6
+# Lengths, sources, targets: a sequence begins, goes on, two begin on a prefix, one is not kept, one has no token.
+MIXED = [5, 1, 3, 3, 2, 0], [-1, 1, 0, 0, 4, 5], [2, 1, 3, 5, -1, 4]
+ROWS = [1, 1, 1, 1], [1, 0, 0, -1], [1, 2, 3, -1]  # of a decode step; the last one is idle
+CASES = {"mixed": MIXED, "rows": ROWS, "one": ([19], [2], [2])}
+
+
+def spans_of(case: str, device: str = "cpu") -> Spans:
+    return Spans.of(*CASES[case], device=device)
+
+
+def convolution(rng: np.random.Generator, tokens: int, dtype: torch.dtype, taps: int = 4) -> dict[str, Any]:
+    channels = 37
+    wide = draw(rng, tokens, 2 * channels, dtype=dtype)
+    return {
+        "x": wide[:, 5 : 5 + channels],
+        "weight": draw(rng, channels, taps, dtype=dtype),
+        "bias": draw(rng, channels, dtype=dtype),
+        "states": draw(rng, SLOTS, channels, taps - 1, dtype=dtype),
+    }
+
+
+def delta_rule(rng: np.random.Generator, tokens: int, dtype: torch.dtype, by_key: bool = False) -> dict[str, Any]:
+    heads, value_heads, key_dim, value_dim = (2, 4, 24, 40) if not by_key else (3, 3, 16, 16)
+    shape = (tokens, value_heads, key_dim) if by_key else (tokens, value_heads)
+    return {
+        "q": draw(rng, tokens, heads, key_dim, dtype=dtype),
+        "k": draw(rng, tokens, heads, key_dim, dtype=dtype),
+        "v": draw(rng, tokens, value_heads, value_dim, dtype=dtype),
+        "decay": -draw(rng, *shape, dtype=FLOAT32).abs(),
+        "beta": draw(rng, tokens, value_heads, dtype=dtype).sigmoid(),
+        "states": draw(rng, SLOTS, value_heads, key_dim, value_dim, dtype=FLOAT32),
+    }
+
+
+def state_space(rng: np.random.Generator, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    heads, head_dim, groups, state_dim = 4, 24, 2, 40
+    return {
+        "x": draw(rng, tokens, heads, head_dim, dtype=dtype),
+        "dt": draw(rng, tokens, heads, dtype=dtype) * 4 - 4,
+        "a": -draw(rng, heads, dtype=FLOAT32).exp(),
+        "b": draw(rng, tokens, groups, state_dim, dtype=dtype),
+        "c": draw(rng, tokens, groups, state_dim, dtype=dtype),
+        "d": draw(rng, heads, dtype=dtype),
+        "dt_bias": draw(rng, heads, dtype=dtype),
+        "states": draw(rng, SLOTS, heads, head_dim, state_dim, dtype=FLOAT32),
+    }
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, part: float) -> None:
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    ours, theirs = ours.cpu().float(), theirs.cpu().float()
+    assert (ours - theirs).abs().max() <= part * max(1.0, float(theirs.abs().max()))
+
+
+def compare(kernel_of: Any, twin_of: Any, given: dict[str, Any], case: str, part: float, **options: Any) -> None:
+    on_device = {name: None if each is None else each.to(DEVICE, copy=True) for name, each in given.items()}
+    theirs = copy.deepcopy(given)
+    made = kernel_of(**on_device, spans=spans_of(case, DEVICE), **options)
+    want = twin_of(**theirs, spans=spans_of(case), **options)
+    assert_near(made, want, part)
+    assert_near(on_device["states"], theirs["states"], part)
+    kept = [slot for slot in range(SLOTS) if slot not in CASES[case][2]]
+    assert torch.equal(on_device["states"].cpu()[kept], given["states"][kept]), "of nobody in this step"
+
+
+def tokens_of(case: str) -> int:
+    return sum(CASES[case][0])
+
+
+@kernel
+@pytest.mark.parametrize(("taps", "activation"), [(4, "silu"), (2, None)])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_convolutions(case: str, dtype: torch.dtype, taps: int, activation: str | None) -> None:
+    given = convolution(np.random.default_rng(1), tokens_of(case), dtype, taps)
+    for bias in (given["bias"], None):
+        some = given | {"bias": bias}
+        compare(
+            convolution_triton.short_convolution,
+            convolution_torch.short_convolution,
+            some,
+            case,
+            TOLERANCE[dtype],
+            activation=activation,
+        )
+
+
+@kernel
+@pytest.mark.parametrize(("by_key", "normalise"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_delta_rules(case: str, dtype: torch.dtype, by_key: bool, normalise: bool) -> None:
+    given = delta_rule(np.random.default_rng(2), tokens_of(case), dtype, by_key)
+    if not normalise:  # keys of length 1 at most, without which a state grows without end
+        given["k"] = torch.nn.functional.normalize(given["k"].float(), dim=-1).to(dtype)
+    rule, twin = delta_rule_triton.delta_rule, delta_rule_torch.delta_rule
+    compare(rule, twin, given, case, 4 * TOLERANCE[dtype], normalise=normalise)
+
+
+@kernel
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.02, 0.3)])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_state_spaces(case: str, dtype: torch.dtype, limit: tuple[float, float]) -> None:
+    given = state_space(np.random.default_rng(3), tokens_of(case), dtype)
+    for bare in ({}, {"d": None, "dt_bias": None}):
+        space, twin = state_space_triton.state_space, state_space_torch.state_space
+        compare(space, twin, given | bare, case, 4 * TOLERANCE[dtype], limit=limit)
+
+
+# -- twins beside transformers' own code, span by span -------------------------------------------------------------
+
+
+def each_span(case: str) -> list[tuple[slice, int, int]]:
+    ends = np.cumsum(CASES[case][0])
+    pairs = zip(ends - np.array(CASES[case][0]), ends, *CASES[case][1:], strict=True)
+    return [(slice(int(begin), int(end)), source, target) for begin, end, source, target in pairs if begin < end]
+
+
+@plain
+@pytest.mark.parametrize("case", CASES)
+def test_the_twin_of_convolutions(case: str) -> None:
+    given = convolution(np.random.default_rng(4), tokens_of(case), FLOAT32)
+    before = given["states"].clone()
+    made = convolution_torch.short_convolution(**given, spans=spans_of(case), activation="silu")
+    for mine, source, target in each_span(case):
+        past = before[source] if source >= 0 else torch.zeros_like(before[0])
+        seen = torch.cat([past, given["x"][mine].T], 1)[None]
+        want = qwen3_next.causal_conv1d_fn(seen, given["weight"], given["bias"], activation="silu")
+        assert_near(made[mine], want[0, :, past.shape[1] :].T, 1e-6)
+        if target >= 0:
+            assert torch.equal(given["states"][target], seen[0, :, -past.shape[1] :])
+
+
+@plain
+@pytest.mark.parametrize("by_key", [False, True], ids=["by head", "by key"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_twin_of_delta_rules(case: str, by_key: bool) -> None:
+    given = delta_rule(np.random.default_rng(5), tokens_of(case), FLOAT32, by_key)
+    before, theirs = given["states"].clone(), kimi.chunk_kimi_delta_attention
+    made = delta_rule_torch.delta_rule(**given, spans=spans_of(case), normalise=True)
+    for mine, source, target in each_span(case):
+        want, state = (theirs if by_key else qwen3_next.torch_chunk_gated_delta_rule)(
+            *(given[name][None, mine] for name in ("q", "k", "v")),
+            g=given["decay"][None, mine],
+            beta=given["beta"][None, mine],
+            initial_state=before[source][None] if source >= 0 else None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        assert_near(made[mine], want[0], 1e-5)
+        if target >= 0:
+            assert_near(given["states"][target], state[0], 1e-5)
+
+
+@plain
+@pytest.mark.parametrize("case", CASES)
+def test_the_twin_of_state_spaces(case: str) -> None:
+    given = state_space(np.random.default_rng(6), tokens_of(case), FLOAT32)
+    before = given["states"].clone()
+    made = state_space_torch.state_space(**given, spans=spans_of(case))
+    for mine, source, target in each_span(case):
+        want, state = mamba2.mamba2_chunk_scan(
+            given["x"][None, mine],
+            given["dt"][None, mine],
+            given["a"],
+            given["b"][None, mine],
+            given["c"][None, mine],
+            chunk_size=8,
+            D=given["d"],
+            dt_bias=given["dt_bias"],
+            initial_states=before[source][None] if source >= 0 else None,
+            dt_softplus=True,
+            return_final_states=True,
+        )
+        assert_near(made[mine], want[0], 1e-5)
+        if target >= 0:
+            assert_near(given["states"][target], state[0], 1e-5)
+
+
+@plain
+def test_an_activation_without_a_kernel_is_refused() -> None:
+    given = convolution(np.random.default_rng(7), 5, FLOAT32)
+    for module in (convolution_torch, convolution_triton):
+        with pytest.raises(ValueError, match="no kernel for the activation 'gelu'"):
+            module.short_convolution(**given, spans=spans_of("mixed"), activation="gelu")
