@@ -166,10 +166,12 @@ def test_the_twin_of_convolutions(case: str) -> None:
 def test_the_twin_of_delta_rules(case: str, by_key: bool) -> None:
     given = delta_rule(np.random.default_rng(5), tokens_of(case), FLOAT32, by_key)
     before, theirs = given["states"].clone(), kimi.chunk_kimi_delta_attention
+    shared = given["v"].shape[1] // given["q"].shape[1]
+    own = {name: given[name].repeat_interleave(shared, 1) for name in "qk"} | {"v": given["v"]}
     made = delta_rule_torch.delta_rule(**given, spans=spans_of(case), normalise=True)
     for mine, source, target in each_span(case):
         want, state = (theirs if by_key else qwen3_next.torch_chunk_gated_delta_rule)(
-            *(given[name][None, mine] for name in ("q", "k", "v")),
+            *(each[None, mine] for each in own.values()),
             g=given["decay"][None, mine],
             beta=given["beta"][None, mine],
             initial_state=before[source][None] if source >= 0 else None,

@@ -1,0 +1,228 @@
+"""The functions through which layers carry a state from token to token, and stand-ins that a step runs in their place.
+
+Mixers of transformers (linear attention, state spaces, gated convolutions) call a few functions of their modeling
+module: a causal short convolution, and one scan. Without a cache these begin with no state and drop the last one. While
+``StateFunctions.applied`` runs, stand-ins are in their place. A stand-in steps aside unless this thread runs a step, in
+``state_context(context)``; then it hands the packed tokens to the context, which knows whose they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .unmodified import code_home
+
+Function = Callable[..., Any]
+# Tensors that arrive beside the inputs and change nothing about what is computed.
+_HARMLESS = frozenset(["position_ids", "cache_position", "logits_to_keep"])
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A causal convolution, channel by channel, over packed tokens."""
+
+    x: torch.Tensor  # [tokens, channels]
+    weight: torch.Tensor  # [channels, taps]
+    bias: torch.Tensor | None  # [channels]
+    activation: str | None
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A gated delta rule over packed tokens; the queries are yet to be scaled."""
+
+    q: torch.Tensor  # [tokens, heads, key_dim]
+    k: torch.Tensor  # [tokens, heads, key_dim]
+    v: torch.Tensor  # [tokens, value_heads, value_dim]
+    decay: torch.Tensor  # [tokens, value_heads], or [tokens, value_heads, key_dim]: logarithms
+    beta: torch.Tensor  # [tokens, value_heads]
+    normalise: bool
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2's state space over packed tokens."""
+
+    x: torch.Tensor  # [tokens, heads, head_dim]
+    dt: torch.Tensor  # [tokens, heads]
+    a: torch.Tensor  # [heads]
+    b: torch.Tensor  # [tokens, groups, state_dim]
+    c: torch.Tensor  # [tokens, groups, state_dim]
+    d: torch.Tensor | None  # [heads]
+    dt_bias: torch.Tensor | None  # [heads]
+    softplus: bool
+    limit: tuple[float, float]
+
+
+class StateContext(Protocol):
+    """One pass through the model: its spans, and the states that they begin with and leave behind."""
+
+    def convolve(self, call: Convolution) -> torch.Tensor:  # [tokens, channels]
+        """The next convolution of the pass."""
+
+    def delta_rule(self, call: DeltaRule) -> torch.Tensor:  # [tokens, value_heads, value_dim]
+        """The next delta rule of the pass."""
+
+    def state_space(self, call: StateSpace) -> torch.Tensor:  # [tokens, heads, head_dim] float32
+        """The next state space of the pass."""
+
+
+_context: ContextVar[StateContext | None] = ContextVar("hf_batchllm_states", default=None)
+
+
+@contextmanager
+def state_context(context: StateContext) -> Iterator[None]:
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+class _Given:
+    """The arguments of a call by name. Whatever nobody has asked for in the end must be harmless."""
+
+    def __init__(self, name: str, bound: inspect.BoundArguments) -> None:
+        self._name = name
+        self._left: dict[str, Any] = bound.arguments | bound.arguments.pop("kwargs", {})
+
+    def one(self, name: str, default: Any = None) -> Any:
+        return self._left.pop(name, default)
+
+    def packed(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.one(name)
+        if tensor.shape[0] != 1:
+            raise UnsupportedModelError(f"a batch of {tensor.shape[0]} sequences came to `{self._name}`, not one row")
+        return tensor[0]
+
+    def none(self, *names: str) -> None:
+        for name in names:
+            value = self.one(name)
+            if value is not None and value is not False:
+                raise UnsupportedModelError(f"`{name}` is handed to `{self._name}`; that is not supported")
+
+    def end(self) -> None:
+        tensors = [name for name, each in self._left.items() if isinstance(each, torch.Tensor)]
+        self.none(*(name for name in tensors if name not in _HARMLESS))
+
+
+def _convolved(given: _Given, context: StateContext) -> Any:
+    call = Convolution(given.packed("hidden_states").T, given.one("weight"), given.one("bias"), given.one("activation"))
+    given.none("seq_idx", "initial_states", "return_final_states")
+    given.end()
+    return context.convolve(call).T[None]
+
+
+def _ruled(given: _Given, context: StateContext) -> Any:
+    q, k, v, decay, beta = (given.packed(name) for name in ("query", "key", "value", "g", "beta"))
+    call = DeltaRule(q, k, v, decay, beta, normalise=bool(given.one("use_qk_l2norm_in_kernel")))
+    given.none("initial_state", "output_final_state", "cu_seqlens")
+    given.end()
+    return context.delta_rule(call)[None], None
+
+
+def _spaced(given: _Given, context: StateContext) -> Any:
+    x, dt, b, c = (given.packed(name) for name in ("hidden_states", "dt", "B", "C"))
+    low, high = given.one("dt_limit") or (0.0, math.inf)
+    call = StateSpace(
+        x, dt, given.one("A"), b, c, given.one("D"), given.one("dt_bias"), bool(given.one("dt_softplus")), (low, high)
+    )
+    given.none("initial_states", "return_final_states", "z", "seq_idx", "cu_seqlens")
+    given.end()
+    return context.state_space(call)[None]
+
+
+_STAND_INS: dict[str, Callable[[_Given, StateContext], Any]] = {
+    "causal_conv1d_fn": _convolved,
+    "torch_chunk_gated_delta_rule": _ruled,
+    "chunk_kimi_delta_attention": _ruled,
+    "mamba2_chunk_scan": _spaced,
+}
+
+
+def _stand_in(name: str, own: Function) -> Function:
+    signature, run = inspect.signature(own), _STAND_INS[name]
+
+    @functools.wraps(own)
+    def function(*given: Any, **named: Any) -> Any:
+        context = _context.get()
+        if context is None:
+            return own(*given, **named)
+        return run(_Given(name, signature.bind(*given, **named)), context)
+
+    return function
+
+
+def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """The layers that call such functions: each with its name, and the names of the functions."""
+    for name, module in model.named_modules():
+        called = _called_by(type(module))
+        if called:
+            yield name, module, called
+
+
+def _called_by(cls: type[nn.Module]) -> list[str]:
+    forward: Any = inspect.unwrap(cls.forward)
+    if not code_home(forward).startswith("transformers.models."):
+        return []
+    return [name for name in _STAND_INS if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
+
+
+def _is_own(function: Any) -> bool:
+    return callable(function) and code_home(inspect.unwrap(function)).startswith("transformers.models.")
+
+
+_lock = threading.RLock()
+_applied: dict[
+    tuple[int, str], tuple[int, Function]
+] = {}  # by module and name: how often applied, and the own function
+
+
+class StateFunctions:
+    """The stand-ins for one model's mixers. Modules of transformers hold them for all models, so each is counted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        classes = {type(module) for _, module, _ in mixers(model)}
+        self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls in classes for name in _called_by(cls)]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        entered: list[tuple[dict[str, Any], str]] = []
+        try:
+            for place, name in self._places:
+                entered.append((place, name))
+                self._enter(place, name)
+            yield
+        finally:
+            for place, name in entered:
+                self._leave(place, name)
+
+    @staticmethod
+    def _enter(place: dict[str, Any], name: str) -> None:
+        with _lock:
+            count, own = _applied.get((id(place), name), (0, place[name]))
+            _applied[id(place), name] = count + 1, own
+            if not count:
+                place[name] = _stand_in(name, own)
+
+    @staticmethod
+    def _leave(place: dict[str, Any], name: str) -> None:
+        with _lock:
+            count, own = _applied.pop((id(place), name), (0, None))
+            if count > 1:
+                assert own is not None
+                _applied[id(place), name] = count - 1, own
+            elif own is not None:
+                place[name] = own

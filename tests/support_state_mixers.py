@@ -1,0 +1,111 @@
+"""Small mixers that carry a state, one of each family of transformers, and the kernels' twins as their context."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from hf_batchllm.kernels.convolution_torch import short_convolution
+from hf_batchllm.kernels.delta_rule_torch import delta_rule
+from hf_batchllm.kernels.spans import Spans
+from hf_batchllm.kernels.state_space_torch import state_space
+from hf_batchllm.patches.state_functions import Convolution, DeltaRule, StateSpace
+
+HIDDEN = 32
+_COMMON = {
+    **{"hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+_LINEAR = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+_MAMBA = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2},
+    "mamba_chunk_size": 8,
+}
+# Family: (class of the mixer, its config)
+MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextGatedDeltaNet", _LINEAR),
+    "qwen3_5": ("Qwen3_5GatedDeltaNet", _LINEAR | {"model_type": "qwen3_5_text"}),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet", _LINEAR | {"linear_num_key_heads": 4}),
+    "kimi_linear": ("KimiLinearDeltaAttention", {"linear_num_heads": 4, "linear_head_dim": 8}),
+    "bailing_hybrid": ("BailingHybridDeltaAttention", {}),
+    "mamba2": (
+        "Mamba2Mixer",
+        {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8, "expand": 2},
+    ),
+    "bamba": ("BambaMixer", _MAMBA),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer", _MAMBA),
+    "nemotron_h": (
+        "NemotronHMamba2Mixer",
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8},
+    ),
+    "lfm2": ("Lfm2ShortConv", {}),
+}
+MIXERS = {family: made for family, made in MIXERS.items() if family in CONFIG_MAPPING}  # some are newer than others
+
+
+def mixer_of(family: str) -> nn.Module:
+    name, changed = MIXERS[family]
+    config = AutoConfig.for_model(**({"model_type": family} | _COMMON | changed))
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(0)
+    mixer: nn.Module = getattr(module, name)(config, layer_idx=0)
+    for parameter in mixer.parameters():  # some are left empty for a model to fill in
+        nn.init.normal_(parameter, std=0.4)
+    return mixer.eval()
+
+
+def run(mixer: nn.Module, states: torch.Tensor) -> torch.Tensor:  # [tokens, hidden]
+    """The mixer over tokens in one row, without a cache."""
+    with torch.no_grad():
+        out: Any = mixer(states[None])
+    return (out[0] if isinstance(out, tuple) else out)[0]
+
+
+class Twins:
+    """States of each function that a pass calls, in slots."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._kept: list[torch.Tensor] = []
+        self._calls = 0
+        self.spans: Spans
+
+    def step(self, lengths: list[int], source: list[int], target: list[int]) -> None:
+        self.spans, self._calls = Spans.of(lengths, source, target), 0
+
+    def _states(self, make: Callable[..., torch.Tensor], *shape: int) -> torch.Tensor:
+        if self._calls == len(self._kept):
+            self._kept.append(make(self._slots, *shape))
+        self._calls += 1
+        return self._kept[self._calls - 1]
+
+    def convolve(self, call: Convolution) -> torch.Tensor:
+        channels, taps = call.weight.shape
+        return short_convolution(
+            call.x,
+            call.weight,
+            call.bias,
+            self._states(call.x.new_zeros, channels, taps - 1),
+            self.spans,
+            call.activation,
+        )
+
+    def delta_rule(self, call: DeltaRule) -> torch.Tensor:
+        _, heads, value_dim = call.v.shape
+        states = self._states(torch.zeros, heads, call.q.shape[2], value_dim)
+        return delta_rule(call.q, call.k, call.v, call.decay, call.beta, states, self.spans, call.normalise)
+
+    def state_space(self, call: StateSpace) -> torch.Tensor:
+        _, heads, head_dim = call.x.shape
+        states = self._states(torch.zeros, heads, head_dim, call.b.shape[2])
+        given = {name: getattr(call, name) for name in inspect.signature(StateSpace).parameters}
+        return state_space(**given, states=states, spans=self.spans)
