@@ -138,31 +138,6 @@ def test_what_is_known_is_not_tried_again(
     assert rehearsed, "as an adapter would"
 
 
-@pytest.mark.parametrize("step", [(32768, 20480, 512), (20480, 20480, 1), (32768, 9, 512), (9000, 20, 1024)])
-def test_a_part_of_a_large_step_shows_its_memory(
-    step: tuple[int, int, int], device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(FAMILY)
-    generator, made = BatchGenerator(model), LargestStep(*step)
-    backend = TritonBackend(TWINS, KVStorage(1, PAGE), torch.device("cpu"), generator._notices)
-    runner = ModelRunner(model, generator.architecture, backend)
-    ran: list[LargestStep] = []
-
-    def memory_of(tokens: int, samples: int) -> int:
-        return 70_000 * tokens + 900_000 * samples
-
-    def noted(runner: Any, storage: Any, step: LargestStep, memory: Any) -> int:
-        ran.append(step)
-        return memory_of(step.tokens, step.samples)
-
-    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._rehearsed", noted)
-    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PART", 4096 * model.config.hidden_size * 4)
-    found = Rehearsals(model, generator.config)._step(runner, backend, made, device)  # type: ignore[arg-type]
-    assert ran == [LargestStep(4096, -(-made.samples * 4096 // made.tokens), made.longest)]
-    whole = memory_of(made.tokens, made.samples)
-    assert found is not None and whole <= found <= 1.01 * whole + 900_000 * made.tokens // 4096
-
-
 def test_small_calls_do_not_pay(device: Device, steps: list[int]) -> None:
     prompts = mixed_prompts(3)
     tight(device, prompts, 2.1)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..config import BatchConfig
 from ..inputs.base_model import base_model
@@ -87,7 +88,7 @@ def cannot_rehearse(model: nn.Module) -> bool:
     return not_in_graphs(model) is not None or any(module.training for module in every_module(model))
 
 
-_kept: WeakKeyDictionary[nn.Module, dict[object, int | None]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, dict[object, int]] = WeakKeyDictionary()
 
 
 class Rehearsals:
@@ -95,6 +96,7 @@ class Rehearsals:
 
     def __init__(self, model: nn.Module, config: BatchConfig) -> None:
         self._known = _kept.setdefault(model, {})
+        self._unknown: set[object] = set()  # where nothing could be measured: another generator tries again
         self._settings = config.fuse, config.backend, config.page_size
 
     def beside_the_cache(
@@ -121,25 +123,61 @@ class Rehearsals:
 
     def _step(self, runner: ModelRunner, backend: TritonBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
         """Bytes that a step takes only while it runs."""
-        model = base_model(runner.model)
-        part = step.part(model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize)
+        part = step
+        width = _width(base_model(runner.model))
+        if width is not None and not _takes_more_than_tokens_do(runner):
+            part = step.part(width)
         found = self._part(runner, backend, part, memory)
         return None if found is None else -(-found * step.tokens // part.tokens)
 
     def _part(self, runner: ModelRunner, backend: TritonBackend, step: LargestStep, memory: DeviceMemory) -> int | None:
         model, architecture = base_model(runner.model), runner.architecture
         cast = autocast_dtype(architecture.device)
-        # Fused layers depend on the settings, the device and hooks, and there are no hooks. Adapters are modules.
-        built = architecture.device, architecture.attention, architecture.vocab_size, len(every_module(model))
+        rows = architecture.selects_rows, architecture.head_rows, architecture.vocab_size
+        built = architecture.device, architecture.attention, rows, _build_of(runner.model)
         key = self._settings, built, step, model.dtype, cast
         if key in self._known:
             return self._known[key]
+        if key in self._unknown:
+            return None
         found = _rehearsed(runner, backend.storage, step, memory)
         if not backend.does_all:
             found = None  # some layers run in plain PyTorch, whose memory depends on the sequences
         if cast is None:  # autocast keeps copies of weights until its block ends; the next block makes them again
-            self._known[key] = found
+            if found is None:
+                self._unknown.add(key)
+            else:
+                self._known[key] = found
         return found
+
+
+def _width(model: PreTrainedModel) -> int | None:
+    """Bytes of a token's hidden state; None where that cannot be told."""
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
+    if width is None:
+        width = getattr(getattr(model.get_input_embeddings(), "weight", None), "shape", (None,))[-1]
+    return None if width is None else int(width) * model.dtype.itemsize
+
+
+def _takes_more_than_tokens_do(runner: ModelRunner) -> bool:
+    """Whether weights are unpacked or cast while a step runs: that memory does not grow with the step."""
+    model = base_model(runner.model)
+    packed = any(not each.is_floating_point() or each.dtype.itemsize < 2 for each in model.parameters())
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    return packed or quantised or autocast_dtype(runner.architecture.device) is not None
+
+
+def _build_of(model: nn.Module) -> tuple[object, ...]:
+    """What a step's memory depends on: the classes of modules, the form of their weights, and adapters in use."""
+    found: list[object] = []
+    for module in every_module(model):
+        found.append(type(module))
+        found += [(name, each.shape, each.dtype) for name, each in module._parameters.items() if each is not None]
+        # PEFT's layers: a merged adapter takes no memory of its own.
+        for name in ("merged_adapters", "_active_adapter", "_disable_adapters"):
+            if name in module.__dict__:
+                found.append((name, repr(module.__dict__[name])))
+    return tuple(found)
 
 
 def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memory: DeviceMemory) -> int | None:
