@@ -58,7 +58,14 @@ class Compiler:
 
 
 def compile_decode(
-    patch: pytest.MonkeyPatch, tile: int, group: int, dims: tuple[int, int], page: int, dtype: torch.dtype, full: bool
+    patch: pytest.MonkeyPatch,
+    tile: int,
+    group: int,
+    dims: tuple[int, int],
+    page: int,
+    dtype: torch.dtype,
+    full: bool,
+    brief: bool,
 ) -> CompiledKernel:
     """``full``: with a window, a soft cap and causal items."""
     compiler = Compiler(ct._attend_items)
@@ -67,7 +74,7 @@ def compile_decode(
     q, out = (torch.zeros(1, 2 * group, dim, dtype=dtype) for dim in dims)
     number = torch.zeros(1, dtype=torch.int32)
     work = SimpleNamespace(
-        items={tile: number}, counts={tile: number}, entries=number, row_parts=number, causal=full
+        items={tile: number}, counts={tile: number}, entries=number, row_parts=number, causal=full, brief=brief
     )  # fmt: skip
     options = {"window": 100, "softcap": 20.0} if full else {}
     part = torch.zeros(1)
@@ -98,15 +105,16 @@ hopper = pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="Tr
 @plain
 @hopper
 @pytest.mark.parametrize(
-    ("tile", "group", "dims", "page", "dtype", "full"),
+    ("tile", "group", "dims", "page", "dtype", "full", "brief"),
     [
-        (16, 4, (128, 128), 64, BF16, False),
-        (16, 7, (256, 256), 128, FP16, True),
-        (64, 4, (128, 128), 64, BF16, False),
-        (64, 5, (256, 256), 128, BF16, True),
-        (128, 71, (8, 8), 16, BF16, False),
-        (64, 3, (128, 128), 32, FP32, False),
-        (16, 1, (192, 256), 128, FP32, False),
+        (16, 4, (128, 128), 64, BF16, False, False),
+        (16, 4, (128, 128), 64, BF16, False, True),
+        (16, 7, (256, 256), 128, FP16, True, False),
+        (64, 4, (128, 128), 64, BF16, False, False),
+        (64, 5, (256, 256), 128, BF16, True, False),
+        (128, 71, (8, 8), 16, BF16, False, False),
+        (64, 3, (128, 128), 32, FP32, False, False),
+        (16, 1, (192, 256), 128, FP32, False, False),
     ],
 )
 def test_decode_fits_a_hopper_card(
@@ -117,8 +125,9 @@ def test_decode_fits_a_hopper_card(
     page: int,
     dtype: torch.dtype,
     full: bool,
+    brief: bool,
 ) -> None:
-    made = compile_decode(monkeypatch, tile, group, dims, page, dtype, full)
+    made = compile_decode(monkeypatch, tile, group, dims, page, dtype, full, brief)
     assert made.metadata.shared <= SHARED_MEMORY
 
 

@@ -297,7 +297,8 @@ class GroupScheduler(QueueScheduler):
 
     def _leave(self, request: Request) -> None:
         super()._leave(request)
-        self._pages_in_the_end -= request.most_pages(self.cache.page_size)
+        # Of nobody there are none, whatever a scheduler of the user's has made of limits meanwhile.
+        self._pages_in_the_end -= request.most_pages(self.cache.page_size) if self.running else self._pages_in_the_end
 
     def _forecast(self) -> Forecast:
         # Requests that wait hold no pages.
