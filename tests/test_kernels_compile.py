@@ -155,4 +155,5 @@ def test_states(compiled: list[str], lengths: list[int]) -> None:
     x, dt, key = zeros(tokens, heads, 64), zeros(tokens, heads), zeros(tokens, 1, 128)
     state_space_triton.state_space(x, dt, of_head.float(), key, key, of_head, of_head, states, spans)
     convolutions = ["_short_convolution"] if spans.single else ["_short_convolution", "_keep_inputs"]
-    assert compiled == [*convolutions, "_delta_rule", "_delta_rule", "_state_space"]
+    rules = ["_delta_rule" if spans.single else "_delta_rule_in_chunks", "_delta_rule"]  # by head, by key
+    assert compiled == [*convolutions, *rules, "_state_space"]

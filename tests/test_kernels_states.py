@@ -126,6 +126,19 @@ def test_delta_rules(case: str, dtype: torch.dtype, by_key: bool, normalise: boo
 
 
 @kernel
+def test_a_delta_rule_over_equal_keys() -> None:
+    """Nothing is forgotten, and each token takes back what the one before has taught: sums of powers would explode."""
+    given = delta_rule(np.random.default_rng(8), 40, FLOAT32)
+    given["k"] = given["k"][:1].repeat(40, 1, 1)
+    given["beta"], given["decay"] = torch.ones(40, 4), torch.zeros(40, 4)
+    twin, made = copy.deepcopy(given), {name: each.to(DEVICE, copy=True) for name, each in given.items()}
+    want = delta_rule_torch.delta_rule(**twin, spans=Spans.of([33, 7], [0, 1], [0, 1]), normalise=True)
+    ours = delta_rule_triton.delta_rule(**made, spans=Spans.of([33, 7], [0, 1], [0, 1], DEVICE), normalise=True)
+    assert_near(ours, want, 1e-5)
+    assert_near(made["states"], twin["states"], 1e-5)
+
+
+@kernel
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.02, 0.3)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("case", CASES)
