@@ -34,6 +34,7 @@ _MAMBA = {
 MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextGatedDeltaNet", _LINEAR),
     "qwen3_5": ("Qwen3_5GatedDeltaNet", _LINEAR | {"model_type": "qwen3_5_text"}),
+    "qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", _LINEAR | {"model_type": "qwen3_5_moe_text"}),
     "olmo_hybrid": ("OlmoHybridGatedDeltaNet", _LINEAR | {"linear_num_key_heads": 4}),
     "kimi_linear": ("KimiLinearDeltaAttention", {"linear_num_heads": 4, "linear_head_dim": 8}),
     "bailing_hybrid": ("BailingHybridDeltaAttention", {}),
@@ -42,12 +43,19 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8, "expand": 2},
     ),
     "bamba": ("BambaMixer", _MAMBA),
+    "falcon_h1": ("FalconH1Mixer", _MAMBA | {"mamba_d_ssm": 64}),
     "granitemoehybrid": ("GraniteMoeHybridMambaLayer", _MAMBA),
     "nemotron_h": (
         "NemotronHMamba2Mixer",
         {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8},
     ),
+    "zamba2": (
+        "Zamba2MambaMixer",
+        {"mamba_d_state": 8, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 4, "chunk_size": 8}
+        | {"layer_types": ["hybrid", "hybrid"]},
+    ),
     "lfm2": ("Lfm2ShortConv", {}),
+    "lfm2_moe": ("Lfm2MoeShortConv", {"layer_types": ["conv", "full_attention"]}),
 }
 MIXERS = {family: made for family, made in MIXERS.items() if family in CONFIG_MAPPING}  # some are newer than others
 
@@ -60,6 +68,8 @@ def mixer_of(family: str) -> nn.Module:
     mixer: nn.Module = getattr(module, name)(config, layer_idx=0)
     for parameter in mixer.parameters():  # some are left empty for a model to fill in
         nn.init.normal_(parameter, std=0.4)
+    if hasattr(module, "compute_mup_vector"):  # factors that the model puts there
+        mixer.register_buffer("mup_vector", module.compute_mup_vector(config), persistent=False)
     return mixer.eval()
 
 
