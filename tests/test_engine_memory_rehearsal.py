@@ -18,6 +18,7 @@ from support_parity import mixed_prompts
 from torch import nn
 
 from hf_batchllm import BatchGenerator
+from hf_batchllm.engine import memory_rehearsal
 from hf_batchllm.engine.memory_rehearsal import LargestStep, Rehearsals
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.runner import ModelRunner
@@ -79,20 +80,19 @@ def test_where_memory_does_not_grow_with_tokens_the_whole_step_is_run(
     assert steps == [made] and found == memory_of(made.tokens, made.samples)
 
 
-def test_a_config_without_the_usual_name_of_its_width(
-    device: Device, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, model = mixed_prompts(6), copy.deepcopy(build(FAMILY))
-    tight(device, prompts, 1.5)
-
-    class Own(type(model.config)):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            if name == "hidden_size":
-                raise AttributeError("it is called `width`")
-            return super().__getattribute__(name)
-
-    model.config.__class__ = Own
-    assert len(generate(BatchGenerator(model, page_size=PAGE), prompts)) and rehearsed
+def test_a_config_without_the_usual_name_of_its_width() -> None:
+    """Not all configs of an owner's call it `hidden_size`."""
+    text = SimpleNamespace(width=24)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda decoder: text),
+        get_input_embeddings=lambda: nn.Embedding(9, 24),
+        dtype=torch.bfloat16,
+    )
+    assert memory_rehearsal._width(model) == 48
+    model.get_input_embeddings = lambda: None
+    assert memory_rehearsal._width(model) is None
+    text.hidden_size = 32
+    assert memory_rehearsal._width(model) == 64
 
 
 class Wide(nn.Linear):
