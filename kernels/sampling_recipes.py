@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .work_lists import sent
+
 BY_RANK, BY_MASS, BY_RATIO = 1, 2, 4  # bits that say which cuts a row has: top-k, top-p, min-p
 BEST = -1.0  # the factor of rows that take the best token
 
@@ -99,7 +101,8 @@ class RecipeTable:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # steps may run outside of inference mode
-            return torch.tensor(list(values), dtype=dtype, device="cpu").to(self._device)
+            # Without waiting: the table is made when the first step is on its way.
+            return sent(torch.tensor(list(values), dtype=dtype, device="cpu"), self._device)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from ..errors import UnsupportedModelError
 from .unmodified import code_home
 
 Function = Callable[..., Any]
-# Tensors that arrive beside the inputs and change nothing about what is computed.
-_HARMLESS = frozenset(["position_ids", "cache_position", "logits_to_keep"])
+# Arguments that arrive beside the inputs and change nothing about what is computed.
+_HARMLESS = frozenset(["position_ids", "cache_position", "logits_to_keep", "chunk_size"])
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,11 @@ class _Given:
 
     def __init__(self, name: str, bound: inspect.BoundArguments) -> None:
         self._name = name
-        self._left: dict[str, Any] = bound.arguments | bound.arguments.pop("kwargs", {})
+        self._loose = bound.arguments.pop("kwargs", {})  # the own function takes them and passes over them
+        self._left = bound.arguments
 
     def one(self, name: str, default: Any = None) -> Any:
-        return self._left.pop(name, default)
+        return self._left.pop(name, self._loose.pop(name, default))
 
     def packed(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self.one(name)
@@ -114,8 +115,8 @@ class _Given:
                 raise UnsupportedModelError(f"`{name}` is handed to `{self._name}`; that is not supported")
 
     def end(self) -> None:
-        tensors = [name for name, each in self._left.items() if isinstance(each, torch.Tensor)]
-        self.none(*(name for name in tensors if name not in _HARMLESS))
+        tensors = [name for name, each in self._loose.items() if isinstance(each, torch.Tensor)]
+        self.none(*(name for name in (*self._left, *tensors) if name not in _HARMLESS))
 
 
 def _convolved(given: _Given, context: StateContext) -> Any:

@@ -41,7 +41,7 @@ def ran(
         return memory_of(step.tokens, step.samples)
 
     monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._rehearsed", noted)
-    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PART", 4096 * 24 * 4)
+    monkeypatch.setattr("hf_batchllm.engine.memory_rehearsal._PART_BYTES", 4096 * 24 * 4)
     found = Rehearsals(model, generator.config)._step(runner, backend, made, device)  # type: ignore[arg-type]
     assert found is not None
     return steps, found

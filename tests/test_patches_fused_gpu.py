@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,21 +35,25 @@ def test_tokens_and_the_report(family: str) -> None:
     assert run(on_gpu(family), prompts, 2, backend="torch").report.fused == ""
 
 
+def squares_of_errors(
+    monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, count: int
+) -> Iterator[torch.Tensor]:  # [rows]
+    """Of the logits of ``count`` prompts beside float32, each row's mean: with the model's own layers, and fused."""
+    model, prompts = on_gpu(family, dtype), some_prompts(count, "mixed")
+    exact = logits_of_steps(monkeypatch, on_gpu(family), prompts, new_tokens=1, fuse=False)
+    for fuse in (False, True):
+        found = logits_of_steps(monkeypatch, model, prompts, new_tokens=1, fuse=fuse)
+        yield torch.cat([a - b for a, b in zip(found, exact, strict=True)]).square().mean(-1)
+
+
 # Which experts a token is given to may hang on its last bit.
 @pytest.mark.parametrize("family", family_params([name for name in FUSED_FAMILIES if name not in WITH_EXPERTS]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_as_near_to_float32_as_ever(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts = on_gpu(family, dtype), some_prompts(20, "mixed")
-    exact = logits_of_steps(monkeypatch, on_gpu(family), prompts, new_tokens=1, fuse=False)
-    own = logits_of_steps(monkeypatch, model, prompts, new_tokens=1, fuse=False)
-    fused = logits_of_steps(monkeypatch, model, prompts, new_tokens=1)
-    errors = [
-        float(torch.cat([a - b for a, b in zip(each, exact, strict=True)]).square().mean().sqrt())
-        for each in (own, fused)
-    ]
-    assert 0 < errors[1] <= 1.2 * errors[0]
+    own, fused = (float(each.mean().sqrt()) for each in squares_of_errors(monkeypatch, family, dtype, 20))
+    assert 0 < fused <= 1.2 * own
 
 
 @pytest.mark.parametrize("family", family_params(WITH_EXPERTS))
@@ -57,15 +62,8 @@ def test_logits_behind_experts_are_as_near_to_float32(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of all rows: those that are given to other experts than in float32 are far off either way."""
-    model, prompts = on_gpu(family, dtype), some_prompts(60, "mixed")
-    exact = logits_of_steps(monkeypatch, on_gpu(family), prompts, new_tokens=1, fuse=False)
-    own = logits_of_steps(monkeypatch, model, prompts, new_tokens=1, fuse=False)
-    fused = logits_of_steps(monkeypatch, model, prompts, new_tokens=1)
-    errors = [
-        float(torch.cat([a - b for a, b in zip(each, exact, strict=True)]).square().mean(-1).sqrt().median())
-        for each in (own, fused)
-    ]
-    assert 0 < errors[1] <= 1.2 * errors[0]
+    own, fused = (float(each.sqrt().median()) for each in squares_of_errors(monkeypatch, family, dtype, 60))
+    assert 0 < fused <= 1.2 * own
 
 
 @pytest.mark.parametrize("family", family_params(["llama", "qwen3_window", "gemma3", "cohere2", "olmo2"]))

@@ -93,6 +93,9 @@ def test_what_is_not_understood_is_refused() -> None:
             function(x, weight, mask=torch.zeros(1, 5))
         with pytest.raises(UnsupportedModelError, match="a batch of 2 sequences"):
             function(x.repeat(2, 1, 1), weight)
+        rule = functions_of(mixer)["torch_chunk_gated_delta_rule"]
+        with pytest.raises(UnsupportedModelError, match="`initial_state` is handed to"):
+            rule(*[torch.zeros(1, 5, 2, 4)] * 3, *[torch.zeros(1, 5, 2)] * 2, initial_state=torch.zeros(1, 2, 4, 4))
         function(x, weight, position_ids=torch.zeros(1, 5), chunk=3)
 
 

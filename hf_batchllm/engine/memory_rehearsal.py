@@ -40,7 +40,7 @@ _UNSEEN = 512 << 20  # bytes that the driver takes for kernels and graphs
 _ROUNDING = 2 << 20  # bytes to which the allocator rounds up each large tensor
 # Bytes of hidden states in the part of a step that is run. Smaller tensors would share the allocator's blocks of
 # 20 MiB, and their memory would say little about that of large ones.
-_PART = 16 << 20
+_PART_BYTES = 16 << 20
 _PARTS = 8  # partial results of attention that each decode row has, at most
 _COPIES = 48  # bytes that transformers' own code takes for each score while it picks tokens
 
@@ -53,7 +53,7 @@ class LargestStep:
 
     def part(self, token_bytes: int) -> LargestStep:
         """As much of the step as shows its memory. ``token_bytes``: of a token's hidden state."""
-        tokens = 1 << (-(-_PART // token_bytes) - 1).bit_length()  # equal for steps of nearly the same size
+        tokens = 1 << (-(-_PART_BYTES // token_bytes) - 1).bit_length()  # equal for steps of nearly the same size
         if tokens >= self.tokens:
             return self
         return replace(self, tokens=tokens, samples=-(-self.samples * tokens // self.tokens))

@@ -297,8 +297,9 @@ class GroupScheduler(QueueScheduler):
 
     def _leave(self, request: Request) -> None:
         super()._leave(request)
-        # Of nobody there are none, whatever a scheduler of the user's has made of limits meanwhile.
-        self._pages_in_the_end -= request.most_pages(self.cache.page_size) if self.running else self._pages_in_the_end
+        self._pages_in_the_end -= request.most_pages(self.cache.page_size)
+        if not self.running:  # whatever a scheduler of the user's has made of limits meanwhile
+            self._pages_in_the_end = 0
 
     def _forecast(self) -> Forecast:
         # Requests that wait hold no pages.

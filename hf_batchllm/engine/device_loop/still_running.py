@@ -15,7 +15,6 @@ class StillRunning:
         self._storage = storage
         self._most_rows = most_rows
         self._waiting = dict.fromkeys(requests)  # without a token so far
-        self._tokens_waiting = sum(len(request.prompt_ids) - request.start for request in requests)
         self._begun: list[Request] = []
         self._pages = {request: request.most_pages(storage.page_size) for request in requests}
         self._most_pages = sum(self._pages.values())  # of the requests that have not ended
@@ -25,7 +24,6 @@ class StillRunning:
         for request in sampling:
             if request in self._waiting:
                 del self._waiting[request]
-                self._tokens_waiting -= len(request.prompt_ids) - request.start
                 self._begun.append(request)
 
     def tokens_left(self) -> tuple[list[int], bool]:
@@ -42,7 +40,8 @@ class StillRunning:
         # Where not all fit at the same time, it is not known how many will run.
         if self._most_pages <= self._storage.num_pages and len(going) + len(self._waiting) <= self._most_rows:
             waiting = [request for request in self._waiting if request.finish_reason is None]
-            steps = self._tokens_waiting // self._most_rows  # in which their prompts are computed, one after the other
+            tokens = sum(len(request.prompt_ids) - request.start for request in waiting)
+            steps = tokens // self._most_rows  # in which their prompts are computed, one after the other
             left = [each - steps for each in left]
             left += [
                 request.max_new_tokens - steps + steps * nth // len(waiting) for nth, request in enumerate(waiting)
