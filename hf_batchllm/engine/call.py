@@ -131,7 +131,7 @@ class Call:
             self.plan.leave_out(refused)
 
     def _too_long(self, request: Request, pages: int) -> str:
-        cache, prompt, new = self.cache, len(request.prompt_ids), request.max_new_tokens
+        cache, prompt, new = self.cache, request.prompt_tokens, request.max_new_tokens
         needed, have = pages * self._kv.page_bytes, cache.num_pages * self._kv.page_bytes
         beams = request.width if isinstance(request, Branch) else 1
         room = cache.num_pages * cache.page_size
@@ -344,7 +344,7 @@ class Call:
         """A bar over what ``run`` will do."""
         to_compute = self.plan.sharing.computed_tokens - self.lineup.cached_tokens
         counts = self.outputs.counts
-        lengths = sum(len(each.prompt_ids) for each in self.answers) if counts is None else counts.prompt_tokens
+        lengths = sum(each.prompt_tokens for each in self.answers) if counts is None else counts.prompt_tokens
         saving = 1 - to_compute / max(lengths, 1)
         return progress_bar(
             self.answers,

@@ -32,7 +32,7 @@ def report_of(
     fused: str,
     graphs: str,
 ) -> RunReport:
-    lengths = sum(len(request.prompt_ids) for request in requests)
+    lengths = sum(request.prompt_tokens for request in requests)
     seconds = timekeeper.seconds
     recomputed = cache.lost_tokens - cache.still_lost(request for request in lineup.requests if not request.done)
     if isinstance(engine, BeamEngine):

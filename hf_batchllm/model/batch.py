@@ -226,7 +226,7 @@ class BatchBuilder:
     def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray]:
         """Ids and positions of the decode rows. A pending token is known to the device alone: 0."""
         ids = [0 if request.pending else request.generated[-1] for request in rows]
-        positions = [len(request.prompt_ids) + len(request.generated) + request.pending - 1 for request in rows]
+        positions = [request.prompt_tokens + len(request.generated) + request.pending - 1 for request in rows]
         return np.array(ids, dtype=np.int64), np.array(positions, dtype=np.int64)
 
 

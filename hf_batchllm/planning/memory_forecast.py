@@ -120,7 +120,7 @@ class _RequestArrays:
         self._page_size = page_size
         self.made = np.array([len(request.generated) + request.pending for request in requests], dtype=np.int64)
         limits = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
-        prompts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
+        prompts = np.array([request.prompt_tokens for request in requests], dtype=np.int64)
         self._own_prompt = prompts - np.array([request.start for request in requests], dtype=np.int64)
         self.left = limits - self.made
         self.can_stop = np.array([request.can_stop for request in requests], dtype=bool)

@@ -116,6 +116,7 @@ class Request(Unit):
         "max_new_tokens",
         "pending",
         "prompt_ids",
+        "prompt_tokens",
         "rank",
         "sample",
         "score",
@@ -137,11 +138,12 @@ class Request(Unit):
         assert 0 <= start < len(prompt_ids), "a request owns at least its last prompt token"
         assert max_new_tokens > 0
         super().__init__(start, key)
-        # These seven are set when the request is made.
+        # These eight are set when the request is made.
         self.index = index  # the prompt's place in the list
         self.sample = sample  # which of the prompt's num_return_sequences
         self.rank = rank  # place in the order of the plan
         self.prompt_ids = prompt_ids  # int32 [tokens]
+        self.prompt_tokens = len(prompt_ids)  # asked several times for each token of a call
         self.max_new_tokens = max_new_tokens  # after so many new tokens it has ended
         self.can_stop = can_stop  # whether anything else may end it before that: a stop token, a string, a criterion
         # New tokens that the host has seen. Set by the engine.
@@ -158,7 +160,7 @@ class Request(Unit):
     @property
     def length(self) -> int:
         """Tokens of the prompt and new ones, seen by the host or not."""
-        return len(self.prompt_ids) + len(self.generated) + self.pending
+        return self.prompt_tokens + len(self.generated) + self.pending
 
     @property
     def made(self) -> int:
@@ -173,7 +175,7 @@ class Request(Unit):
     @property
     def max_length(self) -> int:
         """How many positions need K and V in the end: the last token is sampled and never run."""
-        return len(self.prompt_ids) + self.max_new_tokens - 1
+        return self.prompt_tokens + self.max_new_tokens - 1
 
     def most_pages(self, page_size: int) -> int:
         """The most pages of its own that it may need."""
@@ -192,7 +194,7 @@ class Request(Unit):
         """A step has been launched that samples so many tokens; the host sees them later."""
         made = len(self.generated) + self.pending + tokens  # plain sums here and below: each token of a call comes by
         assert self.finish_reason is None and tokens > 0
-        assert self.computed == len(self.prompt_ids) + made - 1, "a token is sampled before its prompt is computed"
+        assert self.computed == self.prompt_tokens + made - 1, "a token is sampled before its prompt is computed"
         assert made <= self.max_new_tokens
         self.pending += tokens
 
@@ -234,7 +236,7 @@ class Request(Unit):
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Ids of the prompt, then new ones; 0 for a token that the host has not seen yet."""
         assert 0 <= begin <= end <= self.length
-        prompt = len(self.prompt_ids)
+        prompt = self.prompt_tokens
         if end <= prompt:
             return self.prompt_ids[begin:end]
         first = max(begin - prompt, 0)
@@ -286,7 +288,7 @@ class Branch(Request):
 
         With so many a search can always go on, however its beams shared pages before: each gets pages of its own.
         """
-        prompt, new = len(self.prompt_ids) - self.start, self.max_new_tokens - 1
+        prompt, new = self.prompt_tokens - self.start, self.max_new_tokens - 1
         return -(-prompt // page_size) + self.width * -(-new // page_size)
 
 

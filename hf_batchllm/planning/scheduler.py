@@ -226,7 +226,7 @@ class GroupScheduler(QueueScheduler):
         ready: list[Request] = []
         for request in self.running:  # thousands in each step: plain sums in place of properties
             made = len(request.generated) + request.pending
-            todo = len(request.prompt_ids) + made - request.computed
+            todo = request.prompt_tokens + made - request.computed
             if todo > 1 or not made:
                 prefilling.append(request)
             elif todo == 1 and made < request.max_new_tokens:

@@ -76,7 +76,7 @@ class PromptLogProbs:
     def start(self, requests: Sequence[Request]) -> None:
         """Take note of the call's requests, which are attached to their prefixes."""
         for request in requests:
-            prompt = len(request.prompt_ids)
+            prompt = request.prompt_tokens
             chain: list[tuple[_UnitLogProbs, int]] = []
             for unit, cut in [*request.ancestors(), (request, prompt)]:
                 if cut == unit.start:

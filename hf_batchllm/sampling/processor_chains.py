@@ -166,7 +166,7 @@ class _ChainMaker:
 
     def shared(self, request: Request) -> ProcessorChain:
         """The chain of all requests with as many tokens in the prompt, and as many new ones at most."""
-        key = (len(request.prompt_ids), self._longest(request))
+        key = (request.prompt_tokens, self._longest(request))
         if key not in self._shared:
             self._shared[key] = self._chain(*key, self._options.arguments)
         return self._shared[key]
@@ -174,11 +174,11 @@ class _ChainMaker:
     def make(self, request: Request) -> ProcessorChain:
         """A chain for this request alone."""
         prompt = torch.tensor(request.prompt_ids[None], dtype=torch.long, device="cpu") if self._from_prompt else None
-        return self._chain(len(request.prompt_ids), self._longest(request), self._given_to(request), prompt)
+        return self._chain(request.prompt_tokens, self._longest(request), self._given_to(request), prompt)
 
     def _longest(self, request: Request) -> int:
         """The most new tokens by the options alone: ``generate`` ignores a MaxLengthCriteria for its processors."""
-        return self._options.max_new_tokens(len(request.prompt_ids), self._positions)
+        return self._options.max_new_tokens(request.prompt_tokens, self._positions)
 
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None

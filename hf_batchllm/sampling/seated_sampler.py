@@ -71,7 +71,7 @@ class SeatedSampler:
         of_no_request = (0, 0, 0, 0, -1)
         noise = [noise_key(self._seeds or 0, request.index) for request in requests]
         numbers = [
-            (number, request.sample, sampler.kinds[each], minimum_of(each, len(request.prompt_ids)), line)
+            (number, request.sample, sampler.kinds[each], minimum_of(each, request.prompt_tokens), line)
             for request, (_, number), each, line in zip(requests, noise, options, lines, strict=True)
         ]
         with torch.inference_mode(False):  # a later step may run outside it

@@ -124,7 +124,7 @@ class BeamGroup:
 
     def _stand_on_the_prompt(self, tokens: Sequence[list[int]]) -> None:
         for own in tokens:
-            beam = self.root.fork(own, len(self.root.prompt_ids))
+            beam = self.root.fork(own, self.root.prompt_tokens)
             self._cache.attach(beam, self.root)
             self.beams.append(beam)
 
@@ -142,7 +142,7 @@ class BeamGroup:
             if not unit.in_use:
                 unit.read_end = upto
                 self._cache.cut(unit, upto)
-                del unit.generated[upto - len(unit.prompt_ids) :]
+                del unit.generated[upto - unit.prompt_tokens :]
 
 
 class FinishedBeam:

@@ -40,7 +40,7 @@ class StillRunning:
         # Where not all fit at the same time, it is not known how many will run.
         if self._most_pages <= self._storage.num_pages and len(going) + len(self._waiting) <= self._most_rows:
             waiting = [request for request in self._waiting if request.finish_reason is None]
-            tokens = sum(len(request.prompt_ids) - request.start for request in waiting)
+            tokens = sum(request.prompt_tokens - request.start for request in waiting)
             steps = tokens // self._most_rows  # in which their prompts are computed, one after the other
             left = [each - steps for each in left]
             left += [

@@ -49,7 +49,7 @@ class Lookups:
     def start(self, requests: Sequence[Request]) -> None:
         """Find the look-ups of each unit. ``requests`` are attached to prefixes; their ``index`` is the sequence's."""
         chains = (
-            (request.index, [*request.ancestors(), (request, len(request.prompt_ids))][::-1]) for request in requests
+            (request.index, [*request.ancestors(), (request, request.prompt_tokens)][::-1]) for request in requests
         )
         units, owners, self._positions, self._places = self._spread(
             (place, [(unit, unit.start, cut) for unit, cut in chain]) for place, chain in chains
