@@ -27,6 +27,12 @@ def delta_rule(
     q = q * q.shape[-1] ** -0.5
     decay = decay.float().exp()
     decay = decay[..., None, None] if decay.ndim == 2 else decay[..., None]  # [tokens, value_heads, 1 or key_dim, 1]
+    if spans.single and len(spans) == len(v):
+        state, key = spans.begun_with(states) * decay, k[..., None]
+        change = (v.float() - (state * key).sum(2)) * beta.float()[..., None]
+        state += key * change[:, :, None]
+        spans.leave_in(states, state)
+        return (state * q[..., None]).sum(2).to(v.dtype)
     out, begin = torch.empty_like(v), spans.begin.tolist()
     for span, (source, target) in enumerate(zip(spans.source.tolist(), spans.target.tolist(), strict=True)):
         state = states[source].clone() if source >= 0 else torch.zeros_like(states[0])

@@ -49,6 +49,7 @@ class DeltaRule:
     decay: torch.Tensor  # [tokens, value_heads], or [tokens, value_heads, key_dim]: logarithms
     beta: torch.Tensor  # [tokens, value_heads]
     normalise: bool
+    own: Function | None = None  # of the modeling module, for ``own_delta_rule``
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class StateSpace:
     dt_bias: torch.Tensor | None  # [heads]
     softplus: bool
     limit: tuple[float, float]
+    own: Function | None = None  # of the modeling module, for ``own_state_space``
+    chunk: int = 64  # tokens that it takes at a time
 
 
 class StateContext(Protocol):
@@ -83,7 +86,7 @@ _context: ContextVar[StateContext | None] = ContextVar("hf_batchllm_states", def
 
 
 @contextmanager
-def state_context(context: StateContext) -> Iterator[None]:
+def state_context(context: StateContext | None) -> Iterator[None]:
     token = _context.set(context)
     try:
         yield
@@ -119,33 +122,65 @@ class _Given:
         self.none(*(name for name in (*self._left, *tensors) if name not in _HARMLESS))
 
 
-def _convolved(given: _Given, context: StateContext) -> Any:
+def _convolved(given: _Given, own: Function, context: StateContext) -> Any:
     call = Convolution(given.packed("hidden_states").T, given.one("weight"), given.one("bias"), given.one("activation"))
     given.none("seq_idx", "initial_states", "return_final_states")
     given.end()
     return context.convolve(call).T[None]
 
 
-def _ruled(given: _Given, context: StateContext) -> Any:
+def _ruled(given: _Given, own: Function, context: StateContext) -> Any:
     q, k, v, decay, beta = (given.packed(name) for name in ("query", "key", "value", "g", "beta"))
-    call = DeltaRule(q, k, v, decay, beta, normalise=bool(given.one("use_qk_l2norm_in_kernel")))
+    call = DeltaRule(q, k, v, decay, beta, bool(given.one("use_qk_l2norm_in_kernel")), own)
     given.none("initial_state", "output_final_state", "cu_seqlens")
     given.end()
     return context.delta_rule(call)[None], None
 
 
-def _spaced(given: _Given, context: StateContext) -> Any:
+def _spaced(given: _Given, own: Function, context: StateContext) -> Any:
     x, dt, b, c = (given.packed(name) for name in ("hidden_states", "dt", "B", "C"))
     low, high = given.one("dt_limit") or (0.0, math.inf)
-    call = StateSpace(
-        x, dt, given.one("A"), b, c, given.one("D"), given.one("dt_bias"), bool(given.one("dt_softplus")), (low, high)
-    )
+    a, d, bias = (given.one(name) for name in ("A", "D", "dt_bias"))
+    softplus, chunk = bool(given.one("dt_softplus")), given.one("chunk_size")
+    call = StateSpace(x, dt, a, b, c, d, bias, softplus, (low, high), own, chunk)
     given.none("initial_states", "return_final_states", "z", "seq_idx", "cu_seqlens")
     given.end()
     return context.state_space(call)[None]
 
 
-_STAND_INS: dict[str, Callable[[_Given, StateContext], Any]] = {
+def own_delta_rule(
+    call: DeltaRule, tokens: slice, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, value_heads, value_dim], [value_heads, key_dim, value_dim]
+    """The modeling module's own function over some of the tokens, from ``state`` on; and the state that it leaves."""
+    assert call.own is not None
+    parts = (x[None, tokens] for x in (call.q, call.k, call.v, call.decay, call.beta))
+    out, left = call.own(
+        **dict(zip(("query", "key", "value", "g", "beta"), parts, strict=True)),
+        initial_state=None if state is None else state[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=call.normalise,
+    )
+    return out[0], left[0]
+
+
+def own_state_space(
+    call: StateSpace, tokens: slice, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, heads, head_dim], [heads, head_dim, state_dim]
+    """As ``own_delta_rule``."""
+    assert call.own is not None
+    x, dt, b, c = (each[None, tokens] for each in (call.x, call.dt, call.b, call.c))
+    out, left = call.own(
+        **{"hidden_states": x, "dt": dt, "A": call.a, "B": b, "C": c, "D": call.d, "dt_bias": call.dt_bias},
+        chunk_size=call.chunk,
+        dt_softplus=call.softplus,
+        dt_limit=call.limit,
+        initial_states=None if state is None else state[None],
+        return_final_states=True,
+    )
+    return out[0], left[0]
+
+
+_STAND_INS: dict[str, Callable[[_Given, Function, StateContext], Any]] = {
     "causal_conv1d_fn": _convolved,
     "torch_chunk_gated_delta_rule": _ruled,
     "chunk_kimi_delta_attention": _ruled,
@@ -161,9 +196,25 @@ def _stand_in(name: str, own: Function) -> Function:
         context = _context.get()
         if context is None:
             return own(*given, **named)
-        return run(_Given(name, signature.bind(*given, **named)), context)
+        return run(_Given(name, signature.bind(*given, **named)), own, context)
 
     return function
+
+
+# Proved one by one, against each sequence by itself: what else a mixer does, no list of functions would show.
+_KNOWN_MIXERS = frozenset(
+    [
+        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
+        *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
+        *("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv"),
+    ]
+)
+
+
+def is_known_mixer(module: nn.Module) -> bool:
+    """Whether its functions are all through which tokens reach those after them."""
+    return type(module).__name__ in _KNOWN_MIXERS
 
 
 def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

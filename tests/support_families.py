@@ -93,6 +93,16 @@ _EAGER = {"implementation": "eager"}
 # Layer norms and GELUs give every position a common direction, which would decide alone if attention spoke softly.
 _BIASED = {"scale": {"o_proj": 1.5, "dense": 1.5, "c_proj": 1.5, "out_proj": 1.5, "qkv": 1.3, "bias": 0.4}}
 
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_OWN_MAMBA2 = {"n_groups": 2, "chunk_size": 16, "expand": 2}
+_GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+_GATED_DELTA |= {"linear_value_head_dim": 8}
+_SHARED_MOE = {**_MOE, "shared_expert_intermediate_size": 32}
+_NEMOTRON_H = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 8, **_OWN_MAMBA2}
+_NEMOTRON_H |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+_NEMOTRON_H |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "topk_group": 1}
+_NEMOTRON_H |= {"moe_shared_expert_intermediate_size": 32, "n_group": 1, "num_hidden_layers": 4}
+
 FAMILIES: dict[str, Family] = dict(
     [
         # Llama, and what is a Llama to an attention function. The first has three query heads a KV head.
@@ -237,8 +247,25 @@ FAMILIES: dict[str, Family] = dict(
         family("biogpt", "", _MLP, **_BIASED),
         family("opt", "", {"ffn_dim": 64, "word_embed_proj_dim": 48}, **_BIASED),
         family("ctrl", "", {"dff": 64}, **_BIASED),
+        # Layers that carry a state from token to token: gated delta rules, state spaces, short convolutions.
+        family("qwen3_next", "", _WIDE, _SHARED_MOE, _GATED_DELTA, _layers("LLLF")),
+        family("qwen3_5", "qwen3_5_text", _WIDE, _GATED_DELTA, _layers("LFL")),
+        family("qwen3_5_moe", "qwen3_5_moe_text", _WIDE, _SHARED_MOE, _GATED_DELTA, _layers("LLF")),
+        family("olmo_hybrid", "", _SQUARE, _GATED_DELTA, {"linear_num_key_heads": 4}, _layers("LLF")),
+        family("kimi_linear", "", _MLA, _MOE, {"linear_num_heads": 4, "linear_head_dim": 8}, _layers("LLF")),
+        family("bailing_hybrid", "", _MLA, _MOE, {"head_dim": 16, "n_group": 1, "topk_group": 1}, _layers("LLF")),
+        family("mamba2", "", {"num_heads": 4, "head_dim": 24, "state_size": 8, **_OWN_MAMBA2}),
+        family("bamba", "", _GQA, _MAMBA2, {"attn_layer_indices": [1], "pad_token_id": 0}),
+        family("falcon_h1", "", _WIDE, _MAMBA2, {"mamba_d_ssm": 96}),
+        family("granitemoehybrid", "", _GQA, _LOCAL_MOE, _MAMBA2, {"shared_intermediate_size": 32}, _layers("LFL")),
+        family("nemotron_h", "", _GQA, _NEMOTRON_H),
+        family("lfm2", "", _GQA, {"layer_types": ["conv", "full_attention", "conv"]}),
+        family("lfm2_moe", "", _GQA, _MOE, {"layer_types": ["conv", "full_attention", "conv"]}),
     ]
 )
+
+CARRYING = [*FAMILIES][[*FAMILIES].index("qwen3_next") :]  # those whose layers carry a state
+ATTENDING = [*FAMILIES][: -len(CARRYING)]  # every layer attends, and nothing else reaches from token to token
 
 _BART = {"d_model": 32, "max_position_embeddings": 128, "is_decoder": True, "is_encoder_decoder": False}
 _BART |= {
@@ -248,9 +275,6 @@ _BART |= {
 }
 _BART |= {"pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
 _N = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
-_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
-_GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-_GATED_DELTA |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 32}
 _JAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "pad_token_id": 0}
 _JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
 
@@ -258,7 +282,7 @@ _JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "nu
 #   unrouted   never calls the registered function
 #   mask       keeps a part of its meaning in the mask alone
 #   two-way    looks ahead
-#   recurrent  has state besides keys and values
+#   recurrent  has a state besides keys and values that is not known to be carried as those of ``CARRYING`` are
 #   repeated   runs one attention module several times in one forward
 #   encoder    is an encoder-decoder
 #   positions  counts positions by itself, along its row
@@ -314,10 +338,6 @@ REFUSED: dict[str, Family] = dict(
         ),
         family("bert", "", _MLP, {"hidden_size": 64, "pad_token_id": 0}, why="two-way"),
         family("jamba", "", _GQA, _JAMBA, why="recurrent"),
-        family("bamba", "", _GQA, _MAMBA2, {"attn_layer_indices": [1], "pad_token_id": 0}, why="recurrent"),
-        family("falcon_h1", "", _WIDE, _MAMBA2, {"mamba_d_ssm": 96}, why="recurrent"),
-        family("lfm2", "", _GQA, {"layer_types": ["conv", "full_attention", "conv"]}, why="recurrent"),
-        family("qwen3_next", "", _WIDE, _MOE, _GATED_DELTA, _layers("LLLF"), why="recurrent"),
         family("mamba", "", {"state_size": 4}, why="recurrent"),
         family("recurrent_gemma", "", _WIDE, {"lru_width": 48, "attention_window_size": WINDOW}, why="recurrent"),
         family("minimax", "", _WIDE, _LOCAL_MOE, _layers("LFL"), why="recurrent"),

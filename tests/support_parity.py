@@ -24,8 +24,9 @@ Row = tuple[int, ...]
 NEAR_TIE = 1e-3  # where the two best logits are closer, rounding decides and nothing can be said
 
 # One of each kind of attention: plain, window on every layer, window and soft-cap, window and sinks, unequal dims,
-# learned positions, no positions on some layers, layers that read the K and V of others.
+# learned positions, no positions on some layers, layers that read the K and V of others; and layers that carry a state.
 KINDS_OF_ATTENTION = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "cohere2", "gemma4_shared"]
+KINDS_OF_ATTENTION += ["qwen3_next", "falcon_h1"]
 
 # Steps cut in different places, and nothing shared: none of it changes what a model says.
 CUTS: list[dict[str, Any]] = [
@@ -107,6 +108,7 @@ def are_greedy(family: str, rows: Sequence[tuple[Row, Row]], new_tokens: int) ->
     return [_GREEDY.get((family, *row, new_tokens), False) for row in rows]
 
 
+_STATES = 8
 _ASKED = 12  # every so many rows ``generate`` itself is asked, whatever a pass over the row says
 
 
@@ -134,8 +136,9 @@ def assert_parity(family: str, prompts: Sequence[Sequence[int]], result: BatchRe
 
 
 def pages_of_memory(model: PreTrainedModel, pages: int, page_size: int) -> int:
-    """``kv_memory`` that holds exactly so many pages."""
-    return BatchGenerator(model).architecture.kv_bytes_per_token * page_size * pages
+    """``kv_memory`` that holds exactly so many pages, and beside them some states where layers carry one."""
+    architecture = BatchGenerator(model).architecture
+    return architecture.kv_bytes_per_token * page_size * pages + _STATES * architecture.slot_bytes
 
 
 @pytest.fixture

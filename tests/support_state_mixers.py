@@ -117,5 +117,5 @@ class Twins:
     def state_space(self, call: StateSpace) -> torch.Tensor:
         _, heads, head_dim = call.x.shape
         states = self._states(torch.zeros, heads, head_dim, call.b.shape[2])
-        given = {name: getattr(call, name) for name in inspect.signature(StateSpace).parameters}
+        given = {name: getattr(call, name) for name in inspect.signature(state_space).parameters if hasattr(call, name)}
         return state_space(**given, states=states, spans=self.spans)

@@ -202,7 +202,7 @@ def test_kept_prefixes_go_where_there_is_no_memory_to_grow(device: Device, monke
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, keep_prefixes=2)
     generate(generator, questions(2, 0))
 
-    def no_memory(self: KVStorage, num_pages: int) -> None:
+    def no_memory(self: KVStorage, num_pages: int, num_slots: int) -> None:
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as patch:

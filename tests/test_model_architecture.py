@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_families import FAMILIES, REFUSED, build, family_params, reference_generate
+from support_families import CARRYING, FAMILIES, REFUSED, build, family_params, reference_generate
 from support_parity import counted_tokens
 
 from hf_batchllm import BatchGenerator, PromptError, UnsupportedModelError
@@ -19,7 +19,7 @@ SAYS = {  # by the zoo's reason, what the error says is in the way
     "unrouted": "brings an attention of its own",
     "mask": "mask|chunked_attention",
     "two-way": "both directions",
-    "recurrent": "kind that is not supported|attends .* times|brings an attention of its own",
+    "recurrent": "kind that is not supported|attends .* times|brings an attention of its own|carry a state",
     "repeated": "several times|attends .* times",
     "encoder": "encoder-decoder",
     "positions": "several prompts stand side by side",
@@ -33,7 +33,10 @@ def test_supported_families_are_understood(name: str) -> None:
     before = {key: repr(value) for key, value in vars(model.config).items()}
     state = torch.get_rng_state()
     architecture = BatchGenerator(model).architecture
-    assert architecture.layers == model.config.num_hidden_layers
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    attend = [kind for kind in kinds if (kind.endswith("attention") and kind != "linear_attention") or kind == "hybrid"]
+    assert architecture.layers == len(attend)
+    assert bool(architecture.states) == bool(architecture.slot_bytes) == (name in CARRYING)
     assert architecture.vocab_size == 101
     assert architecture.name == type(model).__name__
     assert {key: repr(value) for key, value in vars(model.config).items()} == before

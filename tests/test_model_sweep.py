@@ -47,7 +47,7 @@ REASONS = [
     ("T5Gemma2ForConditionalGeneration", "t5gemma2", "default", "is an encoder-decoder"),
     ("BlipForConditionalGeneration", "blip", "default", "no language-model head"),
     ("BloomForCausalLM", "bloom", "default", "an attention of its own"),
-    ("FalconH1ForCausalLM", "falcon_h1", "default", "of a kind that is not supported|attends .* times"),
+    ("JambaForCausalLM", "jamba", "default", "carry a state from token to token"),
     ("DiffLlamaForCausalLM", "diffllama", "default", "several times|attends .* times"),
     ("Llama4ForCausalLM", "llama4_text", "default", "chunked_attention|mask alone"),
     ("PhimoeForCausalLM", "phimoe", "other", "mask alone"),

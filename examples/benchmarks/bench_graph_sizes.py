@@ -19,10 +19,12 @@ import torch
 from bench_support.gpu_timing import graph_ms, need_gpu
 from bench_support.options import add_json_option, write_json
 
-from hf_batchllm.bench.shapes import SHAPES, has_experts, layer_products
+from hf_batchllm.bench.shapes import SHAPES, has_experts, is_hybrid, layer_products
 from hf_batchllm.engine.device_loop.graph_sizes import size_of
 
-DENSE = [name for name in SHAPES if not has_experts(name)]  # experts have rows of their own: bench_experts.py
+DENSE = [
+    name for name in SHAPES if not (has_experts(name) or is_hybrid(name))
+]  # experts have rows of their own: bench_experts.py
 MODELS = [name for name in DENSE if name not in ("gemma3-1b", "tiny")]
 LEAST_BYTES = 100e6  # of weights: more than the L2 cache keeps from one replay to the next
 ROWS = [*range(16, 1025, 16), *range(1056, 2049, 32)]

@@ -36,7 +36,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_batchllm import BatchConfig
-from hf_batchllm.bench.shapes import SHAPES, has_experts
+from hf_batchllm.bench.shapes import SHAPES, has_experts, is_hybrid
 from hf_batchllm.model.architecture import inspect_model
 from hf_batchllm.model.batch import BatchBuilder
 from hf_batchllm.model.choose_backend import fused_kernels, make_backend
@@ -50,7 +50,9 @@ from hf_batchllm.planning.requests_and_prefixes import Request
 from hf_batchllm.planning.step import Chunk, Step
 
 DEVICE = torch.device("cuda")
-DENSE = tuple(name for name in SHAPES if not has_experts(name))  # a layer's products are the same for all tokens
+DENSE = tuple(
+    name for name in SHAPES if not (has_experts(name) or is_hybrid(name))
+)  # a layer's products are the same for all tokens
 PAGE = 64
 
 

@@ -1,11 +1,12 @@
 """The floor: the least time that a run can take, from what it must compute and read and from two rates of the machine.
 
-Computed at the rate of large matrix products: the products of all prompt tokens that differ, of all decode rows and of
-the LM head, and the prompts' attention. Read at the rate of a large copy: the K and V of each decode step, a shared
-prefix once for its group. Reading the weights costs nothing where decode rows run in one step with prompts. If nothing
-is shared, prompts come first and decode steps run alone: each then takes at least as long as reading the weights.
-Prompts take at least as long as reading the weights once, and a run with shared prefixes at least as long as reading
-them once for the prompts and once for each further token of the longest answer.
+Computed at the rate of large matrix products: the products of all prompt tokens that differ, of all decode rows and
+of the LM head, and the prompts' attention. Read at the rate of a large copy: the K and V of each decode step, a
+shared prefix once for its group. Layers that carry a state read and write it for each decode token, and where a
+prompt ends. Reading the weights costs nothing where decode rows run in one step with prompts. If nothing is shared,
+prompts come first and decode steps run alone: each then takes at least as long as reading the weights. Prompts take
+at least as long as reading the weights once, and a run with shared prefixes at least as long as reading them once for
+the prompts and once for each further token of the longest answer.
 
 A mixture of experts differs in two ways. A token is multiplied by the matrices that all tokens meet (attention, router,
 shared experts, dense layers) and by those of the few experts that are chosen for it. And a step reads the weights that
@@ -31,6 +32,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.architecture import inspect_model
+from ..model.state_layers import ATTENDING, BOTH
 from .machine_rates import Rates
 from .matrices import Matrices, Mixture, NoFloorError, matrices_of
 from .workload import PromptGroup
@@ -58,6 +60,8 @@ class Shape:
     value_bytes: int = 2
     mixtures: tuple[Mixture, ...] = ()  # of the layers that have one
     routed_tokens: int = 0  # of the run, over which their shares were counted; 0: all experts are taken to be alike
+    state_bytes: int = 0  # that a sequence carries from token to token, in layers that do
+    layers_in_all: int = 0  # those that attend and those that do not; 0: all attend
 
     @property
     def layers(self) -> int:
@@ -92,8 +96,9 @@ class Shape:
         An expert's activation is part of its products. The sum of a token's experts reads each result and writes one.
         """
         gated = _GATED_MLP if self.gated else _PLAIN_MLP
-        values = (_NORMS * self.hidden + _ROPE * self.query_key_value) * self.layers
-        values += gated * self.mlp_width * (self.layers - len(self.mixtures))
+        layers = self.layers_in_all or self.layers
+        values = _NORMS * self.hidden * layers + _ROPE * self.query_key_value * self.layers
+        values += gated * self.mlp_width * (layers - len(self.mixtures))
         values += sum((each.top + 1) * self.hidden + gated * each.shared_width for each in self.mixtures)
         return values * self.value_bytes
 
@@ -105,6 +110,8 @@ class Shape:
         if matrices.why_not_known:
             raise NoFloorError(matrices.why_not_known)
         architecture = inspect_model(model)
+        if not architecture.attention:
+            raise NoFloorError("it has no layer that attends")
         values = sum(shape.kv_values for shape in architecture.attention)  # each layer reads them, shared or not
         heads = architecture.attention[0].heads
         # Of queries and values, which may differ, and over layers, which may differ as well.
@@ -124,6 +131,8 @@ class Shape:
             gated=any("gate" in name.rpartition(".")[2] for name, _ in model.named_modules()),
             value_bytes=model.dtype.itemsize,
             mixtures=tuple(mixture for _, mixture in matrices.mixtures),
+            state_bytes=architecture.slot_bytes,
+            layers_in_all=config.num_hidden_layers if architecture.states else 0,
         )
 
 
@@ -134,7 +143,7 @@ class Needs:
     prompt_tokens: int  # that differ
     decode_tokens: int
     operations: float  # of products and of the prompts' attention
-    kv_bytes: float  # that decode steps read, each shared prefix once for its group
+    kv_bytes: float  # that decode steps read, each shared prefix once for its group; and states, read and written
     waiting: float  # seconds by which reading the weights exceeds the products
     elementwise_bytes: float
     experts_met: float = 0.0  # of a layer by a decode step, on average
@@ -194,6 +203,10 @@ def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates, alone: boo
             longest, least = steps.max(), own.min()
             keys += _seen(longest, group.shared + least, window) - _seen(longest, least, window)
             kv += layers * layer_bytes * keys
+    # A state is read and written for each token by itself; and left where a prompt ends, and read where one goes on.
+    members = [(len(group.new), bool(group.shared)) for group in groups]
+    left_and_read = sum(count + (shared and count + 1) for count, shared in members)
+    kv += shape.state_bytes * (2 * sum(int((np.asarray(group.new) - 1).sum()) for group in groups) + left_and_read)
     counts = np.concatenate([np.asarray(group.new) for group in groups]) - 1
     rows = np.array([(counts > step).sum() for step in range(counts.max(initial=0))])  # [steps]
     decode_tokens = int(counts.sum())
@@ -236,5 +249,6 @@ def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        attend = [kind for kind in kinds if kind in ATTENDING | BOTH]
+        return tuple(window if kind == "sliding_attention" else None for kind in attend)
     return (window if getattr(config, "use_sliding_window", True) else None,) * layers

@@ -62,7 +62,8 @@ def matrices_of(model: PreTrainedModel) -> Matrices:
         if isinstance(module, nn.Linear | Conv1D) and module is not head and id(module) not in rarely:
             found.linear.append(module)
     known = {id(module.weight) for module in [*found.linear, head]}
-    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    # A short convolution multiplies each value of a token a few times: next to nothing beside the products.
+    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.Conv1d)}
     for each in mixtures_in(model):
         matrices = [parameter for parameter in each.module.parameters() if parameter.ndim == 3]
         top = _top(model, each.routers)

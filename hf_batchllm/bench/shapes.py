@@ -158,7 +158,48 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "rope_theta": 1000000.0,
     },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 262144,
+    },
+    "granite-4-h-small": {
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": 4096,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4) * 4,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
 }
+
+
+def is_hybrid(name: str) -> bool:
+    """Whether only some of its layers attend."""
+    return "linear_attention" in SHAPES[name].get("layer_types", ())
 
 
 def has_experts(name: str) -> bool:
@@ -170,6 +211,8 @@ def layer_products(name: str) -> list[tuple[int, int]]:
 
     q, k and v in one; the output projection; gate and up in one; down. Of a layer without experts.
     """
+    if is_hybrid(name):
+        raise ValueError(f"the layers of {name} are of several kinds, with other products in each")
     if has_experts(name):
         raise ValueError(f"a layer of {name} has experts, and no four products that all tokens meet")
     fields = SHAPES[name]

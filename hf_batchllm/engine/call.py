@@ -373,6 +373,7 @@ class Call:
             self.plan.sharing,
             self.timekeeper,
             preemptions=self._earlier_preemptions + self.engine.scheduler.preemptions,
+            kv_bytes=(self._kv.peak_bytes, self._kv.whole_bytes),
             page_bytes=self._kv.page_bytes,
             planning_seconds=self.planning_seconds,
             capture_seconds=0.0 if ahead is None or ahead.graphs is None else ahead.graphs.seconds,

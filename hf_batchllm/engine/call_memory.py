@@ -12,7 +12,7 @@ from ..planning.call_plan import CallPlan
 from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
 from .job import Job
-from .kv_memory import KVMemory
+from .kv_memory import KVMemory, Room
 from .memory_rehearsal import LargestStep, cannot_rehearse, largest_step, picking_bytes, stage
 from .step_size import tokens_in_a_step
 from .wiring import picking_of, why_by_host
@@ -42,10 +42,11 @@ class CallMemory:
 
     def open(self) -> tuple[PagedCache, KVStorage]:
         """The cache of the call, as large as the call can use and as memory allows."""
-        wanted = self._plan.pages_at_once
+        plan, wanted = self._plan, self._plan.pages_at_once
+        states = bool(self._use.architecture.states)
         return self._kv.open(
-            pages_wanted=max(wanted, 1),
-            pages_needed=self._plan.pages_needed,
+            Room(max(wanted, 1), plan.slots_at_once if states else 0),
+            Room(plan.pages_needed, plan.slots_needed if states else 0),
             beside=lambda most: self._beside_the_cache(wanted, most),
             results=self._outputs.results_bytes(max(self._plan.new_tokens, default=0), self._vocabulary),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import nn
 
@@ -14,12 +15,20 @@ from ..model.device_memory import DeviceMemory, device_memory, is_out_of_memory
 from ..model.kv_storage import KVStorage, kv_dtype
 from ..notices import Notices
 from ..planning.paged_cache import PagedCache
+from ..planning.state_slots import StateSlots
 from ..wording import shown_size
 from .computed_with import ComputedWith
 from .memory_rehearsal import Rehearsals
 
 _SMALLER = 0.9  # of a size that could not be allocated: the next one to try
 _MUCH = 10  # leaving more than a tenth of the memory to steps is worth a closer look
+
+
+class Room(NamedTuple):
+    """What a cache has room for: pages of keys and values, and slots for states of layers that carry one."""
+
+    pages: int
+    slots: int = 0
 
 
 class KVMemory:
@@ -42,17 +51,33 @@ class KVMemory:
     def page_bytes(self) -> int:
         return self.architecture.kv_bytes_per_token * self._config.page_size
 
+    def bytes_of(self, room: Room) -> int:
+        return room.pages * self.page_bytes + room.slots * self.architecture.slot_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that held tokens, or states, at the same time."""
+        cache = self.cache
+        assert cache is not None
+        return self.bytes_of(Room(cache.peak_pages, 0 if cache.slots is None else cache.slots.most))
+
+    @property
+    def whole_bytes(self) -> int:
+        cache = self.cache
+        assert cache is not None
+        return self.bytes_of(Room(cache.num_pages, 0 if cache.slots is None else cache.slots.count))
+
     def start(self) -> None:
         """A call begins."""
         self.memory = device_memory(self.architecture.device)
         self.memory.start()
 
     def open(
-        self, pages_wanted: int, pages_needed: int, beside: Callable[[int], int | None], results: int = 0
+        self, wanted: Room, needed: Room, beside: Callable[[int], int | None], results: int = 0
     ) -> tuple[PagedCache, KVStorage]:
-        """A cache for a call that could use ``pages_wanted`` pages beside those of kept prefixes.
+        """A cache for a call that could use the ``wanted`` room beside that of kept prefixes.
 
-        pages_needed: pages of the longest sequence.
+        needed: the room that the longest sequence takes.
         beside: from the most pages that the cache may have to the bytes that the call takes beside it; None where that
             cannot be found out. It is asked only where memory may run short.
         results: bytes on the device that the call hands out in the end.
@@ -71,13 +96,15 @@ class KVMemory:
         if self._config.keep_prefixes:
             self._drop_what_another_model_computed()
         if self.cache is None or self.storage is None:
-            self._make(min(pages_wanted, self._affordable(pages_wanted, pages_needed, beside)), pages_needed)
+            self._make(self._affordable(wanted, needed, beside), needed)
         else:
-            kept = self.cache.num_pages - self.cache.free_pages
-            wanted = pages_wanted + kept
-            pages = min(wanted, self._affordable(wanted, pages_needed, beside, self.storage.bytes))
-            if pages > self.cache.num_pages:
-                self._grow(pages, pages_needed)
+            slots = self.cache.slots
+            kept = Room(self.cache.num_pages - self.cache.free_pages, 0 if slots is None else slots.taken)
+            more = Room(wanted.pages + kept.pages, wanted.slots + kept.slots)
+            room = self._affordable(more, needed, beside, self.storage.bytes)
+            present = Room(self.cache.num_pages, 0 if slots is None else slots.count)
+            if room.pages > present.pages or room.slots > present.slots:
+                self._grow(Room(max(room.pages, present.pages), max(room.slots, present.slots)), needed)
         assert self.cache is not None and self.storage is not None
         self.cache.start_counting()
         return self.cache, self.storage
@@ -107,7 +134,8 @@ class KVMemory:
         try:
             change = self._computed_with.change()
             if change is None:
-                self.storage.keep_only(self.cache.compact())
+                slots = self.cache.compact_slots()
+                self.storage.keep_only(self.cache.compact(), slots)
                 return
         except BaseException as error:
             self.clear()
@@ -159,23 +187,38 @@ class KVMemory:
         self._computed_with = None
         self.memory.trim()
 
-    def _affordable(self, wanted: int, needed: int, beside: Callable[[int], int | None], held: int = 0) -> int:
-        """Pages that fit into memory. ``held``: bytes that the cache has already."""
+    def _affordable(self, wanted: Room, needed: Room, beside: Callable[[int], int | None], held: int = 0) -> Room:
+        """As much of the ``wanted`` room as fits into memory. ``held``: bytes that the cache has already."""
         free = held + self._free()
         size = None if self._config.kv_memory is None else self._config.kv_bytes(free)
         if size is None:
             size = int(free * self.memory.share)
-            if self.memory.taken_at_once and wanted * self.page_bytes > free // 2:
+            if self.memory.taken_at_once and self.bytes_of(wanted) > free // 2:
                 size = self._left_over(size, needed, beside, held)
-        pages = size // self.page_bytes
-        if pages == 0:
+        room = self._within(size, wanted, needed)
+        if room.pages <= 0:
+            states = self.bytes_of(Room(0, needed.slots))
+            beside_states = f", the states of a sequence and its prefixes take {shown_size(states)}" if states else ""
             raise CacheMemoryError(
-                f"a single page of {self._config.page_size:,} tokens takes {shown_size(self.page_bytes)}, and the KV "
-                f"cache may have {shown_size(size)}: set a smaller `page_size`, or a larger `kv_memory`"
+                f"a single page of {self._config.page_size:,} tokens takes {shown_size(self.page_bytes)}"
+                f"{beside_states}, and the KV cache may have {shown_size(size)}: set a smaller `page_size`, or a "
+                "larger `kv_memory`"
             )
-        return pages
+        return room
 
-    def _left_over(self, share: int, needed: int, beside: Callable[[int], int | None], held: int) -> int:
+    def _within(self, size: int, wanted: Room, needed: Room) -> Room:
+        """As much of the ``wanted`` room as ``size`` bytes hold: pages and slots in proportion, as they run out."""
+        if self.bytes_of(wanted) <= size:
+            return wanted
+        slots = wanted.slots
+        if slots:
+            slots = min(slots, max(needed.slots, int(slots * size / self.bytes_of(wanted))))
+        left = size - self.bytes_of(Room(0, slots))
+        return Room(
+            min(wanted.pages, left // self.page_bytes) if self.page_bytes else wanted.pages * (left >= 0), slots
+        )
+
+    def _left_over(self, share: int, needed: Room, beside: Callable[[int], int | None], held: int) -> int:
         """Bytes that the call's steps leave to the cache; ``share`` where that cannot be found out."""
         self.memory.trim()
         try:
@@ -191,7 +234,7 @@ class KVMemory:
             return share // 2  # fewer sequences at a time make smaller steps, which may fit
         finally:
             self.memory.trim()
-        room, enough = self._room(held + self._free()), max(share // 2, needed * self.page_bytes)
+        room, enough = self._room(held + self._free()), max(share // 2, self.bytes_of(needed))
         if enough > share:  # a sequence that does not fit anyway
             enough = share // 2
         if room >= enough:
@@ -206,28 +249,32 @@ class KVMemory:
 
     def _found(self, beside: Callable[[int], int | None], held: int) -> int | None:
         """Bytes to leave to steps. A larger cache holds more sequences, and they make larger steps."""
-        most = beside((held + self._free()) // self.page_bytes)
+        most = beside(self._most_pages(held + self._free()))
         self.memory.trim()
         free = held + self._free()  # less what the first step allocated for good
         if most is None or most < free // _MUCH:
             return most
         # `most` leaves room for few sequences, whose steps need less. Reserving only that lets more in, and is too
         # little. Try half-way.
-        least = beside(max(free - most, 0) // self.page_bytes)
+        least = beside(self._most_pages(max(free - most, 0)))
         between = (most + (most if least is None else least)) // 2
-        taken = beside(max(free - between, 0) // self.page_bytes)
+        taken = beside(self._most_pages(max(free - between, 0)))
         return between if taken is not None and taken <= between else most
+
+    def _most_pages(self, size: int) -> int:
+        return size // max(self.page_bytes, 1)
 
     def _room(self, free: int) -> int:
         """The part of ``free`` bytes that the cache may take."""
         return int(free * self.memory.share) if self._beside is None else free - self._beside
 
-    def _make(self, planned: int, needed: int) -> None:
-        """Make a cache of ``planned`` pages, or of fewer if there is no memory for so many by now."""
+    def _make(self, planned: Room, needed: Room) -> None:
+        """Make a cache of ``planned`` size, or a smaller one if there is no memory for so much by now."""
         # A sequence that needs more pages than the whole cache is refused later, by name.
-        size, pages, least = self._config.page_size, planned, needed if needed <= planned else 1
+        size, room = self._config.page_size, planned
+        least = Room(needed.pages if needed.pages <= planned.pages else 1, min(needed.slots, planned.slots))
         while True:
-            self.storage = KVStorage(pages, size)
+            self.storage = KVStorage(room.pages, size, room.slots)
             try:
                 self._reserve(self.storage)
                 break
@@ -235,7 +282,7 @@ class KVMemory:
                 self.clear()
                 if not is_out_of_memory(error):
                     raise
-                if pages <= least:
+                if self.bytes_of(room) <= self.bytes_of(least):
                     raise CacheMemoryError(
                         f"there is no memory for the KV cache on {self.architecture.device}: "
                         f"{self._shown(planned)} were planned, and {self._shown(least)}, which the longest sequence "
@@ -243,12 +290,15 @@ class KVMemory:
                         "or `max_new_tokens`"
                     ) from error
             self.memory.trim()
-            pages = max(least, min(int(pages * _SMALLER), self._room(self._free()) // self.page_bytes))
-        self.cache = PagedCache(pages, size, self._config.keep_prefixes)
-        if pages < planned:
+            fits = min(int(self.bytes_of(room) * _SMALLER), self._room(self._free()))
+            room = self._within(fits, room, least)
+            room = Room(max(room.pages, least.pages), max(room.slots, least.slots))
+        slots = StateSlots(room.slots) if self.architecture.states else None
+        self.cache = PagedCache(room.pages, size, self._config.keep_prefixes, slots)
+        if room != planned:
             self._notices(
                 "smaller",
-                f"the KV cache has {self._shown(pages)} instead of the {self._shown(planned)} that were planned: "
+                f"the KV cache has {self._shown(room)} instead of the {self._shown(planned)} that were planned: "
                 f"{self.architecture.device} had no more to give. The call goes on with fewer sequences at a time. "
                 "If something else takes memory there, set a smaller `kv_memory`",
             )
@@ -257,17 +307,18 @@ class KVMemory:
         if not self.memory.taken_at_once:
             return  # a CPU hands out memory only when it is written to
         device = self.architecture.device
-        storage.reserve(self.architecture.attention, kv_dtype(base_model(self._model).dtype, device), device)
+        dtype = kv_dtype(base_model(self._model).dtype, device)
+        storage.reserve(self.architecture.attention, dtype, device, self.architecture.states)
 
-    def _grow(self, pages: int, needed: int) -> None:
+    def _grow(self, room: Room, needed: Room) -> None:
         assert self.cache is not None and self.storage is not None
         try:
-            self.storage.grow(pages)  # first: it may run out of memory
+            self.storage.grow(*room)  # first: it may run out of memory
         except Exception as error:
             if not (self.memory.taken_at_once and is_out_of_memory(error)):
                 raise
         else:
-            self.cache.grow(pages)
+            self.cache.grow(*room)
             return
         self._notices(
             "kept",
@@ -277,7 +328,7 @@ class KVMemory:
         self.cache.forget_kept()
         self.clear()
         self.memory.trim()
-        self._make(pages, needed)
+        self._make(room, needed)
 
-    def _shown(self, pages: int) -> str:
-        return shown_size(pages * self.page_bytes)
+    def _shown(self, room: Room) -> str:
+        return shown_size(self.bytes_of(room))

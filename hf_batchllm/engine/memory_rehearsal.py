@@ -134,7 +134,7 @@ class Rehearsals:
         model, architecture = base_model(runner.model), runner.architecture
         cast = autocast_dtype(architecture.device)
         rows = architecture.selects_rows, architecture.head_rows, architecture.vocab_size
-        built = architecture.device, architecture.attention, rows, _build_of(runner.model)
+        built = architecture.device, architecture.attention, architecture.states, rows, _build_of(runner.model)
         key = self._settings, built, step, model.dtype, cast
         if key in self._known:
             return self._known[key]
@@ -182,7 +182,9 @@ def _build_of(model: nn.Module) -> tuple[object, ...]:
 
 def _rehearsed(runner: ModelRunner, storage: KVStorage, step: LargestStep, memory: DeviceMemory) -> int | None:
     device = runner.architecture.device
-    builder = BatchBuilder(storage.page_size, short_chunk=runner.backend.short_chunk)
+    # The sequences have no slots: each begins with no state and leaves none.
+    carries_states = bool(runner.architecture.states)
+    builder = BatchBuilder(storage.page_size, short_chunk=runner.backend.short_chunk, carries_states=carries_states)
     batch = builder.build(_made_up(step, storage.num_pages, storage.page_size))
     memory.trim()
     memory.mark()

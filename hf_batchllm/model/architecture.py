@@ -23,6 +23,7 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
+from ..patches.state_functions import StateFunctions, state_context
 from ..patches.uncompiled import Uncompiled, every_module
 from .architecture_refusals import (
     refuse_dropped_layers,
@@ -38,6 +39,8 @@ from .own_code import AsMade, as_made
 from .owners_code import is_theirs, refuse_owners_code
 from .owners_layers import LENGTH_DEPENDENT_ROPE, made_like, rope_limit
 from .sharded import refuse_sharded
+from .state_layers import StateNotes, attention_expected, layer_kinds, refuse_by_states, refuse_unknown_kinds
+from .state_storage import StateShape
 from .token_by_token import TokenByToken
 from .unpacking import unpack
 
@@ -47,9 +50,9 @@ _BYPASSES = (
 # Positions of queries that masks are asked about: at the start, and so far from it that any window or chunk shows.
 _QUERIES = (1, 6, 1_000_000)
 _POSITION_TABLES = {"wpe", "embed_positions", "position_embeddings"}  # GPT-2's, OPT's and BART's, BERT's
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
-_Noted = tuple[list[AttentionCall], bool]  # the calls of a pass, and whether the model selects rows
+# The calls of a pass, the states that it carries, and whether the model selects rows.
+_Noted = tuple[list[AttentionCall], list[StateShape], bool]
 # Of architectures looked at before; they hold no memory, as they come from copies without data.
 _SEEN: dict[tuple[object, ...], tuple[_Noted, AsMade]] = {}
 _MOST_ARCHITECTURES_KEPT = 16
@@ -69,6 +72,8 @@ class Architecture:
     rope_limit: int | None  # in longer sequences, a length-dependent RoPE would change what is computed
     device: torch.device
     attention: tuple[AttentionShape, ...]  # of each layer, in the order in which they run
+    states: tuple[StateShape, ...]  # that a pass carries from token to token, in the order of its calls
+    slot_bytes: int  # of all of them, for one sequence
     selects_rows: bool  # whether the model can be told which tokens to compute logits of
     look: CodeInUse = field(repr=False, compare=False)  # the model as it was inspected
     own_code: TokenByToken = field(repr=False, compare=False)
@@ -91,8 +96,9 @@ def inspect_model(model: nn.Module) -> Architecture:
     refuse_equal_numbers(inner, name)
     look = code_in_use(inner)
     refuse_owners_code(inner, look, name)
-    (calls, selects_rows), made = _attention_calls(inner, name, look)
-    _refuse_by_calls(inner, name, calls)
+    (calls, states, selects_rows), made = _attention_calls(inner, name, look)
+    refuse_by_states(inner, layer_kinds(inner), states, name)
+    _refuse_by_calls(inner, name, calls, states)
     refuse_positions_from_elsewhere(inner, name, is_theirs)
     refuse_own_temperature([call.layer for call in calls], name)
     refuse_windows_of_the_cache(inner, name, calls)
@@ -113,6 +119,8 @@ def inspect_model(model: nn.Module) -> Architecture:
         rope_limit=of_rope,
         device=device,
         attention=shapes,
+        states=tuple(states),
+        slot_bytes=sum(each.bytes(inner.dtype) for each in states),
         selects_rows=selects_rows,
         look=look,
         own_code=own_code,
@@ -136,15 +144,17 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
     refuse_dropped_layers(modules, architecture.name)
     if has_changed(inner, architecture.look):
         before, architecture = architecture, inspect_model(model)
-        if architecture.attention != before.attention:
+        if (architecture.attention, architecture.states) != (before.attention, before.states):
             raise UnsupportedModelError(
                 f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
             )
     else:
         architecture.own_code.refuse_mixed_tokens(inner, modules)
+    dtype = kv_dtype(inner.dtype, device)
     return replace(
         architecture,
-        kv_bytes_per_token=architecture.kv_values_per_token * kv_dtype(inner.dtype, device).itemsize,
+        kv_bytes_per_token=architecture.kv_values_per_token * dtype.itemsize,
+        slot_bytes=sum(each.bytes(dtype) for each in architecture.states),
         vocab_size=_vocab_size(inner),
         device=device,
         head_rows=_head_rows(inner),
@@ -194,13 +204,7 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} cannot run on text alone: its forward pass asks for {' and '.join(f'`{each}`' for each in wanted)}"
         )
-    text = config.get_text_config(decoder=True)
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{name} has layers of a kind that is not supported: {', '.join(unknown)} "
-            "(full and sliding-window attention are)"
-        )
+    refuse_unknown_kinds(model, name)
 
 
 def _asked_for_beside_text(model: PreTrainedModel) -> list[str]:
@@ -222,15 +226,18 @@ def _refuse_repeated_layers(modules: Sequence[nn.Module], name: str) -> None:
                 )
 
 
-def _refuse_by_calls(model: PreTrainedModel, name: str, calls: list[AttentionCall]) -> None:
-    expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if not calls:
+def _refuse_by_calls(
+    model: PreTrainedModel, name: str, calls: list[AttentionCall], states: Sequence[StateShape]
+) -> None:
+    if not calls and not states:
         raise UnsupportedModelError(_BYPASSES.format(name))
-    refuse_own_positions(model, name)
+    if calls:
+        refuse_own_positions(model, name)
+    expected = attention_expected(model)
     if expected is not None and len(calls) != expected:
         raise UnsupportedModelError(
             f"{name} has {expected} layers, and attends {len(calls)} times through transformers' AttentionInterface; "
-            "hybrids and layers with an attention of their own are not supported"
+            "layers with an attention of their own are not supported"
         )
     if len({call.layer for call in calls}) != len(calls):
         raise UnsupportedModelError(f"{name} runs an attention layer several times in a pass; that is not supported")
@@ -243,6 +250,7 @@ class _NoteTaker:
         self.takes_masks = takes_masks
         self.calls = 0
         self.noted: list[AttentionCall] = []
+        self.states = StateNotes()
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls += 1
@@ -288,11 +296,11 @@ def _attention_calls(model: PreTrainedModel, name: str, look: CodeInUse) -> tupl
 def _noted_passes(model: nn.Module, device: torch.device, name: str) -> _Noted:
     """The calls of a pass as the engine makes it, checked against the masks that the model would ask for."""
     selects = _selects_rows(model, device)
-    calls, _ = _noted_pass(model, device, ATTENTION_NAME, selects)
+    notes, _ = _noted_pass(model, device, ATTENTION_NAME, selects)
     with attention_masks_noted() as masks:
-        for call in _noted_pass(model, device, MASK_PROBE_NAME, selects)[0]:
+        for call in _noted_pass(model, device, MASK_PROBE_NAME, selects)[0].noted:
             _refuse_by_mask(call, masks.get(id(call.mask)), name, drops_rows=not selects and _knows_rows(type(model)))
-    return calls, selects
+    return notes.noted, notes.states.noted, selects
 
 
 def _selects_rows(model: nn.Module, device: torch.device) -> bool:
@@ -314,17 +322,23 @@ def _knows_rows(cls: type) -> bool:
     return any("logits_to_keep" in inspect.signature(forward).parameters for forward in forwards)
 
 
-def _noted_pass(
-    model: nn.Module, device: torch.device, attention: str, selects_rows: bool
-) -> tuple[list[AttentionCall], int]:
-    """The calls of a pass over two tokens, and the number of rows of logits. ``selects_rows``: the second alone."""
+def _noted_pass(model: nn.Module, device: torch.device, attention: str, selects_rows: bool) -> tuple[_NoteTaker, int]:
+    """Notes of a pass over two tokens, and the number of rows of logits. ``selects_rows``: the second alone."""
     notes = _NoteTaker(takes_masks=attention == MASK_PROBE_NAME)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
-    compiled = Uncompiled(every_module(model))
+    compiled, functions = Uncompiled(every_module(model)), StateFunctions(model)
+    states = None if notes.takes_masks else notes.states  # with a cache, states are carried in it
     try:
-        with torch.no_grad(), swap.applied(attention), compiled.applied(), attention_context(notes):
+        with (
+            torch.no_grad(),
+            swap.applied(attention),
+            compiled.applied(),
+            functions.applied(),
+            attention_context(notes),
+            state_context(states),
+        ):
             # Without a cache, transformers reads the positions for packed sequences before it describes a mask: on the
             # meta device there are none to read.
             # As the engine runs it: a few classes hand `logits_to_keep` on to their attention, and with a number of
@@ -337,7 +351,7 @@ def _noted_pass(
         torch.set_grad_enabled(grad_mode)
         use_context(context)
     logits = getattr(output, "logits", None)
-    return notes.noted, 0 if logits is None else logits.shape[1]
+    return notes, 0 if logits is None else logits.shape[1]
 
 
 def _refuse_by_mask(call: AttentionCall, mask: NotedMask | None, name: str, drops_rows: bool) -> None:

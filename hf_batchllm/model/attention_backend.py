@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 
 from ..patches.attention_interface import AttentionContext
 from .batch import AttentionBatch
+from .kv_storage import KVStorage
 
 
 class AttentionBackend(ABC):
+    storage: KVStorage
     short_chunk: int = 0  # tokens: a step's prompt chunks of no more than these stand before longer ones
 
     @abstractmethod

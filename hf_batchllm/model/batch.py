@@ -16,6 +16,7 @@ import torch
 
 from ..planning.requests_and_prefixes import Prefix, Request, Unit, places_below
 from ..planning.step import Chunk, Step
+from .state_batch import StateBatch
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class ModelBatch:
     attention: AttentionBatch
     burst: Burst | None = None  # only if the builder makes bursts, and all tokens are decode rows
     asked: list[Chunk] = field(default_factory=list)  # parts of chunks; the logits of all their tokens are wanted
+    states: StateBatch | None = None  # only if the model has layers that carry a state
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
@@ -134,6 +136,7 @@ class BatchBuilder:
 
     ``pin_memory``: on the host, for a copy to a GPU that the host does not wait for.
     ``most_times``: how many times decode rows may run without the host in between; 0: no bursts are made.
+    ``carries_states``: whether the model has layers that carry a state from token to token.
     ``wanted``: gives the parts of a chunk whose logits are asked for, sampled or not.
     """
 
@@ -144,8 +147,10 @@ class BatchBuilder:
         short_chunk: int = 0,
         most_times: int = 0,
         wanted: Callable[[Chunk], Sequence[Chunk]] | None = None,
+        carries_states: bool = False,
     ) -> None:
         self.page_size = page_size
+        self.carries_states = carries_states
         self.most_times = most_times
         self.short_chunk = short_chunk  # tokens: chunks of no more than these stand before longer ones
         self.pin_memory = pin_memory
@@ -208,6 +213,7 @@ class BatchBuilder:
             ),
             burst,
             list(asked),
+            StateBatch.of(step, chunks, sizes) if self.carries_states else None,
         )
 
     def _burst(self, step: Step) -> Burst:

@@ -16,6 +16,7 @@ from ..patches.fused_forwards import FusedKernels
 from ..patches.fusion import triton_fused_kernels
 from .attention_backend import AttentionBackend
 from .kv_storage import KVStorage
+from .state_step import StateKernels, in_torch
 from .torch_attention import TorchBackend
 from .triton_attention import TritonBackend, triton_kernels
 
@@ -50,6 +51,17 @@ def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | N
     if not config.fuse or config.backend == "torch" or _refused(config, device) is not None:
         return None
     return triton_fused_kernels()
+
+
+def state_kernels(config: BatchConfig, device: torch.device) -> StateKernels:
+    """What layers run on that carry a state from token to token."""
+    if config.backend == "torch" or _refused(config, device) is not None:
+        return in_torch()
+    from ..kernels import convolution_triton, delta_rule_triton, state_space_triton
+
+    return StateKernels.of(
+        convolution_triton.short_convolution, delta_rule_triton.delta_rule, state_space_triton.state_space
+    )
 
 
 def _refused(config: BatchConfig, device: torch.device) -> str | None:

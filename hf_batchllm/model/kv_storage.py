@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import CacheMemoryError, UnsupportedModelError
 from ..patches.attention_interface import AttentionCall, autocast_dtype
 from .device_memory import is_out_of_memory
+from .state_storage import StateShape, StateStorage
 
 KVPair = tuple[torch.Tensor, torch.Tensor]  # K and V, each [slots, kv_heads, dim]
 TensorSpec = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -32,18 +33,29 @@ class AttentionShape(NamedTuple):
 
 
 class KVStorage:
-    """Pages of all layers, seen as one row of slots: page ``p`` holds the slots from ``p * page_size`` on."""
+    """Pages of all layers, seen as one row of slots: page ``p`` holds the slots from ``p * page_size`` on.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    ``states``: of layers that carry a state from token to token, in slots of another kind: one for each sequence.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int = 0) -> None:
         self.num_pages = num_pages
+        self.states = StateStorage(num_slots)
         self.page_size = page_size
         self._layers: dict[nn.Module, KVPair] = {}
         self._readers: set[nn.Module] = set()  # layers that read the pair of another
         self._reserved: list[KVPair] = []  # for layers that have not run yet
         self._paged: dict[nn.Module, tuple[Any, Any]] = {}  # K and V as a kernel reads them
 
-    def reserve(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+    def reserve(
+        self,
+        shapes: Iterable[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        states: Iterable[StateShape] = (),
+    ) -> None:
         """Take the memory of all layers now. Each layer gets a pair of its shape when it first runs."""
+        self.states.reserve(states, dtype, device)
         for shape in shapes:
             if shape.source is not None:
                 continue
@@ -100,8 +112,10 @@ class KVStorage:
             self._paged[layer] = made_by(k), made_by(v)
         return self._paged[layer]
 
-    def grow(self, num_pages: int) -> None:
-        """Make room for more pages; the present ones keep what they hold."""
+    def grow(self, num_pages: int, num_slots: int = 0) -> None:
+        """Make room for more pages and slots; the present ones keep what they hold."""
+        if num_slots > self.states.num_slots:
+            self.states.grow(num_slots)
         self._paged.clear()
         self._reserved.clear()  # of another size
         for layer, pair in self._layers.items():
@@ -113,8 +127,9 @@ class KVStorage:
             self._layers[layer] = (bigger[0], bigger[1])
         self.num_pages = num_pages
 
-    def keep_only(self, pages: list[int]) -> None:
-        """Free all other pages. These become the first ones, in this order."""
+    def keep_only(self, pages: list[int], slots: Sequence[int] = ()) -> None:
+        """Free all other pages, and all other slots of states. These become the first ones, in this order."""
+        self.states.keep_only(list(slots))
         self._paged.clear()
         self._reserved.clear()
         for layer, pair in self._layers.items():
@@ -130,10 +145,12 @@ class KVStorage:
         self._reserved.clear()
         self._layers.clear()
         self._readers.clear()
+        self.states.release()
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for pair in (*self._layers.values(), *self._reserved) for tensor in pair)
+        pairs = (*self._layers.values(), *self._reserved)
+        return self.states.bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

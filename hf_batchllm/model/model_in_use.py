@@ -14,7 +14,7 @@ from ..patches.fusion import FusedLayers, Fusion
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .batch import BatchBuilder
-from .choose_backend import check_backend, fused_kernels, make_backend
+from .choose_backend import check_backend, fused_kernels, make_backend, state_kernels
 from .kv_storage import KVStorage
 from .owners_warnings import warn_of_owners_state
 from .runner import ModelRunner
@@ -49,7 +49,8 @@ class ModelInUse:
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:
         """A runner whose attention reads and writes ``storage``."""
         backend = make_backend(self._config, self.device, storage, self._notices)
-        self.runner = ModelRunner(self.model, self.architecture, backend, self._fused)
+        kernels = state_kernels(self._config, self.device) if self.architecture.states else None
+        self.runner = ModelRunner(self.model, self.architecture, backend, self._fused, kernels)
         self.runner.adapters = adapters
         return self.runner
 
@@ -62,6 +63,7 @@ class ModelInUse:
             short_chunk=self.runner.backend.short_chunk,
             most_times=most_times,
             wanted=wanted,
+            carries_states=bool(self.architecture.states),
         )
 
     def drop_runner(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..inputs.base_model import base_model
+from ..kernels.spans import Spans
 from ..patches.adapter_swap import AdapterSwap
 from ..patches.attention_interface import (
     ATTENTION_NAME,
@@ -21,12 +22,14 @@ from ..patches.attention_interface import (
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
+from ..patches.state_functions import StateFunctions, state_context
 from ..patches.uncompiled import Uncompiled, every_module
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
 from .kept_autocast import KeptAutocast
+from .state_step import StateKernels, StateStep
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -41,12 +44,15 @@ class ModelRunner:
         architecture: Architecture,
         backend: AttentionBackend,
         fused: FusedLayers | None = None,
+        state_kernels: StateKernels | None = None,
     ) -> None:
         self.model = model
         self.architecture = architecture
         self.backend = backend
         self._swap = AttentionSwap(model)
         self._fused = fused
+        self._functions = StateFunctions(model)
+        self._state_kernels = state_kernels  # for layers that carry states
         self._compiled = Uncompiled(every_module(model))
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
@@ -78,11 +84,15 @@ class ModelRunner:
             return self._step(batch)
 
     def rows(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        context: AttentionContext,
+        states: StateStep | None = None,
     ) -> torch.Tensor:  # [rows, vocabulary]
         """Run decode rows, all of which are sampled. Nothing here waits for the device or copies anything to it."""
         with self._as_inference():
-            return self.forward(input_ids, position_ids, context)
+            return self.forward(input_ids, position_ids, context, states=states)
 
     @contextmanager
     def _as_inference(self) -> Iterator[None]:
@@ -95,7 +105,13 @@ class ModelRunner:
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         context = self.backend.prepare(batch.attention)
-        return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows)
+        states = None if batch.states is None else self.over_states(batch.states.spans(self.architecture.device))
+        return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows, states)
+
+    def over_states(self, spans: Spans) -> StateStep:
+        """A pass over the states of the call, for layers that carry them."""
+        assert self._state_kernels is not None
+        return StateStep(spans, self.backend.storage.states, self._state_kernels)
 
     def forward(
         self,
@@ -103,6 +119,7 @@ class ModelRunner:
         position_ids: torch.Tensor,  # [tokens]
         context: AttentionContext,
         logits_rows: torch.Tensor | None = None,  # [samples]; None: all tokens
+        states: StateStep | None = None,
     ) -> torch.Tensor:  # [samples, vocabulary]
         keep = {"logits_to_keep": logits_rows} if self._selects_rows and logits_rows is not None else {}
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
@@ -115,6 +132,8 @@ class ModelRunner:
             fused,
             self._head.applied(),
             attention_context(context),
+            self._functions.applied(),
+            state_context(states),
         ):
             output = self.model(
                 input_ids=input_ids[None],
@@ -128,6 +147,13 @@ class ModelRunner:
                 f"{self.architecture.name} has {self.architecture.layers} attention layers, of which {context.calls} "
                 "were run by the attention that was put under them: has a module of it been replaced by one with an "
                 "attention of its own? That is not supported"
+            )
+        expected = len(self.architecture.states)
+        if (0 if states is None else states.calls) != expected:
+            raise UnsupportedModelError(
+                f"{self.architecture.name} calls {expected} functions that carry a state from token to token, of which "
+                f"{0 if states is None else states.calls} were run by what was put in their place: has a module of it "
+                "been replaced? That is not supported"
             )
         logits: torch.Tensor = output.logits[0]
         wanted = logits_rows if keep and logits_rows is not None else input_ids

@@ -49,6 +49,16 @@ class CallPlan:
         alone = most_pages_alone(self.prompts, self.new_tokens, self._config.page_size, self._widths)
         return alone + self.sharing.depth
 
+    @property
+    def slots_at_once(self) -> int:
+        """Slots for states that the whole list takes at the same time: of each sequence and of each prefix."""
+        return len(self.prompts) + len(self.sharing.segments)
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots without which a sequence cannot run: its own, and those of the prefixes below it."""
+        return 1 + self.sharing.depth
+
     def line_up(self, cache: PagedCache, can_stop: Sequence[bool], reach: Sequence[int] | None) -> Lineup:
         """``can_stop``: of each prompt; ``reach``: of each sequence, as ``planning.lineup.line_up`` has it."""
         return line_up(

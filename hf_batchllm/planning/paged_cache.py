@@ -12,11 +12,12 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from .requests_and_prefixes import Branch, Prefix, Request, Unit, units_below
+from .requests_and_prefixes import NO_SLOT, Branch, Prefix, Request, Unit, units_below
+from .state_slots import StateSlots
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free. A scheduler looks first, so this is a mistake in the scheduler."""
+    """More pages, or slots, were asked for than are free. A scheduler looks first, so the mistake is there."""
 
 
 def _is_counted(unit: Unit) -> bool:
@@ -25,13 +26,17 @@ def _is_counted(unit: Unit) -> bool:
 
 
 class PagedCache:
-    """``keep_prefixes``: how many prefixes may stay for the next call."""
+    """``keep_prefixes``: how many prefixes may stay for the next call.
 
-    def __init__(self, num_pages: int, page_size: int, keep_prefixes: int = 0) -> None:
+    ``slots``: of a model whose layers carry states; each unit with pages has one.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, keep_prefixes: int = 0, slots: StateSlots | None = None) -> None:
         assert num_pages > 0 and page_size > 0
         self.num_pages = num_pages
         self.page_size = page_size
         self.keep_prefixes = keep_prefixes
+        self.slots = slots
         # A heap, which gives the lowest page first: a unit's pages are mostly neighbours in memory.
         self._free = list(range(num_pages))
         self._holders: dict[Unit, None] = {}  # every unit that has pages
@@ -48,6 +53,8 @@ class PagedCache:
         The requests that stood on them are gone, so less of them may be read than before.
         """
         self.peak_pages = self.num_pages - len(self._free)
+        if self.slots is not None:
+            self.slots.most = self.slots.taken
         self.lost_tokens = 0
         for unit in units_below([*self._kept]):  # a base comes before what stands on it
             unit.lost_end = unit.read_end = unit.start
@@ -81,20 +88,42 @@ class PagedCache:
             unit, below = below, below.base
         return missing
 
+    def missing_slots(self, unit: Unit) -> int:
+        """Slots that ``unit`` and its ancestors lack, for a model whose layers carry states."""
+        if self.slots is None:
+            return 0
+        missing, below = int(not unit.pages), unit.base
+        while below is not None:
+            missing += not below.pages and below.start < unit.start
+            unit, below = below, below.base
+        return missing
+
+    def _slots_alone(self, unit: Unit) -> int:
+        """Slots that ``unit`` takes with all that it stands on."""
+        return 0 if self.slots is None else 1 + sum(below.start < end for below, end in unit.ancestors())
+
     def fits_alone(self, request: Request) -> bool:
         """Whether the request can run to its end when everything but its ancestors has left the cache."""
+        if self.slots is not None and self._slots_alone(request) > self.slots.count:
+            return False
         return request.most_pages(self.page_size) + self.pages_below(request) <= self.num_pages
 
     def pages_below(self, unit: Unit) -> int:
         """Pages of all that is read of the units below this one."""
         return sum(self.pages_for(below.read_end - below.start) for below, _ in unit.ancestors())
 
-    def grow(self, num_pages: int) -> None:
-        """Add pages. The present ones stay as they are."""
+    def grow(self, num_pages: int, num_slots: int = 0) -> None:
+        """Add pages and slots. The present ones stay as they are."""
+        if self.slots is not None:
+            self.slots.grow(num_slots)
         assert num_pages >= self.num_pages
         for page in range(self.num_pages, num_pages):
             heapq.heappush(self._free, page)
         self.num_pages = num_pages
+
+    def compact_slots(self) -> list[int]:
+        """As ``compact``, for the slots of states."""
+        return [] if self.slots is None else self.slots.compact(list(self._holders))
 
     def compact(self) -> list[int]:
         """Shrink to the pages that units hold, numbered anew. Returns the old number of each of them."""
@@ -120,6 +149,10 @@ class PagedCache:
         if isinstance(unit, Request):
             self.requests += not unit.pages and _is_counted(unit)
             self.request_pages += count
+        if self.slots is not None and not unit.pages:
+            if not self.slots.free:
+                raise OutOfPages("a slot for a state is wanted, none is free")
+            self.slots.take(unit)
         if count == 1:
             unit.pages.append(heapq.heappop(free))
         else:
@@ -134,6 +167,8 @@ class PagedCache:
             self.request_pages -= len(unit.pages)
         for page in unit.pages:
             heapq.heappush(self._free, page)
+        if self.slots is not None and unit.pages:
+            self.slots.give_back(unit)
         unit.pages.clear()
         unit.computed = unit.start
         self._holders.pop(unit, None)
@@ -210,21 +245,32 @@ class PagedCache:
         """Pages that ``evict`` frees for certain: those of kept prefixes on which no unit stands."""
         return sum(len(prefix.pages) for prefix in self._kept if prefix.refs == 0)
 
-    def evict(self, pages: int) -> bool:
-        """Drop kept prefixes that no unit stands on until ``pages`` are free; the least recently used first.
+    @property
+    def evictable_slots(self) -> int:
+        return sum(prefix.running == 0 for prefix in self._kept)
+
+    @property
+    def droppable_slots(self) -> int:
+        return sum(prefix.refs == 0 for prefix in self._kept)
+
+    def _are_free(self, pages: int, slots: int) -> bool:
+        return len(self._free) >= pages and (self.slots is None or self.slots.free >= slots)
+
+    def evict(self, pages: int, slots: int = 0) -> bool:
+        """Drop kept prefixes that no unit stands on until so much is free; the least recently used first.
 
         They are dropped even if that is not enough, so where a request could wait ask for ``evictable_pages`` first.
         """
-        while len(self._free) < pages:
+        while not self._are_free(pages, slots):
             idle = next((prefix for prefix in self._kept if prefix.refs == 0), None)
             if idle is None:
                 return False
             self._drop(idle)
         return True
 
-    def evict_idle(self, pages: int) -> bool:
+    def evict_idle(self, pages: int, slots: int = 0) -> bool:
         """As ``evict``, then give up prefixes without a *running* request: waiting ones compute them again."""
-        if self.evict(pages):
+        if self.evict(pages, slots):
             return True
         for prefix in [unit for unit in self._holders if isinstance(unit, Prefix)]:
             if prefix.running == 0:
@@ -235,14 +281,19 @@ class PagedCache:
                 prefix.end = prefix.read_end
                 prefix.computed = min(prefix.computed, prefix.end)
                 self.give_up(prefix)
-            if len(self._free) >= pages:
+            if self._are_free(pages, slots):
                 return True
         return False
 
     # -- prefixes kept from one call to the next ---------------------------------------------------------------
 
     def match(self, ids: np.ndarray, limit: int, key: Hashable) -> tuple[Prefix | None, int]:
-        """The kept prefix that agrees longest with ``ids[:limit]``, and for how many tokens."""
+        """The kept prefix that agrees longest with ``ids[:limit]``, and for how many tokens.
+
+        Where layers carry states, a prefix is of use at its end alone: the only place whose state is known.
+        """
+        if self.slots is not None:
+            return self._match_whole(ids, limit, key)
         best, longest = None, 0
         for prefix in self._kept:
             most = min(prefix.computed, limit)
@@ -259,6 +310,20 @@ class PagedCache:
             assert isinstance(best.base, Prefix)
             best = best.base
         return best, longest
+
+    def _match_whole(self, ids: np.ndarray, limit: int, key: Hashable) -> tuple[Prefix | None, int]:
+        best: Prefix | None = None
+        for unit in units_below([*self._kept]):
+            assert isinstance(unit, Prefix)
+            known = unit.slot != NO_SLOT and unit.computed == unit.end and unit.key == key
+            longer = known and (0 if best is None else best.end) < unit.end <= limit
+            if longer and np.array_equal(unit.ids[: unit.end], ids[: unit.end]):
+                best = unit
+        if best is None:
+            return None, 0
+        if best in self._kept:
+            self._kept.move_to_end(best)
+        return best, best.end
 
     def forget_kept(self) -> None:
         """Drop every kept prefix that no unit stands on: the weights have changed, or a call broke off."""
@@ -299,6 +364,8 @@ class PagedCache:
         """
         held = [page for unit in self._holders for page in unit.pages]
         assert sorted(held + self._free) == list(range(self.num_pages)), "a page is lost, or has two owners"
+        if self.slots is not None:
+            self.slots.check_integrity(self._holders)
         assert self.requests == sum(map(_is_counted, self._holders)), "requests are miscounted"
         of_requests = sum(len(unit.pages) for unit in self._holders if isinstance(unit, Request))
         assert self.request_pages == of_requests, "pages of requests are miscounted"

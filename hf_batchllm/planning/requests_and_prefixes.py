@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+NO_SLOT = -1
+
 
 class Unit:
     """Tokens ``[start, ...)`` of one sequence, and the pages that hold their K and V."""
 
-    __slots__ = ("base", "computed", "key", "lost_end", "pages", "read_end", "refs", "start")
+    __slots__ = ("base", "computed", "key", "lost_end", "pages", "read_end", "refs", "slot", "start")
 
     def __init__(self, start: int, key: Hashable) -> None:
         # The position of the first own token. Set when the unit is made, and moved on where a kept prefix holds more.
@@ -31,6 +33,8 @@ class Unit:
         self.lost_end = start
         # The pages of the own tokens, in their order. Set by the cache.
         self.pages: list[int] = []
+        # Where layers that carry a state keep that of the last computed token. Set by the cache, with the first page.
+        self.slot = NO_SLOT
         # How many units have this one as their base. Set by the cache.
         self.refs = 0
         # The furthest `start` of these units: this one is read no further. Set by the cache.
@@ -40,6 +44,14 @@ class Unit:
     def readable_end(self) -> int:
         """The furthest position at which a unit that stands on this one may start."""
         return self.start
+
+    @property
+    def state_source(self) -> Unit | None:
+        """The unit whose last token stands before this one's first. Units that hold nothing are passed over."""
+        below = self.base
+        while below is not None and below.start == self.start:
+            below = below.base
+        return below
 
     def ancestors(self) -> list[tuple[Unit, int]]:
         """The units below this one, the one at the beginning first, each with the position up to which it is read."""

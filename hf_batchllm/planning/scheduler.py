@@ -42,6 +42,7 @@ class QueueScheduler(BaseScheduler):
         self.running: dict[Request, None] = {}  # oldest first; a dict, so that one can leave from the middle
         self.preemptions = 0
         self._some_gave_up = False
+        self._at_work_now: set[Unit] = set()  # units with a chunk in the step that is being made
 
     def limit_steps(self, tokens: int | None) -> None:
         self.max_batch_tokens = self._given_tokens if tokens is None else min(self._given_tokens, tokens)
@@ -61,6 +62,7 @@ class QueueScheduler(BaseScheduler):
         if self._some_gave_up:
             self.waiting = deque(request for request in self.waiting if not request.done)
             self._some_gave_up = False
+        self._at_work_now.clear()
         return Step()
 
     def repeat(self, step: Step, most: int) -> int:
@@ -109,7 +111,8 @@ class QueueScheduler(BaseScheduler):
         for prefix in chain:
             prefix.running += 1
         try:
-            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto) + beside):
+            slots = self.cache.missing_slots(request)
+            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto) + beside, slots):
                 return True
         finally:
             for prefix in chain:
@@ -118,9 +121,11 @@ class QueueScheduler(BaseScheduler):
         # only the part that it reads.
         return self.cache.evict_idle(self.cache.num_pages)
 
-    def _could_have(self, pages: int) -> bool:
-        """Whether so many pages are free, or held by prefixes of other calls alone."""
-        return pages <= self.cache.free_pages + self.cache.evictable_pages
+    def _could_have(self, pages: int, slots: int = 0) -> bool:
+        """Whether so many pages and slots are free, or held by prefixes of other calls alone."""
+        cache = self.cache
+        enough = cache.slots is None or slots <= cache.slots.free + cache.evictable_slots
+        return enough and pages <= cache.free_pages + cache.evictable_pages
 
     def _leave(self, request: Request) -> None:
         del self.running[request]
@@ -132,12 +137,17 @@ class QueueScheduler(BaseScheduler):
 
     def _fill(self, request: Request, step: Step, budget: int) -> int:
         """Put the rest of the request's prompt into the step, outermost prefix first. Returns the tokens used."""
-        used = 0
+        used, carries_states = 0, self.cache.slots is not None
         parts: list[tuple[Unit, int]] = [(request, request.length)]
         if not request.stands_on_computed():
             parts[:0] = request.ancestors()
         for unit, end in parts:
             count = min(end - unit.computed, budget - used)
+            if count > 0 and carries_states:
+                # It begins with a state that is only known when the step is over in which the unit below ends.
+                if unit.computed == unit.start and unit.state_source in self._at_work_now:
+                    break
+                self._at_work_now.add(unit)
             if count > 0:
                 step.chunks.append(Chunk(unit, unit.computed, unit.computed + count))
                 unit.computed += count
@@ -312,12 +322,16 @@ class GroupScheduler(QueueScheduler):
             # A request always fits alone, as was checked before the call began: anything else may have to go.
             return self._make_room_alone(request, request.length)
         # Kept prefixes on which waiting requests stand are not given up for a newcomer.
-        free = self.cache.free_pages + self.cache.droppable_pages
+        cache = self.cache
+        free = cache.free_pages + cache.droppable_pages
         if not forecast.has_room_to_the_end(request, free):
             then = self.waiting[1] if len(self.waiting) > 1 else None
             if not forecast.admits(request, then, free, self._delay(request)):
                 return False
-        return self.cache.evict(self.cache.missing_with_ancestors(request, request.length))
+        slots = cache.missing_slots(request)
+        if cache.slots is not None and slots > cache.slots.free + cache.droppable_slots:
+            return False
+        return cache.evict(cache.missing_with_ancestors(request, request.length), slots)
 
     def _delay(self, request: Request) -> int:
         """How many steps after this one until the prompt of ``request`` is computed: decode rows go first in each."""
@@ -357,5 +371,8 @@ class FifoScheduler(QueueScheduler):
     def _fits(self, request: Request) -> bool:
         if not self.running:
             return self._make_room_alone(request, request.max_length)
-        needed = self.cache.missing_with_ancestors(request, request.max_length)
-        return self._could_have(needed) and self.cache.evict(needed)
+        needed, slots = (
+            self.cache.missing_with_ancestors(request, request.max_length),
+            self.cache.missing_slots(request),
+        )
+        return self._could_have(needed, slots) and self.cache.evict(needed, slots)

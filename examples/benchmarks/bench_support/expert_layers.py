@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_batchllm.bench.shapes import SHAPES, has_experts
+from hf_batchllm.bench.shapes import SHAPES, has_experts, is_hybrid
 from hf_batchllm.kernels.experts_torch import Gating
 from hf_batchllm.patches.fusable_experts import Experts, mixtures
 from hf_batchllm.patches.fused_experts import ExpertKernels, Handed, experts_forward, router_forward
@@ -18,7 +18,7 @@ from hf_batchllm.patches.routers import Router
 
 from .attention_batches import floor_ms
 
-NAMES = tuple(name for name in SHAPES if has_experts(name))
+NAMES = tuple(name for name in SHAPES if has_experts(name) and not is_hybrid(name))
 LAYER_BYTES = 4e9  # of experts of all layers: far more than a cache holds, even where a step meets few of them
 _FEW_WORDS = {"vocab_size": 256}
 VALUE_BYTES = 2  # bfloat16

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from ...kernels.sample_torch import PADDING, RUNNING, STOPPED, Rows
+from ...kernels.spans import Spans
 from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
+from ...planning.requests_and_prefixes import NO_SLOT
 from .graph_capture import capturing, own_copies
 from .seats import Seats
 
@@ -152,6 +154,7 @@ class DecodeRows:
         entries = backend.storage.num_pages + 8 * rows + 64
         self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
         self._context = KernelAttention(self.work, backend)
+        self._states = runner.over_states(self._idle_spans()) if runner.architecture.states else None
 
     @property
     def captured(self) -> bool:
@@ -183,6 +186,11 @@ class DecodeRows:
         state.token.copy_(self._seats.last[self._seat])
         if self._which is not None and self._seats.which is not None:
             self._which.copy_(self._seats.which[self._seat])
+        if self._states is not None and batch.states is not None:
+            slots = np.full(self.rows, NO_SLOT, dtype=np.int32)  # a row that has ended moves a state that is its own
+            slots[:rows] = batch.states.target
+            self._states.spans.source.copy_(sent(torch.from_numpy(slots), state.token.device))
+            self._states.spans.target.copy_(self._states.spans.source)
         if self._seats.any_eos:
             ended = self._seats.ended[self._seat]
             state.status.masked_fill_(ended, STOPPED)
@@ -222,10 +230,18 @@ class DecodeRows:
             self._run()
         self._graph = graph
 
+    def _idle_spans(self) -> Spans:
+        """Each row is a span of its own, as long as the rows are there."""
+        nothing = [NO_SLOT] * self.rows
+        with torch.inference_mode(False):  # filled for bursts that may run outside of it
+            return Spans.of([1] * self.rows, nothing, nothing, self._state.token.device)
+
     def _run(self) -> None:
         state = self._state
         self._context.calls = 0
-        logits = self._runner.rows(state.token, state.position, self._context)
+        if self._states is not None:
+            self._states.calls = 0
+        logits = self._runner.rows(state.token, state.position, self._context, self._states)
         picked = self._pick(logits, self._seat, state.made)
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
 

@@ -1,0 +1,41 @@
+"""What layers that carry a state need to know of a step: where each run of tokens goes on, and where it leaves off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels.spans import Spans
+from ..planning.requests_and_prefixes import NO_SLOT
+from ..planning.step import Chunk, Step
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """Of each span of a step: its tokens, the slot of the state that it begins with, and the slot that it leaves."""
+
+    lengths: np.ndarray  # [spans]
+    source: np.ndarray  # [spans]  NO_SLOT: nothing came before
+    target: np.ndarray  # [spans]  NO_SLOT: the state is not kept
+
+    @classmethod
+    def of(cls, step: Step, chunks: Sequence[Chunk], lengths: np.ndarray) -> StateBatch:
+        """``chunks``: those of the step, in the order in which they stand in the batch."""
+        rows = [request.slot for request in step.rows]
+        source = rows + [source_slot(chunk) for chunk in chunks]
+        target = rows + [chunk.unit.slot for chunk in chunks]
+        return cls(lengths, np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
+
+    def spans(self, device: torch.device) -> Spans:
+        return Spans.of(self.lengths, self.source, self.target, device)
+
+
+def source_slot(chunk: Chunk) -> int:
+    """Where the state before a chunk is: its unit's own slot, or that of the unit that it stands on."""
+    if chunk.begin > chunk.unit.start:
+        return chunk.unit.slot
+    below = chunk.unit.state_source
+    return NO_SLOT if below is None else below.slot
