@@ -27,7 +27,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 2e-6, BFLOAT16: 2e-2}  # parts of the largest number
 SLOTS = 6
 # Lengths, sources, targets: a sequence begins, goes on, two begin on a prefix, one is not kept, one has no token.
-MIXED = [5, 1, 3, 3, 2, 0], [-1, 1, 0, 0, 4, 5], [2, 1, 3, 5, -1, 4]
+MIXED = [5, 1, 3, 3, 2, 0], [-1, 1, 0, 0, 0, 0], [2, 1, 3, 5, -1, 4]
 ROWS = [1, 1, 1, 1], [1, 0, 0, -1], [1, 2, 3, -1]  # of a decode step; the last one is idle
 CASES = {"mixed": MIXED, "rows": ROWS, "one": ([19], [2], [2])}
 
