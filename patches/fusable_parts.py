@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from .fused_families import FAMILIES, Family
+from .fused_mixers import PROJECTIONS, why_not_mixer
 from .merged_weights import why_not_merge, why_not_used
 from .module_types import Attention, Decoder, DecoderLayer, Mlp
 from .unmodified import is_class, is_compiled, is_function, why_not_linear, why_not_own, why_not_plain
 
-NORMS, ATTENTION, MLP = "norms", "attention", "MLP"
-PARTS = (NORMS, ATTENTION, MLP)
+NORMS, ATTENTION, MIXER, MLP = "norms", "attention", "mixer", "MLP"
+PARTS = (NORMS, ATTENTION, MIXER, MLP)
 # The classes of activations for which there is a kernel.
 _ACTIVATIONS = {
     ("transformers.activations", "SiLUActivation"): "silu",
@@ -44,8 +45,20 @@ class Layer:
     def has(self, part: str) -> bool:
         """Whether there is fused code for such a part, if nothing is in its way."""
         if part == ATTENTION:
-            return self.family is not None and self.family.attention
+            return self.family is not None and self.family.attention and not self.carries_a_state
+        if part == MIXER:
+            return self.family is not None and self.family.fused_mixer and self.carries_a_state
         return part != MLP or self.mlp_place is not None
+
+    @property
+    def carries_a_state(self) -> bool:
+        """Whether it has a mixer in the place of attention."""
+        return self.family is not None and self.family.mixer in self.module._modules
+
+    @property
+    def mixer(self) -> nn.Module:
+        assert self.family is not None
+        return cast(nn.Module, self.module._modules[self.family.mixer])
 
     @property
     def mlp(self) -> Mlp:
@@ -58,6 +71,8 @@ class Layer:
         assert self.family is not None
         if part == ATTENTION:
             return [getattr(self.module.self_attn, name) for name in self.family.projections(self.module.self_attn)]
+        if part == MIXER:
+            return [getattr(self.mixer, name) for name in PROJECTIONS]
         return [getattr(self.mlp, name) for name in self.family.gate_up] if part == MLP else []
 
     def weights(self, part: str) -> list[list[torch.Tensor]]:
@@ -79,6 +94,8 @@ class Layer:
         assert family is not None
         if part == NORMS:
             return [(layer, name) for name in (*family.norms(layer), *family.dropouts) if name is not None]
+        if part == MIXER:
+            return [(self.mixer, name) for name in (*PROJECTIONS, "norm", "conv1d")]
         if part == MLP:
             return [(self.mlp, name) for name in (*family.gate_up, family.activation)]
         norms = ["q_norm", "k_norm"] if family.norms_of_heads(layer.self_attn) else []
@@ -153,6 +170,10 @@ def _why_not_layer(layer: Layer, owner: nn.Module, uses: Counter[int]) -> dict[s
     found = {NORMS: _why_not_norms(module, family, owner)}
     if layer.has(ATTENTION):
         found[ATTENTION] = _why_not_attention(layer, uses)
+    if layer.has(MIXER):
+        found[MIXER] = why_not_mixer(layer.mixer, family.home, family.name) or _why_not_merged(
+            layer, MIXER, PROJECTIONS, uses
+        )
     if layer.has(MLP):
         found[MLP] = _why_not_mlp(layer, uses)
     return {part: why for part, why in found.items() if why is not None}
@@ -219,7 +240,8 @@ def _why_not_attention(layer: Layer, uses: Counter[int]) -> str | None:
     rows = [linear.out_features for linear in layer.linears(ATTENTION)]
     heads, kv_heads = heads_of(attention, family)
     of_v = 0 if len(rows) == 2 else kv_heads
-    if sum(rows) != (heads + kv_heads + of_v) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
+    of_q = 2 * heads if family.gated else heads
+    if sum(rows) != (of_q + kv_heads + of_v) * attention.head_dim or (len(rows) == 3 and rows[1] != rows[2]):
         return "its projections do not fit its heads"
     if family.norms_of_heads(attention):
         norms, dtype = [attention.q_norm, attention.k_norm], layer.linears(ATTENTION)[0].weight.dtype
@@ -234,7 +256,8 @@ def heads_of(attention: Attention, family: Family) -> tuple[int, int]:
     if len(family.qkv) == 1:
         heads: int = attention.config.num_attention_heads
         return heads, attention.num_key_value_heads
-    return attention.q_proj.out_features // attention.head_dim, attention.k_proj.out_features // attention.head_dim
+    rows_of_a_head = 2 * attention.head_dim if family.gated else attention.head_dim
+    return attention.q_proj.out_features // rows_of_a_head, attention.k_proj.out_features // attention.head_dim
 
 
 def _why_not_mlp(layer: Layer, uses: Counter[int]) -> str | None:
@@ -258,6 +281,10 @@ def _why_not_linears(layer: Layer, part: str, names: tuple[str, ...], uses: Coun
         why = why_not_linear(getattr(owner, name, None))
         if why is not None:
             return f"`{name}` {why}"
+    return _why_not_merged(layer, part, names, uses)
+
+
+def _why_not_merged(layer: Layer, part: str, names: tuple[str, ...], uses: Counter[int]) -> str | None:
     linears = layer.linears(part)
     if len(linears) == 1:
         why = why_not_used(linears[0].weight)

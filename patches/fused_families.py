@@ -61,12 +61,15 @@ class Family:
     multiplier: str | None = None  # the layer's attribute by which results are multiplied before they are added
     dropouts: Names = (None, None)  # names of the dropouts of the results of attention and MLP
     layer: str = "usual"  # or "gemma4" (see ``fused_gemma4``)
+    mixer: str = ""  # the name of what layers have that do not attend
+    fused_mixer: bool = False  # whether it is a gated delta net of the newer form (see ``fused_mixers``)
     more_norms: Callable[[Any], tuple[str, ...]] = lambda layer: ()  # names of a layer's other norms
 
     # Attention. A single name is one projection for q, k and v together.
     attention: bool = True  # otherwise it runs its own code
     why_not_attention: Callable[[Attention], str | None] = _none  # why this layer's does
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gated: bool = False  # each head of q is followed by a gate, which opens for the head's result
     qk_norms: str = ""  # "heads": of each head by itself; "all": of all heads at once
     has_qk_norms: Callable[[Attention], bool] = lambda attention: True  # whether this layer has them
     # The factor of each token's q, by its position; of the module in which the attention is written.
@@ -155,6 +158,8 @@ def _norms_behind(name: str, **rest: Any) -> Family:
 def _glm(name: str, **rest: Any) -> Family:
     return Family(name, turn="glm", gate_up=("gate_up_proj",), activation="activation_fn", **rest)
 
+
+_QWEN_EXPERTS: dict[str, Any] = {"experts": "SparseMoeBlock", "shared": "shared_expert"}
 
 FAMILIES = (
     Family("Llama"),
@@ -268,6 +273,16 @@ FAMILIES = (
     ),
     Family("Ernie4_5", turn="ernie"),
     Family("Ernie4_5_Moe", folder="ernie4_5_moe", turn="ernie", experts="SparseMoeBlock", shared="shared_experts"),
+    *[
+        Family(
+            name, folder=folder, model=model, form="gemma", mixer="linear_attn", gated=True, qk_norms="heads", **rest
+        )
+        for name, folder, model, rest in (
+            ("Qwen3_5", "qwen3_5", "TextModel", {"fused_mixer": True}),
+            ("Qwen3_5Moe", "qwen3_5_moe", "TextModel", {"fused_mixer": True, **_QWEN_EXPERTS}),
+            ("Qwen3Next", "qwen3_next", "Model", _QWEN_EXPERTS),
+        )
+    ],
     Family("Ministral3", window=_config_window, q_factor=_llama_4_factor),
     Family("MiniMaxM2", folder="minimax_m2", qk_norms="all", experts="SparseMoeBlock"),
     Family("Dots1", window=_own_window, qk_norms="heads", experts="MoE", shared="shared_experts"),

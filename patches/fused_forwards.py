@@ -21,6 +21,7 @@ from .attention_interface import AttentionCall, Rotation, context_in_use
 from .fusable_parts import heads_of
 from .fused_experts import ExpertKernels
 from .fused_families import Family
+from .fused_mixers import MixerKernels
 from .module_types import Attention, DecoderLayer, Mlp, Norm
 
 Forward = Callable[..., Any]
@@ -36,6 +37,7 @@ class FusedKernels:
     add_rms_norm: Callable[..., torch.Tensor]
     act_and_mul: Callable[..., torch.Tensor]
     experts: ExpertKernels
+    mixers: MixerKernels
 
 
 class Made(NamedTuple):
@@ -87,11 +89,8 @@ def layer_forward(
 ) -> Forward:
     """``takes``: the layer before leaves its result unadded in ``residual``; ``leaves``: so does this layer."""
     norms = Norms(family, kernels)
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(type(layer).forward).parameters.items()
-        if parameter.default is not parameter.empty
-    }
+    named = inspect.signature(type(layer).forward).parameters
+    defaults = {name: each.default for name, each in named.items() if each.default is not each.empty}
     norm_named = cast("dict[str, Norm | None]", layer._modules).get
     # No module has an empty name: where the family has no name, there is no module.
     names = zip(family.attention_norms, family.mlp_norms, strict=True)
@@ -110,8 +109,13 @@ def layer_forward(
             states, stream = norms.add(*residual.take(hidden_states), norm_named(before[0]))
         else:
             states, stream = norms.begin(hidden_states, norm_named(before[0]))
-        # The defaults are arguments that the layer's own forward names and hands on.
-        attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
+        mixer = layer._modules.get(family.mixer)
+        if mixer is not None:
+            rest = {name: value for name, value in given.items() if name not in named}
+            attended = mixer(hidden_states=states, attention_mask=given.get("attention_mask"), **rest)
+        else:
+            # The defaults are arguments that the layer's own forward names and hands on.
+            attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
         mlp = cast(nn.Module, layer._modules[family.mlp])
         if family.parallel:
             result = made(1, mlp(states), first=attended)
@@ -257,7 +261,12 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
         clip = family.clip(attention)
         if clip is not None:
             states.clamp_(min=-clip, max=clip)
-        if is_v_projected:
+        gate = None
+        if family.gated:
+            q, k, v = states.split([2 * heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+            q, gate = q.view(len(q), heads, 2 * dim).split([dim, dim], dim=2)
+            k, v = k.view(len(k), kv_heads, dim), v.view(len(v), kv_heads, dim)
+        elif is_v_projected:
             q, k, v = states.view(len(states), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
         else:
             q, k = states.view(len(states), -1, dim).split([heads, kv_heads], dim=1)
@@ -286,6 +295,8 @@ def attention_forward(attention: Attention, family: Family, qkv: Merged | None, 
                 rotation=rotation,
             )
         )
+        if gate is not None:
+            out = out * gate.sigmoid()
         return _dropped(attention.o_proj(out.reshape(1, len(out), -1)), attention, family), None
 
     return forward

@@ -10,6 +10,7 @@ Between steps the model is as its owner left it, except that merged weights lie 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import nn
 
 from .attention_interface import autocast_dtype
 from .fusable_experts import Experts, mixtures
-from .fusable_parts import ATTENTION, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
+from .fusable_parts import ATTENTION, MIXER, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
 from .fused_experts import ExpertKernels, Handed, experts_forward, router_forward
 from .fused_forwards import (
     Forward,
@@ -34,6 +35,7 @@ from .fused_forwards import (
     mlp_forward,
 )
 from .fused_gemma4 import gemma4_layer_forward
+from .fused_mixers import MixerKernels, mixer_forward
 from .merged_weights import merge, merged, unmerge
 from .unmodified import hook_dicts
 
@@ -41,7 +43,7 @@ _LAYER_FORWARDS = {"usual": layer_forward, "gemma4": gemma4_layer_forward}
 
 
 def triton_fused_kernels() -> FusedKernels:
-    from ..kernels import experts_triton, layer_ops_triton, routing_triton
+    from ..kernels import experts_triton, gated_ops_triton, layer_ops_triton, routing_triton
 
     experts = ExpertKernels(
         routing_triton.choose,
@@ -51,7 +53,8 @@ def triton_fused_kernels() -> FusedKernels:
         experts_triton.sum_of_shares,
         experts_triton.rows_of_a_tile,
     )
-    return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul, experts)
+    mixers = MixerKernels(gated_ops_triton.decay_and_beta, gated_ops_triton.norm_and_gate)
+    return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul, experts, mixers)
 
 
 class Fusion:
@@ -84,7 +87,7 @@ class Fusion:
         for stack in found:
             weights: dict[tuple[int, str], Merged] = {}
             for index, layer in enumerate(stack.layers):
-                for part in (ATTENTION, MLP):
+                for part in (ATTENTION, MIXER, MLP):
                     if not layer.fuses(part) or not layer.weights(part):
                         continue
                     try:
@@ -139,7 +142,7 @@ class Fusion:
         self._layers = len(layers)
         self._whole = sum(not layer.why_not for layer in layers)
         self._fused = sum(any(layer.fuses(part) for part in PARTS) for layer in layers)
-        self._own_attention = any(layer.family is not None and not layer.has(ATTENTION) for layer in layers)
+        self._own_attention = any(layer.family is not None and not layer.family.attention for layer in layers)
         self._mixtures = len(experts)
         self._fused_mixtures = sum(each.why_not is None for each in experts)
         counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
@@ -254,6 +257,10 @@ class FusedLayers:
                 qkv = weights.get((index, ATTENTION))
                 self._put(module.self_attn, attention_forward(module.self_attn, family, qkv, kernels))
                 self._places.append((module._modules, "self_attn", module.self_attn))
+            if layer.fuses(MIXER):
+                merged, home = weights[index, MIXER], vars(sys.modules[family.home])
+                self._put(layer.mixer, mixer_forward(layer.mixer, home, merged, kernels.mixers))
+                self._places.append((module._modules, family.mixer, layer.mixer))
             if layer.fuses(MLP):
                 activation = activation_of(layer.mlp, family)
                 assert activation is not None and layer.mlp_place is not None

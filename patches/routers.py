@@ -163,6 +163,8 @@ ROUTERS = (
     Router("qwen3_moe", "Qwen3MoeTopKRouter", _softmax),
     Router("qwen3_vl_moe", "Qwen3VLMoeTextTopKRouter", lambda router: Rule(router.top_k)),
     Router("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextTopKRouter", _softmax),
+    Router("qwen3_next", "Qwen3NextTopKRouter", _softmax),
+    Router("qwen3_5_moe", "Qwen3_5MoeTopKRouter", lambda router: Rule(router.top_k)),
     Router("olmoe", "OlmoeTopKRouter", _softmax),
     Router("flex_olmo", "FlexOlmoTopKRouter", _softmax),
     Router("mixtral", "MixtralTopKRouter", lambda router: Rule(router.top_k), dtype=_float32),

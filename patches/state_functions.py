@@ -94,6 +94,11 @@ def state_context(context: StateContext | None) -> Iterator[None]:
         _context.reset(token)
 
 
+def states_in_use() -> StateContext | None:
+    """The pass of this thread, if it runs a step."""
+    return _context.get()
+
+
 class _Given:
     """The arguments of a call by name. Whatever nobody has asked for in the end must be harmless."""
 
@@ -240,6 +245,11 @@ _lock = threading.RLock()
 _applied: dict[
     tuple[int, str], tuple[int, Function]
 ] = {}  # by module and name: how often applied, and the own function
+
+
+def own_function(home: dict[str, Any], name: str) -> Function:
+    """The function that a modeling module has of its own, also while a stand-in is in its place."""
+    return _applied[id(home), name][1] if (id(home), name) in _applied else home[name]
 
 
 class StateFunctions:

@@ -15,6 +15,7 @@ from hf_batchllm.kernels import (
     convolution_triton,
     delta_rule_triton,
     experts_triton,
+    gated_ops_triton,
     layer_ops_triton,
     penalties_triton,
     prefill_hopper,
@@ -157,3 +158,11 @@ def test_states(compiled: list[str], lengths: list[int]) -> None:
     convolutions = ["_short_convolution"] if spans.single else ["_short_convolution", "_keep_inputs"]
     rules = ["_delta_rule" if spans.single else "_delta_rule_in_chunks", "_delta_rule"]  # by head, by key
     assert compiled == [*convolutions, *rules, "_state_space"]
+
+
+def test_the_elementwise_work_of_gated_delta_nets(compiled: list[str]) -> None:
+    of_head, of_token = torch.zeros(4, dtype=BF16), torch.zeros(ROWS, 4, dtype=BF16)
+    gated_ops_triton.decay_and_beta(of_token, of_token, of_head, of_head)
+    heads = torch.zeros(ROWS, 4, 128, dtype=BF16)
+    gated_ops_triton.norm_and_gate(heads, heads, torch.zeros(128, dtype=BF16), 1e-6)
+    assert compiled == ["_decay_and_beta", "_norm_and_gate"]

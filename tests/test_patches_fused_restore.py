@@ -34,7 +34,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 5]])
 def an_owners(family: str) -> Any:
     """Not as new: with a hook, an attribute and a frozen weight."""
     model = new_model(family)
-    attention = model.model.layers[1].self_attn
+    attention = next(layer.self_attn for layer in model.model.layers[1:] if hasattr(layer, "self_attn"))
     attention.o_proj.weight.requires_grad_(False)
     attention.o_proj.register_forward_hook(lambda module, args, output: output)
     attention.note = "the owner's"
