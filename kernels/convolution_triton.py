@@ -24,7 +24,7 @@ def _inputs(
     """What a sequence had at its token ``at``: of this span, or of its slot."""
     here = at >= begin
     new = tl.load(x + at.to(tl.int64) * x_token + channel * x_channel, mask=inside & here, other=0.0)
-    place = (source.to(tl.int64) * CHANNELS + channel) * BEFORE + BEFORE + at - begin
+    place = (source.to(tl.int64) * BEFORE + BEFORE + at - begin) * CHANNELS + channel
     old = tl.load(states + place, mask=inside & (here == 0) & (source >= 0), other=0.0)
     return tl.where(here, new, old.to(new.dtype))
 
@@ -72,7 +72,7 @@ def _short_convolution(
                 CHANNELS,
                 BEFORE,
             )
-            place = (target.to(tl.int64) * CHANNELS + channel) * BEFORE + nth
+            place = (target.to(tl.int64) * BEFORE + nth) * CHANNELS + channel
             tl.store(states + place, seen.to(states.dtype.element_ty), mask=inside & (target >= 0))
 
 
@@ -90,7 +90,7 @@ def _keep_inputs(
         seen = _inputs(
             x, states, source, end - BEFORE + nth, begin, channel, inside, x_token, x_channel, CHANNELS, BEFORE
         )
-        place = (target.to(tl.int64) * CHANNELS + channel) * BEFORE + nth
+        place = (target.to(tl.int64) * BEFORE + nth) * CHANNELS + channel
         tl.store(states + place, seen.to(states.dtype.element_ty), mask=inside)
 
 
@@ -108,7 +108,7 @@ def short_convolution(
     taps = weight.shape[1]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    assert states.is_contiguous() and states.shape[1:] == (channels, taps - 1)
+    assert states.is_contiguous() and states.shape[1:] == (taps - 1, channels)
     single = spans.single and len(spans) == tokens  # an empty span has no block of its own
     blocks = triton.cdiv(channels, _CHANNELS)
     if tokens:

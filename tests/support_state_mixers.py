@@ -104,7 +104,7 @@ class Twins:
             call.x,
             call.weight,
             call.bias,
-            self._states(call.x.new_zeros, channels, taps - 1),
+            self._states(call.x.new_zeros, taps - 1, channels),
             self.spans,
             call.activation,
         )

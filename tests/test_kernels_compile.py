@@ -147,7 +147,7 @@ def test_states(compiled: list[str], lengths: list[int]) -> None:
     def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    convolution_triton.short_convolution(zeros(tokens, 256), zeros(256, 4), None, zeros(3, 256, 3), spans, "silu")
+    convolution_triton.short_convolution(zeros(tokens, 256), zeros(256, 4), None, zeros(3, 3, 256), spans, "silu")
     for decay in (zeros(tokens, heads), zeros(tokens, heads, 128)):
         states = zeros(3, heads, 128, 128, dtype=torch.float32)
         q, v = zeros(tokens, 2, 128), zeros(tokens, heads, 128)

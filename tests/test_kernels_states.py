@@ -43,7 +43,7 @@ def convolution(rng: np.random.Generator, tokens: int, dtype: torch.dtype, taps:
         "x": wide[:, 5 : 5 + channels],
         "weight": draw(rng, channels, taps, dtype=dtype),
         "bias": draw(rng, channels, dtype=dtype),
-        "states": draw(rng, SLOTS, channels, taps - 1, dtype=dtype),
+        "states": draw(rng, SLOTS, taps - 1, channels, dtype=dtype),
     }
 
 
@@ -165,12 +165,12 @@ def test_the_twin_of_convolutions(case: str) -> None:
     before = given["states"].clone()
     made = convolution_torch.short_convolution(**given, spans=spans_of(case), activation="silu")
     for mine, source, target in each_span(case):
-        past = before[source] if source >= 0 else torch.zeros_like(before[0])
+        past = (before[source] if source >= 0 else torch.zeros_like(before[0])).T
         seen = torch.cat([past, given["x"][mine].T], 1)[None]
         want = qwen3_next.causal_conv1d_fn(seen, given["weight"], given["bias"], activation="silu")
         assert_near(made[mine], want[0, :, past.shape[1] :].T, 1e-6)
         if target >= 0:
-            assert torch.equal(given["states"][target], seen[0, :, -past.shape[1] :])
+            assert torch.equal(given["states"][target].T, seen[0, :, -past.shape[1] :])
 
 
 @plain

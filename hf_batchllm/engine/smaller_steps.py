@@ -18,16 +18,29 @@ from ..errors import BatchLLMError
 from ..model.device_memory import device_memory, is_out_of_memory
 from ..notices import Notices
 from ..planning.base_scheduler import BaseScheduler
-from ..planning.requests_and_prefixes import Request
+from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk, Step
 
 _CALM = 64  # steps without a failure until they may be twice as large; twice as many after each further failure
 
 
 class SmallerSteps:
-    """``most``: the most tokens of a step since one ran out of memory; None before that."""
+    """``most``: the most tokens of a step since one ran out of memory; None before that.
 
-    def __init__(self, scheduler: BaseScheduler, device: torch.device, page_size: int, notices: Notices) -> None:
+    ``carries_states``: whether the model has layers that carry a state from token to token. A step that failed half-way
+    has moved some of them on, so it is not run again. And a unit does not run beside the one whose state it begins
+    with: the schedulers here see to that, others need not.
+    """
+
+    def __init__(
+        self,
+        scheduler: BaseScheduler,
+        device: torch.device,
+        page_size: int,
+        notices: Notices,
+        carries_states: bool = False,
+    ) -> None:
+        self._carries_states = carries_states
         self._scheduler = scheduler
         self._device = device
         self._page_size = page_size
@@ -46,10 +59,11 @@ class SmallerSteps:
         return bool(self._parts)
 
     def cut(self, step: Step) -> bool:
-        """Take a step of the scheduler that is too large. Its parts wait."""
-        if self.most is None or step.tokens <= self.most:
+        """Take a step of the scheduler that is too large, or cannot run as one. Its parts wait."""
+        parts = apart(step) if self._carries_states and len(step.chunks) > 1 else [step]
+        if len(parts) == 1 and (self.most is None or step.tokens <= self.most):
             return False
-        self._parts.append(step)
+        self._parts.extend(parts)
         return True
 
     def next(self, put_back: Callable[[Step], None]) -> Step | None:
@@ -71,10 +85,13 @@ class SmallerSteps:
         """Whether ``step``, which ended with ``error``, is run again. ``may_repeat``: asked where memory ran out."""
         if not is_out_of_memory(error) or isinstance(error, BatchLLMError):
             return False
-        if not may_repeat():
+        why_not = "a logits processor that may keep state had been called" if not may_repeat() else ""
+        if self._carries_states:
+            why_not = "layers of this model carry a state from token to token, and some of them had moved on"
+        if why_not:
             error.add_note(
-                "The step cannot be run again in smaller parts: a logits processor that may keep state had been "
-                "called. Set a smaller `max_batch_tokens` or `kv_memory`"
+                f"The step cannot be run again in smaller parts: {why_not}. Set a smaller `max_batch_tokens` or "
+                "`kv_memory`"
             )
             return False
         self._tried.append(step.tokens)
@@ -126,6 +143,19 @@ class SmallerSteps:
         if isinstance(unit, Request) and unit.done:
             return False
         return unit.start + len(unit.pages) * self._page_size >= chunk.end  # else it has left the cache
+
+
+def apart(step: Step) -> list[Step]:
+    """``step`` in parts, in its order, so that no unit runs beside the one whose state it begins with."""
+    parts, units = [Step(rows=step.rows, times=step.times)], set[Unit]()
+    for chunk in step.chunks:
+        goes_on = chunk.begin > chunk.unit.start
+        if (chunk.unit if goes_on else chunk.unit.state_source) in units:
+            parts.append(Step(times=step.times))
+            units = set()
+        parts[-1].chunks.append(chunk)
+        units.add(chunk.unit)
+    return parts if len(parts) > 1 else [step]
 
 
 def parts_of(step: Step, most: int) -> list[Step]:

@@ -87,7 +87,8 @@ class Wiring:
         )
 
     def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:
-        return SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices)
+        carries_states = bool(self.use.architecture.states)
+        return SmallerSteps(scheduler, self.use.device, self.config.page_size, self.notices, carries_states)
 
     def _group(self, root: Branch) -> BeamGroup:
         samples = self.job.options[root.index].num_return_sequences

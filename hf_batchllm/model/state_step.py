@@ -67,7 +67,7 @@ class StateStep:
 
 def shape_of(call: Convolution | DeltaRule | StateSpace) -> StateShape:
     if isinstance(call, Convolution):
-        return StateShape("convolution", (call.weight.shape[0], call.weight.shape[1] - 1), exact=False)
+        return StateShape("convolution", (call.weight.shape[1] - 1, call.weight.shape[0]), exact=False)
     if isinstance(call, DeltaRule):
         return StateShape("delta rule", (call.v.shape[1], call.q.shape[2], call.v.shape[2]), exact=True)
     return StateShape("state space", (*call.x.shape[1:], call.b.shape[2]), exact=True)
