@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ def test_each_shared_token_is_run_once(family: str) -> None:
     with BatchGenerator(model, min_shared_tokens=1, max_batch_tokens=50) as generator, counted_tokens(model) as sizes:
         plan = generator.plan(prompts)
         result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
+    begun = re.search(r"(\d+) runs of tokens began with that of a prefix", str(result.report))
+    assert begun is not None and int(begun[1]) == len(prompts) + sum(each.parent >= 0 for each in plan.segments)
     assert sum(sizes) == plan.computed_tokens + sum(len(each.token_ids) - 1 for each in result)
     assert max(sizes) <= 50
     assert_parity(family, prompts, result, NEW_TOKENS)

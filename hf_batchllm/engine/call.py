@@ -381,5 +381,6 @@ class Call:
             seed=self.job.seed,
             fused=self._use.fused_summary,
             graphs=ahead.summary if ahead is not None else "",
+            slot_bytes=self._kv.architecture.slot_bytes,
         )
         return self.outputs.in_report(report, self.lineup.requests)

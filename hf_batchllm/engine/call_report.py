@@ -8,8 +8,10 @@ from ..inputs.seeds import Seeds
 from ..planning.lineup import Lineup
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Request
+from ..planning.state_slots import StateSlots
 from ..results.run_report import RunReport
 from ..results.sharing_plan import SharingPlan
+from ..wording import counted, shown_size
 from .beams.loop import BeamEngine
 from .loop import Engine
 from .timekeeper import Timekeeper
@@ -32,6 +34,7 @@ def report_of(
     seed: Seeds | None,
     fused: str,
     graphs: str,
+    slot_bytes: int,
 ) -> RunReport:
     lengths = sum(request.prompt_tokens for request in requests)
     seconds = timekeeper.seconds
@@ -65,7 +68,15 @@ def report_of(
         plan=plan,
         fused=fused,
         graphs=graphs,
+        states=_of_states(cache.slots, slot_bytes, engine.builder.states_handed_on),
         idle_tokens=engine.idle_tokens,
         device_memory=device_memory,
         timeline=timekeeper.timeline(seconds, page_bytes, capture_seconds),
     )
+
+
+def _of_states(slots: StateSlots | None, slot_bytes: int, handed_on: int) -> str:
+    if slots is None:
+        return ""
+    begun = f", {counted(handed_on, 'run')} of tokens began with that of a prefix" if handed_on else ""
+    return f"{slots.most:,} at most, of {slots.count:,} that there was room for, {shown_size(slot_bytes)} each{begun}"

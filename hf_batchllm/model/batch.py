@@ -155,6 +155,7 @@ class BatchBuilder:
         self.short_chunk = short_chunk  # tokens: chunks of no more than these stand before longer ones
         self.pin_memory = pin_memory
         self.wanted = wanted
+        self.states_handed_on = 0  # runs of tokens that began with the state of another unit
         self.built_prefixes = False  # whether there were prefixes in a batch; set back by the reader
 
     def build(self, step: Step) -> ModelBatch:
@@ -188,6 +189,9 @@ class BatchBuilder:
         of_asked = [np.arange(first, first + part.end - part.begin) for part, first in asked.items()]
         logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_asked])
         burst = None if chunks or not self.most_times else self._burst(step)
+        states = StateBatch.of(step, chunks, sizes) if self.carries_states else None
+        if states is not None:
+            self.states_handed_on += states.handed_on
         # Of a burst the device has its own copy, and is sent what it lacks by ``DecodeRows``: these stay on the host.
         tensor = _pinned if self.pin_memory and burst is None else _unpinned
         return ModelBatch(
@@ -213,7 +217,7 @@ class BatchBuilder:
             ),
             burst,
             list(asked),
-            StateBatch.of(step, chunks, sizes) if self.carries_states else None,
+            states,
         )
 
     def _burst(self, step: Step) -> Burst:

@@ -29,6 +29,11 @@ class StateBatch:
         target = rows + [chunk.unit.slot for chunk in chunks]
         return cls(lengths, np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
 
+    @property
+    def handed_on(self) -> int:
+        """Spans that begin with the state of another unit."""
+        return int(((self.source != self.target) & (self.source != NO_SLOT)).sum())
+
     def spans(self, device: torch.device) -> Spans:
         return Spans.of(self.lengths, self.source, self.target, device)
 

@@ -32,6 +32,8 @@ class RunReport:
     seed: the seed of the sampling noise, or a list with one for each prompt; None for greedy decoding.
     fused: which layers ran on fused kernels, or why none did; empty where there are no such kernels.
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
+    states: of a model whose layers carry a state from token to token, how many were kept at the same time, and how many
+        sequences began with that of a prefix; empty for other models. Their bytes count as KV cache.
     idle_tokens: tokens run for answers that had already ended.
     scored_tokens: in a call of ``score``, the tokens whose log-probability was asked for. Its sequences are the
         continuations, each with its context; all of their tokens but the last count as prompt tokens.
@@ -57,6 +59,7 @@ class RunReport:
     plan: SharingPlan = field(repr=False)
     fused: str = ""
     graphs: str = ""
+    states: str = ""
     idle_tokens: int = 0
     device_memory: int = 0
     scored_tokens: int = 0
@@ -103,6 +106,8 @@ class RunReport:
             lines.append(f"fused      {self.fused}")
         if self.graphs:
             lines.append(f"graphs     {self.graphs}")
+        if self.states:
+            lines.append(f"states     {self.states}")
         if self.idle_tokens:
             lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:
