@@ -139,7 +139,9 @@ def stacks(model: nn.Module) -> Iterator[Stack]:
         if family is not None and found:
             for layer in found:
                 if any(layer.module in each for each in compiled):
-                    layer.why_not = dict.fromkeys(PARTS, "the layer, or the model around it, is compiled")
+                    mixes = MIXER if layer.carries_a_state else ATTENTION
+                    why = "the layer, or the model around it, is compiled"
+                    layer.why_not = dict.fromkeys((NORMS, mixes, MLP), why)
                 else:
                     layer.why_not = _why_not_layer(layer, owner, uses)
             yield Stack(
@@ -165,7 +167,7 @@ def _why_not_layer(layer: Layer, owner: nn.Module, uses: Counter[int]) -> dict[s
     if family is None:
         cls = type(module)
         why = f"the layer is a {cls.__name__} of {cls.__module__.partition('.')[0]}"
-        return dict.fromkeys(PARTS, why)
+        return dict.fromkeys((NORMS, ATTENTION, MLP), why)
     layer.mlp_place = _mlp_place(module, family)
     found = {NORMS: _why_not_norms(module, family, owner)}
     if layer.has(ATTENTION):
@@ -181,6 +183,8 @@ def _why_not_layer(layer: Layer, owner: nn.Module, uses: Counter[int]) -> dict[s
 
 def _mlp_place(layer: nn.Module, family: Family) -> tuple[nn.Module, str] | None:
     mixture = getattr(layer, family.mlp)
+    if mixture is None:
+        return None
     if not family.experts or not is_class(type(mixture), family.home, family.name + family.experts):
         return layer, family.mlp
     return (mixture, family.shared) if getattr(mixture, family.shared or "-", None) is not None else None

@@ -90,6 +90,7 @@ class Family:
     activation: str = "act_fn"
     experts: str = ""  # ends the class name of its mixtures of experts, which stand in place of an MLP
     shared: str = ""  # the mixture's name for an MLP beside its experts
+    beside: str = ""  # the layer's name for an MLP beside the mixture, which runs its own code
 
     # Attention's and the MLP's name for the share of their results that they drop while they are trained.
     dropped: str = ""
@@ -264,6 +265,16 @@ FAMILIES = (
         multiplier="residual_multiplier",
         mlp="block_sparse_moe",
         experts="MoE",
+    ),
+    Family(
+        "GraniteMoeHybrid",
+        folder="granitemoehybrid",
+        multiplier="residual_multiplier",
+        mlp="block_sparse_moe",
+        experts="MoE",
+        beside="shared_mlp",
+        mixer="mamba",
+        turns=lambda attention: attention.config.position_embedding_type == "rope",
     ),
     _glm("Glm"),
     _glm(

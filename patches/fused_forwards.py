@@ -116,7 +116,7 @@ def layer_forward(
         else:
             # The defaults are arguments that the layer's own forward names and hands on.
             attended, _ = layer.self_attn(hidden_states=states, **(defaults | given))
-        mlp = cast(nn.Module, layer._modules[family.mlp])
+        mlp = mlp_of(layer, family)
         if family.parallel:
             result = made(1, mlp(states), first=attended)
         else:
@@ -126,6 +126,16 @@ def layer_forward(
         return residual.leave(result, stream) if leaves else norms.sum(result, stream)
 
     return forward
+
+
+def mlp_of(layer: nn.Module, family: Family) -> Callable[[torch.Tensor], Any]:
+    """The layer's MLP, or its experts, with an MLP beside them if there is one."""
+    mlp = layer._modules.get(family.mlp)
+    beside = layer._modules.get(family.beside)
+    if beside is None or mlp is None:
+        return cast(nn.Module, mlp or beside)
+    both = mlp, beside
+    return lambda states: both[0](states) + both[1](states)
 
 
 def final_norm_forward(norm: Norm, family: Family, kernels: FusedKernels, residual: Residual) -> Forward:

@@ -177,6 +177,7 @@ ROUTERS = (
     _granite("granitemoe", "GraniteMoeTopKRouter"),
     _granite("granitemoeshared", "GraniteMoeSharedTopKRouter"),
     _granite("granitemoe_swa", "GraniteMoeSWATopKRouter"),
+    _granite("granitemoehybrid", "GraniteMoeHybridTopKRouter"),
     Router(
         "deepseek_v2",
         "DeepseekV2TopkRouter",
@@ -193,6 +194,9 @@ ROUTERS = (
     _grouped_sigmoid("exaone_moe", "ExaoneMoeTopkRouter"),
     _grouped_sigmoid("mimo_v2_flash", "MiMoV2FlashTopkRouter"),
     _grouped_sigmoid("solar_open", "SolarOpenTopkRouter"),
+    _grouped_sigmoid("nemotron_h", "NemotronHTopkRouter"),
+    _grouped_sigmoid("kimi_linear", "KimiLinearTopkRouter"),
+    _grouped_sigmoid("bailing_hybrid", "BailingHybridTopkRouter"),
     Router("cohere2_moe", "Cohere2MoeTopKRouter", _cohere, dtype=_of_states, fits=_cohere_fits),
     Router(
         "laguna",

@@ -23,13 +23,13 @@ from hf_batchllm.patches.fusion import FusedLayers, Fusion
 WITH_EXPERTS = [
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
     *("exaone_moe", "granitemoe", "minimax_m2", "dots1", "ernie4_5_moe", "gemma4_moe", "flex_olmo"),
-    *("glm4_moe_lite", "qwen3_5_moe", "qwen3_next"),
+    *("glm4_moe_lite", "qwen3_5_moe", "qwen3_next", "granitemoehybrid"),
 ]
 WITH_A_DENSE_LAYER = [
     *("exaone_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
 ]
 WITH_SHARED_EXPERTS = [*WITH_A_DENSE_LAYER, "qwen2_moe", "qwen3_5_moe", "qwen3_next"]
-MIXERS_OF_THEIR_OWN = {"qwen3_next": 3}  # layers with a mixer that is not fused
+MIXERS_OF_THEIR_OWN = {"qwen3_next": 3, "granitemoehybrid": 2}  # layers with a mixer that is not fused
 WITH_AN_MLP_IN_EACH_LAYER = ["gemma4_moe"]
 WITH_ATTENTION_OF_THEIR_OWN = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
 FUSED_FAMILIES = [

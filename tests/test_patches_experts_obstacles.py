@@ -96,7 +96,7 @@ def test_what_an_owner_does(change: str, fusing: list[int], monkeypatch: pytest.
     change_it(model)
     own = logits_of_steps(monkeypatch, model, some_prompts(3), fuse=False)
     assert not torch.allclose(own[0], before[0], atol=1e-4)
-    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32, experts=True)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32, near=True)
     assert fusing and reasons(model) == said
     summary = run(model).report.fused
     assert summary.startswith("3 of 3 layers, with " + ("the experts of 2 of 3; left" if said else "their experts"))
@@ -113,13 +113,14 @@ def test_experts_of_another_library(fusing: list[int], monkeypatch: pytest.Monke
         patched.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", mine)
         own = logits_of_steps(monkeypatch, model, some_prompts(3), fuse=False)
         assert not torch.allclose(own[0], before[0], atol=1e-4)
-        assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32, experts=True)
+        assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32, near=True)
         assert "the `experts_implementation` 'grouped_mm' has been replaced" in reasons(model)
 
 
 def test_a_router_that_its_kernel_does_not_know(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own code runs, errors included."""
     model = new_model("qwen3_moe")
+    run(model)  # looked at before: whether this architecture has been does not decide which error it is
     a_layer(model).mlp.gate.top_k = 5
     with pytest.raises(RuntimeError, match="selected index k out of range"):
         run(model)
@@ -132,5 +133,5 @@ def test_adapters_on_weights_of_experts(family: str, fusing: list[int], monkeypa
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
     model = peft.get_peft_model(new_model(family), config).eval()
     own = logits_of_steps(monkeypatch, model, some_prompts(3), fuse=False)
-    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32, experts=True)
+    assert_same_logits(logits_of_steps(monkeypatch, model, some_prompts(3)), own, torch.float32, near=True)
     assert fusing
