@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 Numbers = Sequence[int] | np.ndarray
+CHUNK = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Spans:
     source: torch.Tensor  # [spans] int32  -1: nothing came before
     target: torch.Tensor  # [spans] int32  -1: the state is not kept
     of_token: torch.Tensor  # [tokens] int32  the span of each token
+    chunk: torch.Tensor  # [chunks + 1] int32  as begin, of spans cut into CHUNK tokens, for kernels that walk in chunks
     single: bool  # whether each span has one token at most, as in a step of decode rows
 
     def __len__(self) -> int:
@@ -45,15 +47,20 @@ class Spans:
     def divided(self, count: int) -> tuple[Spans, Spans]:
         """The first spans, so many, and the others."""
         at = int(self.begin[count])
+        cut = int(torch.searchsorted(self.chunk, at))  # no chunk reaches into two spans
         first = self.begin[: count + 1], self.source[:count], self.target[:count], self.of_token[:at]
         others = self.begin[count:] - at, self.source[count:], self.target[count:], self.of_token[at:] - count
-        return Spans(*first, single=_single(first[0])), Spans(*others, single=_single(others[0]))
+        mine, theirs = self.chunk[: cut + 1], self.chunk[cut:] - at
+        return Spans(*first, mine, _single(first[0])), Spans(*others, theirs, _single(others[0]))
 
     @classmethod
     def of(cls, lengths: Numbers, source: Numbers, target: Numbers, device: torch.device | str = "cpu") -> Spans:
         tokens = np.asarray(lengths, np.int32)
         begin = np.concatenate([[0], np.cumsum(tokens)])
-        parts = begin, source, target, np.repeat(np.arange(len(tokens)), tokens)
+        single = bool((tokens <= 1).all())
+        parts = [begin, source, target, np.repeat(np.arange(len(tokens)), tokens)]
+        if not single:
+            parts.append(_chunks(begin, tokens))
         # One copy to the device. Each part begins where a kernel can read 16 bytes at once, as any tensor does.
         places = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
         numbers = np.zeros(places[-1], np.int32)
@@ -62,10 +69,17 @@ class Spans:
         packed = torch.from_numpy(numbers)
         if torch.device(device).type == "cuda":
             packed = packed.pin_memory().to(device, non_blocking=True)
-        first, come_from, go_to, of_token = (
+        first, come_from, go_to, of_token, *chunk = (
             packed[place : place + len(part)] for place, part in zip(places, parts, strict=False)
         )
-        return cls(first, come_from, go_to, of_token, single=bool((tokens <= 1).all()))
+        return cls(first, come_from, go_to, of_token, chunk[0] if chunk else first, single)
+
+
+def _chunks(begin: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Where the chunks of all spans begin, and where the last one ends."""
+    counts = -(-tokens // CHUNK)
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.concatenate([np.repeat(begin[:-1], counts) + nth * CHUNK, begin[-1:]])
 
 
 def _single(begin: torch.Tensor) -> bool:

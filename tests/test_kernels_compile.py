@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,8 +40,16 @@ VOCABULARY, ROWS = 3000, 3
 BF16 = torch.bfloat16
 
 
+class Names(list[str]):
+    """Of kernels, in their order, beside the last code of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ptx: dict[str, str] = {}
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     """The names of kernels that were compiled where they would have been launched."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -48,7 +58,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from triton.runtime import jit
 
     target = GPUTarget("cuda", 90, 32)
-    backend, names = CUDABackend(target), []
+    backend, names = CUDABackend(target), Names()
 
     def compile_it(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
         find = jit.create_function_from_signature(self.signature, self.params, backend)
@@ -56,8 +66,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         chosen, signature, constants, attributes = self._pack_args(backend, options, bound, kinds, rest)
         kind = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
         source = kind(self, signature, constants, attributes)
-        triton.compile(source, target=target, options=chosen.__dict__)
+        made = triton.compile(source, target=target, options=chosen.__dict__)
         names.append(self.fn.__name__)
+        names.ptx[self.fn.__name__] = made.asm["ptx"]
 
     monkeypatch.setattr(jit.JITFunction, "run", compile_it)
     yield names
@@ -156,13 +167,34 @@ def test_states(compiled: list[str], lengths: list[int]) -> None:
     x, dt, key = zeros(tokens, heads, 64), zeros(tokens, heads), zeros(tokens, 1, 128)
     state_space_triton.state_space(x, dt, of_head.float(), key, key, of_head, of_head, states, spans)
     convolutions = ["_short_convolution"] if spans.single else ["_short_convolution", "_keep_inputs"]
-    rules = ["_delta_rule" if spans.single else "_delta_rule_in_chunks", "_delta_rule"]  # by head, by key
+    by_head = ["_delta_rule"] if spans.single else ["_solve_chunks", "_walk_chunks"]
+    rules = [*by_head, "_delta_rule"]  # by head, by key
     assert compiled == [*convolutions, *rules, "_state_space"]
 
 
-def test_the_elementwise_work_of_gated_delta_nets(compiled: list[str]) -> None:
+def test_the_elementwise_work_of_gated_delta_nets(compiled: Names) -> None:
     of_head, of_token = torch.zeros(4, dtype=BF16), torch.zeros(ROWS, 4, dtype=BF16)
     gated_ops_triton.decay_and_beta(of_token, of_token, of_head, of_head)
     heads = torch.zeros(ROWS, 4, 128, dtype=BF16)
     gated_ops_triton.norm_and_gate(heads, heads, torch.zeros(128, dtype=BF16), 1e-6)
     assert compiled == ["_decay_and_beta", "_norm_and_gate"]
+
+
+def test_a_walk_through_chunks_waits_for_no_memory(compiled: Names) -> None:
+    """At the shape of Qwen3.5: no register is spilled, and the state meets tensor cores of a whole warp group."""
+    tokens, heads, spans = 800, 32, Spans.of([500, 300], [-1, 0], [0, 1])
+    q, v = torch.zeros(tokens, 16, 128, dtype=BF16), torch.zeros(tokens, heads, 128, dtype=BF16)
+    states, beta = torch.zeros(2, heads, 128, 128), torch.zeros(tokens, heads, dtype=BF16)
+    delta_rule_triton.delta_rule(q, q, v, beta.float(), beta, states, spans, normalise=True)
+    assert compiled == ["_solve_chunks", "_walk_chunks"]
+    assert "wgmma.mma_async" in compiled.ptx["_walk_chunks"]
+    for name in compiled:
+        said = assembled(compiled.ptx[name])
+        print(name, said)
+        assert "0 bytes spill stores, 0 bytes spill loads" in said
+
+
+def assembled(ptx: str) -> str:
+    """What the assembler says of registers."""
+    command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", "-o", os.devnull, "-"]
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr

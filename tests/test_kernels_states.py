@@ -16,24 +16,26 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from hf_batchllm.kernels import (
     convolution_torch,
     convolution_triton,
+    delta_rule_chunks_triton,
     delta_rule_torch,
     delta_rule_triton,
     state_space_torch,
     state_space_triton,
 )
-from hf_batchllm.kernels.spans import Spans
+from hf_batchllm.kernels.spans import CHUNK, Spans
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-TOLERANCE = {FLOAT32: 2e-6, BFLOAT16: 2e-2}  # parts of the largest number
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+TOLERANCE = {FLOAT32: 2e-6, BFLOAT16: 2e-2, FLOAT16: 2.5e-3}  # parts of the largest number
 SLOTS = 6
 # Lengths, sources, targets: a sequence begins, goes on, two begin on a prefix, one is not kept, one has no token.
 MIXED = [5, 1, 3, 3, 2, 0], [-1, 1, 0, 0, 0, 0], [2, 1, 3, 5, -1, 4]
 ROWS = [1, 1, 1, 1], [1, 0, 0, -1], [1, 2, 3, -1]  # of a decode step; the last one is idle
 CASES = {"mixed": MIXED, "rows": ROWS, "one": ([19], [2], [2])}
+LONG = [5, 64, 65, 130, 0, 200], [-1, 1, 0, 0, 0, 5], [2, 1, 3, -1, 4, 5]  # around whole chunks, from odd places
 
 
 def spans_of(case: str, device: str = "cpu") -> Spans:
-    return Spans.of(*CASES[case], device=device)
+    return Spans.of(*(CASES | {"long": LONG})[case], device=device)
 
 
 def convolution(rng: np.random.Generator, tokens: int, dtype: torch.dtype, taps: int = 4) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def compare(kernel_of: Any, twin_of: Any, given: dict[str, Any], case: str, part
     want = twin_of(**theirs, spans=spans_of(case), **options)
     assert_near(made, want, part)
     assert_near(on_device["states"], theirs["states"], part)
-    kept = [slot for slot in range(SLOTS) if slot not in CASES[case][2]]
+    kept = [slot for slot in range(SLOTS) if slot not in spans_of(case).target.tolist()]
     assert torch.equal(on_device["states"].cpu()[kept], given["states"][kept]), "of nobody in this step"
 
 
@@ -126,16 +128,44 @@ def test_delta_rules(case: str, dtype: torch.dtype, by_key: bool, normalise: boo
 
 
 @kernel
-def test_a_delta_rule_over_equal_keys() -> None:
+@pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 16), (FLOAT16, 32), (FLOAT16, 64)], ids=str)
+def test_delta_rules_over_long_spans(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule_chunks_triton, "_SIZE", size)
+    given = delta_rule(np.random.default_rng(9), sum(LONG[0]), dtype)
+    given["decay"] *= 0.1  # what a chunk has taught is not forgotten in the next one
+    rule, twin = delta_rule_triton.delta_rule, delta_rule_torch.delta_rule
+    compare(rule, twin, given, "long", 4 * TOLERANCE[dtype], normalise=True)
+
+
+@kernel
+@pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 16), (FLOAT16, 32), (FLOAT16, 64)], ids=str)
+def test_a_delta_rule_over_equal_keys(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is forgotten, and each token takes back what the one before has taught: sums of powers would explode."""
-    given = delta_rule(np.random.default_rng(8), 40, FLOAT32)
-    given["k"] = given["k"][:1].repeat(40, 1, 1)
-    given["beta"], given["decay"] = torch.ones(40, 4), torch.zeros(40, 4)
+    monkeypatch.setattr(delta_rule_chunks_triton, "_SIZE", size)
+    given = delta_rule(np.random.default_rng(8), 90, dtype)
+    given["k"] = given["k"][:1].repeat(90, 1, 1)
+    given["beta"], given["decay"] = torch.ones(90, 4, dtype=dtype), torch.zeros(90, 4)
     twin, made = copy.deepcopy(given), {name: each.to(DEVICE, copy=True) for name, each in given.items()}
-    want = delta_rule_torch.delta_rule(**twin, spans=Spans.of([33, 7], [0, 1], [0, 1]), normalise=True)
-    ours = delta_rule_triton.delta_rule(**made, spans=Spans.of([33, 7], [0, 1], [0, 1], DEVICE), normalise=True)
-    assert_near(ours, want, 1e-5)
-    assert_near(made["states"], twin["states"], 1e-5)
+    want = delta_rule_torch.delta_rule(**twin, spans=Spans.of([83, 7], [0, 1], [0, 1]), normalise=True)
+    ours = delta_rule_triton.delta_rule(**made, spans=Spans.of([83, 7], [0, 1], [0, 1], DEVICE), normalise=True)
+    part = 1e-5 if dtype == FLOAT32 else 4 * TOLERANCE[dtype]
+    assert_near(ours, want, part)
+    assert_near(made["states"], twin["states"], part)
+
+
+@plain
+@pytest.mark.parametrize("lengths", [[1, 1, 130, 0, 64], [1, 0, 1, 1, 0], [65, 1, 1, 0, 1]], ids=str)
+@pytest.mark.parametrize("rows", range(6))
+def test_divided_spans(lengths: list[int], rows: int) -> None:
+    whole = Spans.of(lengths, source := [3, -1, 5, 0, 1], target := [3, 2, -1, 4, 1])
+    assert (whole.chunk.diff() <= CHUNK).all() and set(whole.begin.tolist()) <= set(whole.chunk.tolist())
+    parts = slice(None, rows), slice(rows, None)
+    for made, mine in zip(whole.divided(rows), parts, strict=True):
+        want = Spans.of(lengths[mine], source[mine], target[mine])
+        for name in ("begin", "source", "target", "of_token"):
+            assert torch.equal(getattr(made, name), getattr(want, name)), name
+        assert made.chunk.unique().tolist() == want.chunk.unique().tolist(), "but for chunks without tokens"
+        assert made.single == want.single
 
 
 @kernel
