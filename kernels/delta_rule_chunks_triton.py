@@ -30,7 +30,7 @@ _BLOCK = tl.constexpr(16)  # rows and columns: the least that a product of matri
 _SIZE = 32  # tokens that are solved together: CHUNK or a part of it. With 32, two blocks that walk fit on a processor
 _COLUMNS = 64  # of a block that walks: 64 for each 4 warps
 _WARPS = 4
-_STAGES = 3  # chunks of a walk that are in shared memory, or on their way there
+_STAGES = 2  # chunks of a walk that are in shared memory, or on their way there
 
 
 @triton.jit
