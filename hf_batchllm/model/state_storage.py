@@ -73,7 +73,7 @@ class StateStorage:
         """Copy the states of all calls, as if all (source, target) slots were copied at the same time."""
         if not pairs or not self._states:
             return
-        numbers = np.array(pairs, dtype=np.int64).T
+        numbers = np.array(list(zip(*pairs, strict=True)), dtype=np.int64)
         in_turn = bool(np.isin(*numbers).any())  # a slot is both: nothing may be written before all is read
         source, target = to_device(numbers, self._states[0].device)
         for states in self._states:
