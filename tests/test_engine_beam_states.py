@@ -22,7 +22,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.config import BatchConfig
 from hf_batchllm.engine.beams.group import BeamGroup
 from hf_batchllm.engine.beams.scheduler import BeamScheduler
-from hf_batchllm.engine.smaller_steps import parts_of
+from hf_batchllm.engine.smaller_steps import apart, parts_of
 from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.model.state_batch import StateBatch
 from hf_batchllm.model.state_storage import StateStorage
@@ -30,7 +30,7 @@ from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.paged_cache import PagedCache
 from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Unit
 from hf_batchllm.planning.state_slots import StateSlots
-from hf_batchllm.planning.step import Step
+from hf_batchllm.planning.step import Chunk, Step
 
 # -- as generate -----------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ def test_states_are_copied_as_if_at_the_same_time(
         assert each[:, 1, 2].tolist() == [100 * call + slot for slot in after]
 
 
-def test_copies_go_with_the_first_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_go_with_the_first_part_of_a_step() -> None:
     slots = StateSlots(6)
     group = beams_of(PagedCache(40, 2, slots=slots))
     step_on(group, [0, 0, 0])
@@ -311,3 +311,8 @@ def test_copies_go_with_the_first_part_of_a_step(monkeypatch: pytest.MonkeyPatch
     step = Step(rows=[*group.beams], copies=slots.copies())
     assert len(step.copies) == 2
     assert [part.copies for part in parts_of(step, 1)] == [step.copies, [], []]
+    other, beams = beams_of(PagedCache(40, 2, slots=slots)), group.beams
+    on_it = other.root.fork([7], 5)
+    on_it.base = other.root
+    step.chunks += [Chunk(other.root, 0, 5), Chunk(on_it, 5, 6)]
+    assert [(part.rows, part.copies) for part in apart(step)] == [(beams, step.copies), ([], [])]

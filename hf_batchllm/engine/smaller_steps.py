@@ -150,7 +150,7 @@ class SmallerSteps:
 
 def apart(step: Step) -> list[Step]:
     """``step`` in parts, in its order, so that no unit runs beside the one whose state it begins with."""
-    parts, units = [Step(rows=step.rows, times=step.times)], set[Unit]()
+    parts, units = [Step(rows=step.rows, times=step.times, copies=step.copies)], set[Unit]()
     for chunk in step.chunks:
         goes_on = chunk.begin > chunk.unit.start
         if (chunk.unit if goes_on else chunk.unit.state_source) in units:
