@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support_beam_cases import (
+    CARRYING,
     FAMILIES,
     FAMILY,
     OPTIONS,
@@ -49,7 +50,7 @@ def test_random_searches_are_those_of_generate(family: str) -> None:
         run(random_case(rng, [family]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "gpt2", *CARRYING])
 def test_over_the_kernels(family: str, device: str) -> None:
     rng = random.Random(family)
     for _ in range(2 if device == "cpu" else 8):

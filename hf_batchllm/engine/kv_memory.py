@@ -207,12 +207,17 @@ class KVMemory:
         return room
 
     def _within(self, size: int, wanted: Room, needed: Room) -> Room:
-        """As much of the ``wanted`` room as ``size`` bytes hold: pages and slots in proportion, as they run out."""
+        """As much of the ``wanted`` room as ``size`` bytes hold: pages and slots in proportion, as they run out.
+
+        But for the ``needed`` room: neither takes what the other lacks for a single sequence.
+        """
         if self.bytes_of(wanted) <= size:
             return wanted
         slots = wanted.slots
         if slots:
-            slots = min(slots, max(needed.slots, int(slots * size / self.bytes_of(wanted))))
+            share = int(slots * size / self.bytes_of(wanted))
+            beside_pages = (size - self.bytes_of(Room(needed.pages))) // self.architecture.slot_bytes
+            slots = min(slots, max(needed.slots, min(share, beside_pages)))
         left = size - self.bytes_of(Room(0, slots))
         return Room(
             min(wanted.pages, left // self.page_bytes) if self.page_bytes else wanted.pages * (left >= 0), slots

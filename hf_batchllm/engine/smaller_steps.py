@@ -79,6 +79,8 @@ class SmallerSteps:
                 self._parts.extendleft(reversed(parts_of(part, self.most)))
             elif part.tokens:
                 return part
+            elif self._parts:  # states that its rows were not alone to read
+                self._parts[0].copies[:0] = part.copies
         return None
 
     def takes(self, error: Exception, step: Step, may_repeat: Callable[[], bool]) -> bool:
@@ -136,6 +138,7 @@ class SmallerSteps:
             [request for request in step.rows if not request.done],
             [chunk for chunk in step.chunks if self._is_needed(chunk)],
             step.times,
+            step.copies,
         )
 
     def _is_needed(self, chunk: Chunk) -> bool:
@@ -147,7 +150,7 @@ class SmallerSteps:
 
 def apart(step: Step) -> list[Step]:
     """``step`` in parts, in its order, so that no unit runs beside the one whose state it begins with."""
-    parts, units = [Step(rows=step.rows, times=step.times)], set[Unit]()
+    parts, units = [Step(rows=step.rows, times=step.times, copies=step.copies)], set[Unit]()
     for chunk in step.chunks:
         goes_on = chunk.begin > chunk.unit.start
         if (chunk.unit if goes_on else chunk.unit.state_source) in units:
@@ -181,4 +184,5 @@ def parts_of(step: Step, most: int) -> list[Step]:
             into.chunks.append(Chunk(chunk.unit, begin, end))
             room -= end - begin
             begin = end
+    parts[0].copies = step.copies  # all states are copied before any of them moves on
     return parts

@@ -105,7 +105,10 @@ class ModelRunner:
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
         context = self.backend.prepare(batch.attention)
-        states = None if batch.states is None else self.over_states(batch.states.spans(self.architecture.device))
+        states = None
+        if batch.states is not None:
+            self.backend.storage.states.copy(batch.states.copies)
+            states = self.over_states(batch.states.spans(self.architecture.device))
         return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows, states)
 
     def over_states(self, spans: Spans) -> StateStep:

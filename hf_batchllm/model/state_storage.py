@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..errors import CacheMemoryError
 from .device_memory import is_out_of_memory
+from .transfers import to_device
+
+_COPIED_AT_ONCE = 64 << 20  # bytes, which a copy takes beside the states
 
 
 class StateShape(NamedTuple):
@@ -63,6 +67,19 @@ class StateStorage:
         # Made in inference mode, it could not be written to by a later step outside it.
         with torch.inference_mode(False):
             return torch.empty((self.num_slots, *shape), dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of all calls, as if all (source, target) slots were copied at the same time."""
+        if not pairs or not self._states:
+            return
+        numbers = np.array(list(zip(*pairs, strict=True)), dtype=np.int64)
+        in_turn = bool(np.isin(*numbers).any())  # a slot is both: nothing may be written before all is read
+        source, target = to_device(numbers, self._states[0].device)
+        for states in self._states:
+            at_once = len(pairs) if in_turn else max(1, _COPIED_AT_ONCE // max(1, states[0].nbytes))
+            for few, others in zip(source.split(at_once), target.split(at_once), strict=True):
+                states[others] = states[few]
 
     def grow(self, num_slots: int) -> None:
         """Make room for more; the present ones keep what they hold."""

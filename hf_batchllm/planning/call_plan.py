@@ -51,13 +51,13 @@ class CallPlan:
 
     @property
     def slots_at_once(self) -> int:
-        """Slots for states that the whole list takes at the same time: of each sequence and of each prefix."""
-        return len(self.prompts) + len(self.sharing.segments)
+        """Slots for states that the whole list takes at the same time: of each sequence, beam and prefix."""
+        return len(self.prompts) + sum(self._widths or ()) + len(self.sharing.segments)
 
     @property
     def slots_needed(self) -> int:
-        """Slots without which a sequence cannot run: its own, and those of the prefixes below it."""
-        return 1 + self.sharing.depth
+        """Slots without which a sequence cannot run: its own, and those of its beams and of the prefixes below it."""
+        return 1 + max(self._widths or (0,)) + self.sharing.depth
 
     def line_up(self, cache: PagedCache, can_stop: Sequence[bool], reach: Sequence[int] | None) -> Lineup:
         """``can_stop``: of each prompt; ``reach``: of each sequence, as ``planning.lineup.line_up`` has it."""

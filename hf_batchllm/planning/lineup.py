@@ -124,7 +124,7 @@ def line_up(
     for place, request in enumerate(lineup.requests):
         if (held := pages_below.get(request.base)) is None:
             held = pages_below[request.base] = cache.pages_below(request)
-        if request.most_pages(cache.page_size) + held <= cache.num_pages:
+        if cache.fits_alone(request, held):
             lineup.cached_tokens += found[place]
         else:
             _run_without_prefixes(request, cache, lineup, place)

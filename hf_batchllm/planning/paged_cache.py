@@ -99,14 +99,19 @@ class PagedCache:
         return missing
 
     def _slots_alone(self, unit: Unit) -> int:
-        """Slots that ``unit`` takes with all that it stands on."""
-        return 0 if self.slots is None else 1 + sum(below.start < end for below, end in unit.ancestors())
+        """Slots that ``unit`` takes with all that it stands on, and with its beams."""
+        beams = unit.width if isinstance(unit, Branch) else 0
+        return 1 + beams + sum(below.start < end for below, end in unit.ancestors())
 
-    def fits_alone(self, request: Request) -> bool:
-        """Whether the request can run to its end when everything but its ancestors has left the cache."""
+    def fits_alone(self, request: Request, pages_below: int | None = None) -> bool:
+        """Whether the request can run to its end when everything but its ancestors has left the cache.
+
+        pages_below: as the method of this name gives it, where that is known.
+        """
         if self.slots is not None and self._slots_alone(request) > self.slots.count:
             return False
-        return request.most_pages(self.page_size) + self.pages_below(request) <= self.num_pages
+        below = self.pages_below(request) if pages_below is None else pages_below
+        return request.most_pages(self.page_size) + below <= self.num_pages
 
     def pages_below(self, unit: Unit) -> int:
         """Pages of all that is read of the units below this one."""
@@ -167,7 +172,7 @@ class PagedCache:
             self.request_pages -= len(unit.pages)
         for page in unit.pages:
             heapq.heappush(self._free, page)
-        if self.slots is not None and unit.pages:
+        if self.slots is not None and unit.slot != NO_SLOT:
             self.slots.give_back(unit)
         unit.pages.clear()
         unit.computed = unit.start
@@ -217,6 +222,8 @@ class PagedCache:
             if ending.refs > 0:
                 if isinstance(ending, Branch) and not ending.in_use:
                     self.cut(ending, ending.read_end)
+                    if self.slots is not None and ending.slot != NO_SLOT:
+                        self.slots.give_back(ending)
                 break
             if ending is not unit and isinstance(ending, Branch) and ending.in_use:
                 break

@@ -295,6 +295,14 @@ class Branch(Request):
     def readable_end(self) -> int:
         return self.length
 
+    @property
+    def parted_from(self) -> Branch | None:
+        """The beam that this one parted from. It goes on itself, so its state has to be copied before it does.
+
+        None of a beam that stands on the prompt: the prompt's state stays as it is.
+        """
+        return self.base if isinstance(self.base, Branch) and self.base is not self.root else None
+
     def most_pages(self, page_size: int) -> int:
         """Of the root: its own pages and pages for every beam that share nothing.
 

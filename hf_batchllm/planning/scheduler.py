@@ -104,15 +104,15 @@ class QueueScheduler(BaseScheduler):
         self.cache.reserve(request, request.length)
         self.running[request] = None
 
-    def _make_room_alone(self, request: Request, upto: int, beside: int = 0) -> bool:
-        """Make room for a request, and for ``beside`` more pages, while nothing runs. Kept prefixes may have to go."""
+    def _make_room_alone(self, request: Request, upto: int, pages: int = 0, slots: int = 0) -> bool:
+        """Make room for a request, and for so much beside it, while nothing runs. Kept prefixes may have to go."""
         # Count the request's own prefixes as running: otherwise they could go first, and be computed again.
         chain = [prefix for prefix, _ in request.prefixes()]
         for prefix in chain:
             prefix.running += 1
         try:
-            slots = self.cache.missing_slots(request)
-            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto) + beside, slots):
+            slots += self.cache.missing_slots(request)
+            if self.cache.evict_idle(self.cache.missing_with_ancestors(request, upto) + pages, slots):
                 return True
         finally:
             for prefix in chain:
@@ -162,6 +162,8 @@ class QueueScheduler(BaseScheduler):
 
     def _checked(self, step: Step) -> Step | None:
         if step.rows or step.chunks:
+            if self.cache.slots is not None:
+                step.copies = self.cache.slots.copies()
             return step
         unseen = any(request.pending for request in self.running)  # tokens that are still to come may end requests
         if (self.running or self.waiting) and not unseen:

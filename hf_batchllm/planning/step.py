@@ -33,6 +33,7 @@ class Step:
     rows: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     times: int = 1  # how often the rows run; set by the engine. A row that may have no more tokens leaves earlier
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target) slots of states; made before it runs
     _sampling: list[Request] | None = None
 
     @property

@@ -1,7 +1,8 @@
 """The beams of a prompt as units of the cache: beams stand on each other, each up to where it parted.
 
-Where several beams go on from one, the best stays in its pages and the others begin pages of their own: no beam is ever
-copied. Of a beam that has no successor, as much stays as others read.
+Where several beams go on from one, the best stays in its pages and the others begin pages of their own: no keys and
+values are ever copied. Of a beam that has no successor, as much stays as others read. The state that some layers carry
+is another matter: each beam needs one of its own, a copy of that of the beam that it parted from.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...planning.paged_cache import PagedCache
-from ...planning.requests_and_prefixes import Branch, Request, units_below
+from ...planning.requests_and_prefixes import NO_SLOT, Branch, Request, units_below
 
 
 class Answer(Request):
@@ -72,6 +73,11 @@ class BeamGroup:
         """Pages that the beams take beside the prompt's, those of former beams that they read included."""
         units = units_below(self.beams)
         return sum(len(unit.pages) for unit in units if isinstance(unit, Branch) and unit is not self.root)
+
+    @property
+    def slots_to_come(self) -> int:
+        """Slots for states that the beams have yet to be given, of a model whose layers carry states."""
+        return self.width - sum(beam.slot != NO_SLOT for beam in self.beams)
 
     def fork(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Make the next beams: each goes on from the present beam numbered in ``parents``, with a new token."""

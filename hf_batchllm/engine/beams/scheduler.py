@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ...planning.expected_length import ExpectedLength
 from ...planning.paged_cache import PagedCache
@@ -11,6 +12,14 @@ from ...planning.requests_and_prefixes import Request
 from ...planning.scheduler import QueueScheduler
 from ...planning.step import Step
 from .group import BeamGroup
+
+
+@dataclass
+class _Promised:
+    """What running groups are expected to add to what they have."""
+
+    pages: int = 0
+    slots: int = 0  # for the states of beams that have none yet
 
 
 class BeamScheduler(QueueScheduler):
@@ -49,7 +58,7 @@ class BeamScheduler(QueueScheduler):
                 group = self.groups[self.waiting.popleft()]
                 self._enter(group.root)
                 group.restore()
-                promised += self._growth(group)
+                self._promise(promised, group)
                 budget -= self._add_to_step(group, step, budget)
         return self._checked(step)
 
@@ -132,15 +141,19 @@ class BeamScheduler(QueueScheduler):
         self.waiting.appendleft(group.root)
         self.preemptions += 1
 
-    def _fits(self, group: BeamGroup, promised: int) -> bool:
-        """Whether the next group may enter: its pages fit beside those ``promised`` to the growth of running groups."""
+    def _fits(self, group: BeamGroup, promised: _Promised) -> bool:
+        """Whether the next group may enter: it fits beside what is ``promised`` to the growth of running groups.
+
+        Of slots as many are promised as there will be beams, so none is ever lacking later.
+        """
         root = group.root
         if not self.running:
             # A group always fits alone, as was checked before the call began: anything else may have to go.
-            return self._make_room_alone(root, root.length, group.unshared_pages)
+            return self._make_room_alone(root, root.length, group.unshared_pages, group.width)
         beams = max(self._expected_pages(group), group.unshared_pages)  # beams that come back share no pages
-        needed = self.cache.missing_with_ancestors(root, root.length) + beams + promised
-        return self._could_have(needed) and self.cache.evict(needed)
+        needed = self.cache.missing_with_ancestors(root, root.length) + beams + promised.pages
+        slots = self.cache.missing_slots(root) + group.width + promised.slots
+        return self._could_have(needed, slots) and self.cache.evict(needed, slots)
 
     def _expected_pages(self, group: BeamGroup) -> int:
         """Pages of all beams at the end: as many as they take unshared, or as in the searches that are over, if more.
@@ -151,9 +164,13 @@ class BeamScheduler(QueueScheduler):
         partings = tokens * self._ended_pages / self._ended_tokens
         return max(group.width * self.cache.pages_for(tokens), math.ceil(partings))
 
-    def _growth(self, group: BeamGroup) -> int:
-        return max(0, self._expected_pages(group) - group.pages)
+    def _promise(self, promised: _Promised, group: BeamGroup) -> None:
+        promised.pages += max(0, self._expected_pages(group) - group.pages)
+        promised.slots += group.slots_to_come
 
-    def _promised(self) -> int:
-        """Pages that the running groups are expected to add."""
-        return sum(self._growth(self.groups[root]) for root in self.running)
+    def _promised(self) -> _Promised:
+        """To all running groups."""
+        promised = _Promised()
+        for root in self.running:
+            self._promise(promised, self.groups[root])
+        return promised
