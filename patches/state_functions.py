@@ -212,7 +212,7 @@ _KNOWN_MIXERS = frozenset(
         *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
         *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
-        *("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv"),
+        *("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
     ]
 )
 

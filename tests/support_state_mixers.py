@@ -55,6 +55,7 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["hybrid", "hybrid"]},
     ),
     "lfm2": ("Lfm2ShortConv", {}),
+    "lfm3": ("Lfm3ShortConv", {}),
     "lfm2_moe": ("Lfm2MoeShortConv", {"layer_types": ["conv", "full_attention"]}),
 }
 MIXERS = {family: made for family, made in MIXERS.items() if family in CONFIG_MAPPING}  # some are newer than others
