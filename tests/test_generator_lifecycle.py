@@ -365,7 +365,7 @@ def test_a_set_up_that_fails_leaves_a_generator_that_works(monkeypatch: pytest.M
     given = questions(document(1))
     generator.generate(given, max_new_tokens=2)
 
-    def no_memory(self: KVStorage, num_pages: int) -> None:
+    def no_memory(self: KVStorage, num_pages: int, num_slots: int) -> None:
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as patch:
