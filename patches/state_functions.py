@@ -99,6 +99,11 @@ def states_in_use() -> StateContext | None:
     return _context.get()
 
 
+def use_states(context: StateContext | None) -> None:
+    """Set what ``states_in_use`` gives: after an interrupt, what it gave before."""
+    _context.set(context)
+
+
 class _Given:
     """The arguments of a call by name. Whatever nobody has asked for in the end must be harmless."""
 
@@ -203,6 +208,7 @@ def _stand_in(name: str, own: Function) -> Function:
             return own(*given, **named)
         return run(_Given(name, signature.bind(*given, **named)), own, context)
 
+    function.__dict__[_OWN] = own
     return function
 
 
@@ -241,6 +247,7 @@ def _is_own(function: Any) -> bool:
     return callable(function) and code_home(inspect.unwrap(function)).startswith("transformers.models.")
 
 
+_OWN = "_hf_batchllm_own"  # what a stand-in keeps: the function in whose place it is
 _lock = threading.RLock()
 _applied: dict[
     tuple[int, str], tuple[int, Function]
@@ -249,7 +256,12 @@ _applied: dict[
 
 def own_function(home: dict[str, Any], name: str) -> Function:
     """The function that a modeling module has of its own, also while a stand-in is in its place."""
-    return _applied[id(home), name][1] if (id(home), name) in _applied else home[name]
+    return _unwrapped(home[name])
+
+
+def _unwrapped(function: Function) -> Function:
+    own: Function = getattr(function, _OWN, function)
+    return own
 
 
 class StateFunctions:
@@ -258,33 +270,39 @@ class StateFunctions:
     def __init__(self, model: nn.Module) -> None:
         classes = {type(module) for _, module, _ in mixers(model)}
         self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls in classes for name in _called_by(cls)]
+        self._entered: list[tuple[dict[str, Any], str]] = []
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        entered: list[tuple[dict[str, Any], str]] = []
         try:
             for place, name in self._places:
-                entered.append((place, name))
+                self._entered.append((place, name))
                 self._enter(place, name)
             yield
         finally:
-            for place, name in entered:
-                self._leave(place, name)
+            self.restore()
+
+    def restore(self) -> None:
+        """Take out what ``applied`` has put in place. May be called again: an interrupt may come in its midst."""
+        while self._entered:
+            self._leave(*self._entered[-1])
+            self._entered.pop()
 
     @staticmethod
     def _enter(place: dict[str, Any], name: str) -> None:
         with _lock:
-            count, own = _applied.get((id(place), name), (0, place[name]))
-            _applied[id(place), name] = count + 1, own
-            if not count:
+            own = _unwrapped(place[name])  # an interrupt may have left a stand-in there
+            count, _ = _applied.get((id(place), name), (0, own))
+            if place[name] is own:
                 place[name] = _stand_in(name, own)
+            _applied[id(place), name] = count + 1, own
 
     @staticmethod
     def _leave(place: dict[str, Any], name: str) -> None:
         with _lock:
-            count, own = _applied.pop((id(place), name), (0, None))
+            count, own = _applied.get((id(place), name), (0, _unwrapped(place[name])))
             if count > 1:
-                assert own is not None
                 _applied[id(place), name] = count - 1, own
-            elif own is not None:
+            else:
                 place[name] = own
+                _applied.pop((id(place), name), None)

@@ -272,7 +272,7 @@ def test_slots_are_counted_with_the_beams() -> None:
     prompts = [Prompt(np.array(ids, np.int32)) for ids in ([1] * 8 + [2], [1] * 8 + [3], [4])]
     plan = CallPlan(prompts, [1] * 3, [5] * 3, [2, 4, 3], BatchConfig(min_shared_tokens=0))
     assert (plan.sharing.depth, len(plan.sharing.segments)) == (1, 1)
-    assert (plan.slots_at_once, plan.slots_needed) == (3 + 9 + 1, 1 + 4 + 1)
+    assert (plan.slots_at_once, plan.slots_needed) == (3 + 9 + 1, 1 + 4)
     for count, fits in ((4, False), (5, True)):
         root = Branch(0, np.arange(5, dtype=np.int32), 9)
         root.width = 4

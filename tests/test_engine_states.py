@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support_families import CARRYING, build, family_params, random_prompts
+from support_families import CARRYING, build, family_params, random_prompts, reference_generate
+from support_families import FAMILIES as FAMILIES_OF_ALL
 from support_parity import assert_parity, counted_tokens
 from support_parity import watched as watched  # a fixture
 
-from hf_batchllm import BatchGenerator, CacheMemoryError
+from hf_batchllm import BatchGenerator, CacheMemoryError, PromptError
 from hf_batchllm.engine.loop import AtOnce
 from hf_batchllm.planning.requests_and_prefixes import Unit
 from hf_batchllm.planning.scheduler import GroupScheduler
@@ -49,7 +50,7 @@ def test_each_shared_token_is_run_once(family: str) -> None:
     with BatchGenerator(model, min_shared_tokens=1, max_batch_tokens=50) as generator, counted_tokens(model) as sizes:
         plan = generator.plan(prompts)
         result = generator.generate(prompts, max_new_tokens=NEW_TOKENS, progress=False)
-    begun = re.search(r"(\d+) runs of tokens began with that of a prefix", str(result.report))
+    begun = re.search(r"(\d+) runs of tokens began with that of a prefix or a prompt", str(result.report))
     assert begun is not None and int(begun[1]) == len(prompts) + sum(each.parent >= 0 for each in plan.segments)
     assert sum(sizes) == plan.computed_tokens + sum(len(each.token_ids) - 1 for each in result)
     assert max(sizes) <= 50
@@ -72,7 +73,7 @@ def test_few_slots_change_nothing(family: str, slots: int, watched: list[Any]) -
 def test_memory_for_no_state_is_an_error_that_says_so(family: str) -> None:
     memory = slots_of_memory(build(family), 1, 0, 8) // 2
     generator = BatchGenerator(build(family), kv_memory=memory, page_size=8)
-    with pytest.raises(CacheMemoryError, match="the states of a sequence and its prefixes take"):
+    with pytest.raises(CacheMemoryError, match="the states of a sequence take"):
         generator.generate(nested(), max_new_tokens=NEW_TOKENS, progress=False)
 
 
@@ -146,3 +147,59 @@ def test_what_a_pass_carries_is_in_the_memory_of_a_call() -> None:
     with BatchGenerator(build("mamba2"), page_size=8) as generator:  # no layer attends: pages take no memory
         report = generator.generate(prompts, max_new_tokens=2, progress=False).report
         assert report.kv_memory == report.peak_memory == 4 * generator.architecture.slot_bytes > 0
+
+
+class Scaled(torch.nn.Linear):
+    """An owner's: it treats every token alike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+@pytest.mark.parametrize("family", family_params(["qwen3_5", "falcon_h1", "lfm2", "mamba2"]))
+def test_an_owners_code_that_treats_every_token_alike_is_served(family: str) -> None:
+    model = FAMILIES_OF_ALL[family]()
+    for name, module in [*model.named_modules()]:
+        if name.endswith(("out_proj", "o_proj")) and type(module) is torch.nn.Linear:
+            module.__class__ = Scaled
+    prompts = [draw(1, 20) + draw(2, 4), draw(1, 20) + draw(3, 6), draw(4, 9)]
+    with BatchGenerator(model, min_shared_tokens=1) as generator:
+        made = generator.generate(prompts, max_new_tokens=4, progress=False).token_ids
+    assert made == [reference_generate(model, prompt, max_new_tokens=4) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", family_params(["qwen3_next", "mamba2"]))
+def test_no_call_has_more_memory_than_it_may(family: str) -> None:
+    """Kept prefixes, pages and slots need not stand in the proportion that the next call wants."""
+    model = build(family)
+    limit = slots_of_memory(model, 9, 14, 8)
+    with BatchGenerator(model, kv_memory=limit, keep_prefixes=6, page_size=8, min_shared_tokens=1) as generator:
+        for seed, own in ((0, 3), (1, 40), (2, 1), (3, 25), (0, 30)):
+            prompts = [draw(seed, 30) + draw(10 * seed + each, own) for each in range(4)]
+            result = generator.generate(prompts, max_new_tokens=3, progress=False)
+            assert result.report.kv_memory <= limit
+            assert_parity(family, prompts, result, 3)
+
+
+def test_the_memory_that_a_message_asks_for_is_enough() -> None:
+    model, prompt = build("qwen3_next"), draw(5, 100)
+    generator = BatchGenerator(model, kv_memory=slots_of_memory(model, 1, 5, 8), page_size=8)
+    with pytest.raises(PromptError) as caught:
+        generator.generate([prompt], max_new_tokens=4, progress=False)
+    asked = re.search(r'raise `kv_memory` \(to "([^"]+)"', str(caught.value))
+    assert asked is not None and "for its states" in str(caught.value)
+    BatchGenerator(model, kv_memory=asked[1], page_size=8).generate([prompt], max_new_tokens=4, progress=False)
+
+
+def test_prompts_that_run_one_by_one_run_together() -> None:
+    """Deep prefixes take a state each: without memory for these, a prompt runs without prefixes."""
+    model, prompts, text = build("qwen3_next"), [], draw(1, 20)
+    for level in range(6):
+        text = text + draw(2 + level, 12)
+        prompts += [text + draw(20 + level, 3), text + draw(40 + level, 4)]
+    memory = slots_of_memory(model, 1, 14, 8)
+    with pytest.warns(UserWarning, match="fit into the KV cache only alone"):
+        result = BatchGenerator(model, kv_memory=memory, page_size=8, min_shared_tokens=1).generate(
+            prompts, max_new_tokens=3, progress=False
+        )
+    assert_parity("qwen3_next", prompts, result, 3)

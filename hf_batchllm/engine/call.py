@@ -133,6 +133,8 @@ class Call:
     def _too_long(self, request: Request, pages: int) -> str:
         cache, prompt, new = self.cache, request.prompt_tokens, request.max_new_tokens
         needed, have = pages * self._kv.page_bytes, cache.num_pages * self._kv.page_bytes
+        slots = 0 if cache.slots is None else 1 + (request.width if isinstance(request, Branch) else 0)
+        states = slots * self._kv.architecture.slot_bytes
         beams = request.width if isinstance(request, Branch) else 1
         room = cache.num_pages * cache.page_size
         # The last token is never run.
@@ -141,16 +143,18 @@ class Call:
             most = room - prompt + 1
         grows = "" if new == 1 else f" and may grow by {new:,}"
         grows += f" in each of {beams:,} beams" if beams > 1 else ""
+        beside = f" beside {shown_size(states, at_least=True)} for its states" if states else ""
         remedies = []
         if new > 1:
             remedies.append("lower `max_new_tokens`" + self._most_new_tokens(most, prompt))
         else:
             remedies.append("shorten it")
-        if needed <= self._kv.within_reach():
-            remedies.append(f'raise `kv_memory` (to "{shown_size(needed, at_least=True)}")')
+        if needed + states <= self._kv.within_reach():
+            remedies.append(f'raise `kv_memory` (to "{shown_size(needed + states, at_least=True)}")')
+        taken = f"{shown_size(needed, at_least=True)} of KV cache{beside}"
         return (
-            f"has {counted(prompt, 'token')}{grows}, which takes {shown_size(needed, at_least=True)} of KV cache, and "
-            f"there are {shown_size(have)}, enough for {counted(room, 'token')}: {', or '.join(remedies)}"
+            f"has {counted(prompt, 'token')}{grows}, which takes {taken}, and there are {shown_size(have)}, enough for "
+            f"{counted(room, 'token')}: {', or '.join(remedies)}"
         )
 
     def _most_new_tokens(self, most: int, prompt: int) -> str:

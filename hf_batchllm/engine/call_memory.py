@@ -47,6 +47,7 @@ class CallMemory:
         return self._kv.open(
             Room(max(wanted, 1), plan.slots_at_once if states else 0),
             Room(plan.pages_needed, plan.slots_needed if states else 0),
+            depth=plan.sharing.depth if states else 0,
             beside=lambda most: self._beside_the_cache(wanted, most),
             results=self._outputs.results_bytes(max(self._plan.new_tokens, default=0), self._vocabulary),
         )

@@ -78,5 +78,5 @@ def report_of(
 def _of_states(slots: StateSlots | None, slot_bytes: int, handed_on: int) -> str:
     if slots is None:
         return ""
-    begun = f", {counted(handed_on, 'run')} of tokens began with that of a prefix" if handed_on else ""
+    begun = f", {counted(handed_on, 'run')} of tokens began with that of a prefix or a prompt" if handed_on else ""
     return f"{slots.most:,} at most, of {slots.count:,} that there was room for, {shown_size(slot_bytes)} each{begun}"

@@ -44,6 +44,7 @@ class KVMemory:
         self.rehearsals = Rehearsals(model, config)
         self._beside: int | None = None  # bytes to leave to the call's steps, if known
         self._results = 0  # bytes to leave to tensors that the call hands out
+        self._depth = 0  # the most prefixes below a sequence of the call, where layers carry states
         self.cache: PagedCache | None = None
         self.storage: KVStorage | None = None
 
@@ -73,7 +74,7 @@ class KVMemory:
         self.memory.start()
 
     def open(
-        self, wanted: Room, needed: Room, beside: Callable[[int], int | None], results: int = 0
+        self, wanted: Room, needed: Room, beside: Callable[[int], int | None], results: int = 0, depth: int = 0
     ) -> tuple[PagedCache, KVStorage]:
         """A cache for a call that could use the ``wanted`` room beside that of kept prefixes.
 
@@ -81,8 +82,10 @@ class KVMemory:
         beside: from the most pages that the cache may have to the bytes that the call takes beside it; None where that
             cannot be found out. It is asked only where memory may run short.
         results: bytes on the device that the call hands out in the end.
+        depth: the most prefixes below a sequence, each of which keeps a state; without room for these it has none.
         """
         self._beside = None
+        self._depth = depth
         self._results = 0
         free = self._free() + (self.storage.bytes if self.storage is not None else 0)
         if results > free // 2:
@@ -103,8 +106,13 @@ class KVMemory:
             more = Room(wanted.pages + kept.pages, wanted.slots + kept.slots)
             room = self._affordable(more, needed, beside, self.storage.bytes)
             present = Room(self.cache.num_pages, 0 if slots is None else slots.count)
-            if room.pages > present.pages or room.slots > present.slots:
-                self._grow(Room(max(room.pages, present.pages), max(room.slots, present.slots)), needed)
+            grown = Room(max(room.pages, present.pages), max(room.slots, present.slots))
+            if grown != present and self.bytes_of(grown) <= self.bytes_of(room):
+                self._grow(grown, needed)
+            elif grown != present:  # pages and slots are there in another proportion than this call needs
+                self.cache.forget_kept()
+                self.clear()
+                self._make(self._affordable(wanted, needed, beside), needed)
         assert self.cache is not None and self.storage is not None
         self.cache.start_counting()
         return self.cache, self.storage
@@ -198,7 +206,12 @@ class KVMemory:
         room = self._within(size, wanted, needed)
         if room.pages <= 0:
             states = self.bytes_of(Room(0, needed.slots))
-            beside_states = f", the states of a sequence and its prefixes take {shown_size(states)}" if states else ""
+            if states and not self.page_bytes:
+                raise CacheMemoryError(
+                    f"the states of a sequence take {shown_size(states)}, and the KV cache may have "
+                    f"{shown_size(size)}: set a larger `kv_memory`"
+                )
+            beside_states = f", the states of a sequence take {shown_size(states)}" if states else ""
             raise CacheMemoryError(
                 f"a single page of {self._config.page_size:,} tokens takes {shown_size(self.page_bytes)}"
                 f"{beside_states}, and the KV cache may have {shown_size(size)}: set a smaller `page_size`, or a "
@@ -215,7 +228,7 @@ class KVMemory:
             return wanted
         slots = wanted.slots
         if slots:
-            share = int(slots * size / self.bytes_of(wanted))
+            share = max(int(slots * size / self.bytes_of(wanted)), needed.slots + self._depth)
             beside_pages = (size - self.bytes_of(Room(needed.pages))) // self.architecture.slot_bytes
             slots = min(slots, max(needed.slots, min(share, beside_pages)))
         left = size - self.bytes_of(Room(0, slots))

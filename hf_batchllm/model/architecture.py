@@ -23,7 +23,7 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import ATTENTION_NAME, AttentionCall, attention_context, context_in_use, use_context
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME, NotedMask, attention_masks_noted
-from ..patches.state_functions import StateFunctions, state_context
+from ..patches.state_functions import StateFunctions, state_context, states_in_use, use_states
 from ..patches.uncompiled import Uncompiled, every_module
 from .architecture_refusals import (
     refuse_dropped_layers,
@@ -146,7 +146,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
         before, architecture = architecture, inspect_model(model)
         if (architecture.attention, architecture.states) != (before.attention, before.states):
             raise UnsupportedModelError(
-                f"{architecture.name} has other attention layers than when this BatchGenerator was made: make a new one"
+                f"{architecture.name} has other layers than when this BatchGenerator was made: make a new one"
             )
     else:
         architecture.own_code.refuse_mixed_tokens(inner, modules)
@@ -330,6 +330,7 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str, selects_
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
     compiled, functions = Uncompiled(every_module(model)), StateFunctions(model)
     states = None if notes.takes_masks else notes.states  # with a cache, states are carried in it
+    states_before = states_in_use()
     try:
         with (
             torch.no_grad(),
@@ -346,6 +347,8 @@ def _noted_pass(model: nn.Module, device: torch.device, attention: str, selects_
             rows = {"logits_to_keep": torch.tensor([1], device=device)} if selects_rows else {}
             output = model(input_ids=ids, position_ids=positions, use_cache=notes.takes_masks, **rows)
     finally:  # once more: an interrupt may have come while the block above restored things
+        functions.restore()
+        use_states(states_before)
         compiled.restore()
         swap.restore()
         torch.set_grad_enabled(grad_mode)

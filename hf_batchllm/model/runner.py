@@ -22,7 +22,7 @@ from ..patches.attention_interface import (
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
-from ..patches.state_functions import StateFunctions, state_context
+from ..patches.state_functions import StateContext, StateFunctions, state_context, states_in_use, use_states
 from ..patches.uncompiled import Uncompiled, every_module
 from ..planning.step import Chunk
 from .architecture import Architecture
@@ -57,7 +57,9 @@ class ModelRunner:
         self._head = HeadSwap(base_model(model).get_output_embeddings())
         self._logits: torch.Tensor | None = None  # [samples or more, vocabulary]
         self._autocast = KeptAutocast(architecture.device)
-        self._outside: tuple[bool, AttentionContext | None] | None = None  # during a step, what was set before it
+        self._outside: tuple[bool, AttentionContext | None, StateContext | None] | None = (
+            None  # during a step, what was set before it
+        )
         self.adapters: AdapterSwap | None = None  # where prompts name their adapters
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = architecture.selects_rows
@@ -96,7 +98,7 @@ class ModelRunner:
 
     @contextmanager
     def _as_inference(self) -> Iterator[None]:
-        self._outside = torch.is_grad_enabled(), context_in_use()
+        self._outside = torch.is_grad_enabled(), context_in_use(), states_in_use()
         with torch.no_grad():
             yield
         self._outside = None
@@ -186,6 +188,7 @@ class ModelRunner:
     def restore(self) -> None:
         """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
         self._head.restore()
+        self._functions.restore()
         if self._fused is not None:
             self._fused.restore()
         self._compiled.restore()
@@ -194,9 +197,10 @@ class ModelRunner:
         self._swap.restore()
         self._autocast.restore()
         if self._outside is not None:
-            grad_mode, context = self._outside
+            grad_mode, context, states = self._outside
             torch.set_grad_enabled(grad_mode)
             use_context(context)
+            use_states(states)
             self._outside = None
         self._logits = None
         self.backend.release()

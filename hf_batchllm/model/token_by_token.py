@@ -22,6 +22,7 @@ from ..errors import UnsupportedModelError
 from ..notices import Notices
 from ..patches.attention_interface import autocast_dtype
 from ..patches.mask_probe import MASK_PROBE_NAME, attention_masks_noted
+from ..patches.state_functions import mixers
 from ..patches.uncompiled import every_module
 from .batch_dependent import depends_on_batch
 from .code_reach import PlainReads
@@ -290,6 +291,8 @@ class _Trial:
         return None
 
     def _with_cache(self) -> str | None:
+        if any(mixers(self._model)):  # with a cache, they run functions for which nothing stands in
+            return None
         for past in _PASTS:
             past = min(past, max(self._longest - _TOKENS, 0))
             tokens = self._made_up.tokens(_TOKENS)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..kernels.spans import Spans
 from ..patches.attention_interface import (
     ATTENTION_NAME,
     AttentionCall,
@@ -23,7 +24,18 @@ from ..patches.attention_interface import (
 )
 from ..patches.attention_swap import AttentionSwap
 from ..patches.mask_probe import MASK_PROBE_NAME
+from ..patches.state_functions import (
+    Convolution,
+    DeltaRule,
+    StateFunctions,
+    StateSpace,
+    state_context,
+    states_in_use,
+    use_states,
+)
 from ..patches.uncompiled import Uncompiled
+from ..planning.requests_and_prefixes import NO_SLOT
+from .state_step import shape_of, twins
 
 Row = Sequence[tuple[int, int]]  # tokens, each with its position
 _SMALL = 1 << 16  # numbers in a buffer: ranges that were observed, statistics; not quantised weights
@@ -35,7 +47,8 @@ def each_by_itself(
 ) -> Iterator[None]:
     """While the block runs, the model runs with an attention in which tokens do not see each other."""
     swap, grad_mode, context = AttentionSwap(model), torch.is_grad_enabled(), context_in_use()
-    compiled = Uncompiled(modules)
+    compiled, functions, states = Uncompiled(modules), StateFunctions(model), states_in_use()
+    takes_masks = attention == MASK_PROBE_NAME  # then it runs with a cache, which carries states
     try:
         with (
             random_numbers_kept(model),
@@ -43,10 +56,14 @@ def each_by_itself(
             swap.applied(attention),
             compiled.applied(),
             _buffers_kept(modules),
-            attention_context(_EachByItself(takes_masks=attention == MASK_PROBE_NAME)),
+            attention_context(_EachByItself(takes_masks)),
+            functions.applied(),
+            state_context(None if takes_masks else _StatesEachByItself()),
         ):
             yield
     finally:  # once more: an interrupt may have come while the block above restored things
+        functions.restore()
+        use_states(states)
         compiled.restore()
         swap.restore()
         torch.set_grad_enabled(grad_mode)
@@ -102,6 +119,29 @@ class _EachByItself:
         keys, values = (each[-tokens:].repeat_interleave(shares, dim=1) for each in (call.k, call.v))
         of_q, of_k = (each.float().cumsum(-1).mean(-1, keepdim=True).tanh() for each in (call.q, keys))
         return values * (1 + (of_q + of_k) * _of_settings(call)).to(values.dtype)
+
+
+class _StatesEachByItself:
+    """Each token begins with no state, and leaves none."""
+
+    def __init__(self) -> None:
+        self._kernels = twins()
+
+    def convolve(self, call: Convolution) -> torch.Tensor:
+        return self._kernels.convolve(call, *_nothing_kept(call, call.x))
+
+    def delta_rule(self, call: DeltaRule) -> torch.Tensor:
+        return self._kernels.delta_rule(call, *_nothing_kept(call, call.v))
+
+    def state_space(self, call: StateSpace) -> torch.Tensor:
+        return self._kernels.state_space(call, *_nothing_kept(call, call.x))
+
+
+def _nothing_kept(call: Convolution | DeltaRule | StateSpace, given: torch.Tensor) -> tuple[torch.Tensor, Spans]:
+    each, nowhere = shape_of(call), [NO_SLOT] * len(given)
+    dtype = torch.float32 if each.exact else given.dtype
+    states = torch.zeros((0, *each.shape), dtype=dtype, device=given.device)
+    return states, Spans.of([1] * len(given), nowhere, nowhere, given.device)
 
 
 def _of_settings(call: AttentionCall) -> float:

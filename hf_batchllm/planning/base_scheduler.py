@@ -16,6 +16,9 @@ class BaseScheduler(ABC):
 
     After ``next()`` the engine runs the step as it stands. Every chunk in it counts as computed from then on, and its
     pages are reserved. A unit may be run beside the prefix that it stands on if the prefix comes before it.
+
+    Where layers of the model carry a state from token to token, ``cache.slots`` is not None: each unit with pages has a
+    slot, too. A request lacks ``cache.missing_slots(request)`` of them, and ``cache.slots.free`` are free.
     """
 
     preemptions: int = 0

@@ -56,8 +56,8 @@ class CallPlan:
 
     @property
     def slots_needed(self) -> int:
-        """Slots without which a sequence cannot run: its own, and those of its beams and of the prefixes below it."""
-        return 1 + max(self._widths or (0,)) + self.sharing.depth
+        """Slots without which a sequence cannot run: its own and those of its beams. Without prefixes, if need be."""
+        return 1 + max(self._widths or (0,))
 
     def line_up(self, cache: PagedCache, can_stop: Sequence[bool], reach: Sequence[int] | None) -> Lineup:
         """``can_stop``: of each prompt; ``reach``: of each sequence, as ``planning.lineup.line_up`` has it."""

@@ -151,13 +151,13 @@ class PagedCache:
         free = self._free
         if count > len(free):
             raise OutOfPages(f"{count} pages wanted, {len(free)} free")
-        if isinstance(unit, Request):
-            self.requests += not unit.pages and _is_counted(unit)
-            self.request_pages += count
         if self.slots is not None and not unit.pages:
             if not self.slots.free:
                 raise OutOfPages("a slot for a state is wanted, none is free")
             self.slots.take(unit)
+        if isinstance(unit, Request):
+            self.requests += not unit.pages and _is_counted(unit)
+            self.request_pages += count
         if count == 1:
             unit.pages.append(heapq.heappop(free))
         else:
