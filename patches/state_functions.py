@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -237,7 +238,8 @@ def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def _called_by(cls: type[nn.Module]) -> list[str]:
-    forward: Any = inspect.unwrap(cls.forward)
+    forward: Any = inspect.getattr_static(cls, "forward", None)  # that of a ScriptModule cannot be asked for
+    forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not code_home(forward).startswith("transformers.models."):
         return []
     return [name for name in _STAND_INS if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
