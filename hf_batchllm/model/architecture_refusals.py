@@ -53,7 +53,7 @@ def refuse_equal_numbers(model: PreTrainedModel, name: str) -> None:
         for place, layer in enumerate(layers):
             for part in layer.modules():
                 number = part.__dict__.get("layer_idx")
-                if "layer_idx" in inspect.signature(type(part).forward).parameters:
+                if isinstance(number, int) and "layer_idx" in inspect.signature(type(part).forward).parameters:
                     continue  # it is told its number in each call (Zamba2's shared blocks)
                 if isinstance(number, int) and taken.setdefault((type(part), number), place) != place:
                     raise UnsupportedModelError(
