@@ -164,7 +164,9 @@ def own_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, value_heads, value_dim], [value_heads, key_dim, value_dim]
     """The modeling module's own function over some of the tokens, from ``state`` on; and the state that it leaves."""
     assert call.own is not None
-    parts = (x[None, tokens] for x in (call.q, call.k, call.v, call.decay, call.beta))
+    shared = call.v.shape[1] // call.q.shape[1]  # older functions want as many heads of q and k as of v
+    q, k = (x[tokens].repeat_interleave(shared, 1) for x in (call.q, call.k))
+    parts = (x[None] for x in (q, k, call.v[tokens], call.decay[tokens], call.beta[tokens]))
     out, left = call.own(
         **dict(zip(("query", "key", "value", "g", "beta"), parts, strict=True)),
         initial_state=None if state is None else state[None],
