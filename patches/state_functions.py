@@ -233,10 +233,13 @@ def is_known_mixer(module: nn.Module) -> bool:
 
 def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """The layers that call such functions: each with its name, and the names of the functions."""
+    known: dict[type[nn.Module], list[str]] = {}  # a model has many modules of few classes
     for name, module in model.named_modules():
-        called = _called_by(type(module))
-        if called:
-            yield name, module, called
+        cls = type(module)
+        if cls not in known:
+            known[cls] = _called_by(cls)
+        if known[cls]:
+            yield name, module, known[cls]
 
 
 def _called_by(cls: type[nn.Module]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from support_families import FAMILIES as FAMILIES_OF_ALL
 from support_parity import assert_parity, counted_tokens
 from support_parity import watched as watched  # a fixture
 
-from hf_batchllm import BatchGenerator, CacheMemoryError, PromptError
+from hf_batchllm import BatchGenerator, CacheMemoryError, PromptError, UnsupportedModelError
 from hf_batchllm.engine.loop import AtOnce
 from hf_batchllm.planning.requests_and_prefixes import Unit
 from hf_batchllm.planning.scheduler import GroupScheduler
@@ -203,3 +204,10 @@ def test_prompts_that_run_one_by_one_run_together() -> None:
             prompts, max_new_tokens=3, progress=False
         )
     assert_parity("qwen3_next", prompts, result, 3)
+
+
+def test_another_activation_behind_a_convolution_is_refused_by_name() -> None:
+    family = FAMILIES_OF_ALL["qwen3_5"]
+    model = dataclasses.replace(family, config={**family.config, "hidden_act": "gelu"})()
+    with pytest.raises(UnsupportedModelError, match="'gelu' stands behind a short convolution"):
+        BatchGenerator(model)

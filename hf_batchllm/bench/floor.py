@@ -204,12 +204,11 @@ def _needs(shape: Shape, groups: Sequence[PromptGroup], rates: Rates, alone: boo
             keys += _seen(longest, group.shared + least, window) - _seen(longest, least, window)
             kv += layers * layer_bytes * keys
     # A state is read and written for each token by itself; and left where a prompt ends, and read where one goes on.
-    members = [(len(group.new), bool(group.shared)) for group in groups]
-    left_and_read = sum(count + (shared and count + 1) for count, shared in members)
-    kv += shape.state_bytes * (2 * sum(int((np.asarray(group.new) - 1).sum()) for group in groups) + left_and_read)
+    left_and_read = sum(2 * len(group.new) + 1 if group.shared else len(group.new) for group in groups)
     counts = np.concatenate([np.asarray(group.new) for group in groups]) - 1
     rows = np.array([(counts > step).sum() for step in range(counts.max(initial=0))])  # [steps]
     decode_tokens = int(counts.sum())
+    kv += shape.state_bytes * (2 * decode_tokens + left_and_read)
     of_prompts = linear * prompt_tokens + attention + head * samples
     operations = of_prompts + (linear + head) * decode_tokens
     # The fewest steps: all prompts in one, then one for each further token of the longest answer.

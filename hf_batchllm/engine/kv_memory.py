@@ -232,9 +232,9 @@ class KVMemory:
             beside_pages = (size - self.bytes_of(Room(needed.pages))) // self.architecture.slot_bytes
             slots = min(slots, max(needed.slots, min(share, beside_pages)))
         left = size - self.bytes_of(Room(0, slots))
-        return Room(
-            min(wanted.pages, left // self.page_bytes) if self.page_bytes else wanted.pages * (left >= 0), slots
-        )
+        if not self.page_bytes:  # no layer attends: pages take no memory
+            return Room(wanted.pages if left >= 0 else 0, slots)
+        return Room(min(wanted.pages, left // self.page_bytes), slots)
 
     def _left_over(self, share: int, needed: Room, beside: Callable[[int], int | None], held: int) -> int:
         """Bytes that the call's steps leave to the cache; ``share`` where that cannot be found out."""

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..kernels.convolution_torch import ACTIVATIONS
 from ..patches.state_functions import Convolution, DeltaRule, StateSpace, is_known_mixer, mixers
 from .state_step import shape_of
 from .state_storage import StateShape
@@ -28,6 +29,11 @@ class StateNotes:
         self.noted: list[StateShape] = []
 
     def convolve(self, call: Convolution) -> torch.Tensor:
+        if call.activation not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"the config's activation {call.activation!r} stands behind a short convolution, where silu alone is "
+                "supported"
+            )
         self.noted.append(shape_of(call))
         return torch.zeros_like(call.x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,15 +19,12 @@ _COPIED_AT_ONCE = 64 << 20  # bytes, which a copy takes beside the states
 class StateShape(NamedTuple):
     """What a sequence keeps for one call of a state function, which the model makes in each pass."""
 
-    function: str  # as `patches.state_functions.StateContext` names it
+    function: str  # the kind of call, in words
     shape: tuple[int, ...]  # of one sequence
     exact: bool  # float32, whatever the model computes in
 
     def bytes(self, dtype: torch.dtype) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * (torch.float32 if self.exact else dtype).itemsize
+        return math.prod(self.shape) * (torch.float32 if self.exact else dtype).itemsize
 
 
 class StateStorage:
