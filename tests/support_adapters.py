@@ -83,10 +83,21 @@ MODELS: dict[str, Any] = {
 }
 
 
+_INTO_STATES = "in_proj in_proj_qkv in_proj_qkvz q_proj f_proj f_a_proj a_proj".split()
+_AND_OUT = "in_proj in_proj_ba in_proj_a in_proj_z b_proj o_proj down_proj w2 output_linear".split()
+
+
+def carrying(family: str) -> Any:
+    """A model of layers that carry a state, with adapters on what goes into it, and on what comes of it."""
+    there = {name.rsplit(".", 1)[-1] for name, _ in FAMILIES[family]().named_modules()}
+    first, second = ([name for name in names if name in there] for names in (_INTO_STATES, _AND_OUT))
+    return wrapped(lora(first), lora(second), family=family)
+
+
 @cache
 def build(kind: str) -> Any:
-    """The same object at every call: leave it as you found it."""
-    return MODELS[kind]()
+    """Of ``MODELS``, or of ``CARRYING``. The same object at every call: leave it as you found it."""
+    return MODELS[kind]() if kind in MODELS else carrying(kind)
 
 
 @cache
