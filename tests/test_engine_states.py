@@ -70,6 +70,21 @@ def test_few_slots_change_nothing(family: str, slots: int, watched: list[Any]) -
     assert cache.slots.free == cache.slots.count < len(prompts) + 4, "there were enough for all"
 
 
+@pytest.mark.parametrize("new", [1, 40])
+def test_a_prefix_is_worth_the_place_of_its_state(new: int) -> None:
+    """Where memory is short a prefix takes a sequence's place: the more so, the more steps its readers run."""
+    prompts = [draw(pair, 40) + draw(50 + pair, own) for pair in range(6) for own in (3, 5)]
+    memory = slots_of_memory(build("mamba2"), 6, 0, 8)
+    with BatchGenerator(build("mamba2"), kv_memory=memory, page_size=8, min_shared_tokens=8) as generator:
+        result = generator.generate(prompts, max_new_tokens=new, progress=False)
+        assert_parity("mamba2", prompts, result, new)
+        assert len(result.report.plan.segments) == (6 if new == 1 else 0)
+        assert ("the memory of a prefix's state is worth" in str(result.report)) == (new == 40)
+    with BatchGenerator(build("mamba2"), page_size=8, min_shared_tokens=8) as generator:
+        report = generator.generate(prompts, max_new_tokens=new, progress=False).report
+        assert len(report.plan.segments) == 6
+
+
 @pytest.mark.parametrize("family", family_params(["qwen3_next"]))
 def test_memory_for_no_state_is_an_error_that_says_so(family: str) -> None:
     memory = slots_of_memory(build(family), 1, 0, 8) // 2

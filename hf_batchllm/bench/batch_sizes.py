@@ -31,6 +31,7 @@ def fastest_batch_size(
                 raise
             print(f"{name}, batches of {size}: {type(error).__name__}")
             break
+        print(f"{name}, batches of {size}: {speeds[size]:.2f}/s", flush=True)  # a long run may be cut off
         if slower is not None and speeds[size] * slower < max(speeds.values()):
             break
     return max(speeds, key=speeds.__getitem__), speeds

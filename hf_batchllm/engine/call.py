@@ -35,6 +35,7 @@ from .expected_time import StepCosts, cost_of_head, usual_rows
 from .job import Job
 from .kv_memory import KVMemory
 from .loop import Engine
+from .price_of_states import price_of_states
 from .progress import Progress, progress_bar
 from .streamer import Feed
 from .timekeeper import Timekeeper
@@ -102,6 +103,8 @@ class Call:
         self._adapters = AdapterTurns(self._use, job.adapters)
         keyed = self._adapters.keyed(job.prompts, job.places)
         self.plan = CallPlan(keyed, job.runs, job.max_new_tokens, job.widths, self._config)
+        if self._use.architecture.states:
+            self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 
     def _open_memory(self) -> None:
         self._use.fuse()

@@ -13,7 +13,7 @@ from torch import nn
 
 # What a step costs by itself, and what an answer token costs, each in prompt tokens: a guess until steps have shown it.
 # Reading the weights takes a GPU as long as computing some hundred tokens, and a CPU as long as a few dozen.
-_STEP_ON_GPU, _STEP_ON_CPU, _ANSWER_TOKEN = 300.0, 32.0, 1.5
+STEP_ON_GPU, STEP_ON_CPU, _ANSWER_TOKEN = 300.0, 32.0, 1.5
 _MOST_FOR_HEAD = 4.0
 _MEMORY = 1 - 1 / 128  # what a step counts for after the next one: answers grow, and machines get busy
 
@@ -22,7 +22,7 @@ class StepCosts:
     """Learns what steps, prompt tokens and answer tokens cost, in seconds. ``head``: as ``cost_of_head`` has it."""
 
     def __init__(self, on_gpu: bool = False, head: float = 1.0) -> None:
-        self._usual = np.array([head * (_STEP_ON_GPU if on_gpu else _STEP_ON_CPU), 1.0, head * _ANSWER_TOKEN])
+        self._usual = np.array([head * (STEP_ON_GPU if on_gpu else STEP_ON_CPU), 1.0, head * _ANSWER_TOKEN])
         self._usual_list: list[float] = self._usual.tolist()
         # Sums over steps, in units of the usual costs. Each step is weighted with what it should usually cost.
         self._pairs = [0.0] * 6  # of the upper triangle of the normal equations

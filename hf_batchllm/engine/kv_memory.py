@@ -185,6 +185,12 @@ class KVMemory:
         """Bytes for the cache and for steps: free ones, and those that the cache holds already."""
         return self.memory.free() + (0 if self.storage is None else self.storage.bytes)
 
+    def part_of(self, wanted: Room) -> float:
+        """About how much of the ``wanted`` room memory has; more than 1 where all of it fits."""
+        free = self.within_reach()
+        size = self._config.kv_bytes(free)
+        return (int(free * self.memory.share) if size is None else size) / max(1, self.bytes_of(wanted))
+
     def _free(self) -> int:
         """Free bytes, without those that results will take."""
         return max(self.memory.free() - self._results, 0)

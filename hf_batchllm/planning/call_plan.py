@@ -35,9 +35,21 @@ class CallPlan:
         self._widths = widths
         self.prompts = self.each(prompts)
         self.new_tokens = self.each(new_tokens)
+        self._state_price = 0
+        self._plan_it()
+
+    def ask_more_of_prefixes(self, tokens: int) -> None:
+        """Plan anew, if need be: a prefix must save as many tokens beyond ``min_shared_tokens`` to be kept."""
+        if tokens != self._state_price:
+            self._state_price = tokens
+            self._plan_it()
+
+    def _plan_it(self) -> None:
         self.sharing: SharingPlan = self._planned(self.new_tokens)
         # Pages that the whole list takes when all of it is in the cache at the same time.
-        self.pages_at_once = pages_at_once(self.prompts, self.sharing, self.new_tokens, config.page_size, widths)
+        self.pages_at_once = pages_at_once(
+            self.prompts, self.sharing, self.new_tokens, self._config.page_size, self._widths
+        )
 
     def each(self, of_prompts: Sequence[T]) -> list[T]:
         """For each sequence what its prompt has."""
@@ -80,4 +92,4 @@ class CallPlan:
         self.sharing = self._planned(self.new_tokens)
 
     def _planned(self, new_tokens: list[int]) -> SharingPlan:
-        return replace(make_plan(self.prompts, self._config, new_tokens), of_sequences=True)
+        return replace(make_plan(self.prompts, self._config, new_tokens, self._state_price), of_sequences=True)

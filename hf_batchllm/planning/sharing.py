@@ -7,6 +7,7 @@ becomes a ``Segment``; any other node dissolves into the nodes below it. No mode
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,11 +154,17 @@ def _run_order(
     return np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(count)
 
 
-def make_plan(prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int]) -> SharingPlan:
-    """The plan for ``prompts`` by the settings of ``config``."""
-    return plan_sharing(
+def make_plan(
+    prompts: list[Prompt], config: BatchConfig, new_tokens: int | list[int], state_price: int = 0
+) -> SharingPlan:
+    """The plan for ``prompts`` by the settings of ``config``.
+
+    state_price: tokens that a segment must save besides, for the place that its state takes.
+    """
+    plan = plan_sharing(
         prompts,
-        min_shared_tokens=config.min_shared_tokens,
+        min_shared_tokens=config.min_shared_tokens + state_price,
         share=config.share_prefixes,
         new_tokens=new_tokens,
     )
+    return replace(plan, min_shared_tokens=config.min_shared_tokens, state_price=state_price)
