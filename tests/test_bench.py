@@ -442,7 +442,8 @@ def test_a_batch_size_that_fails_ends_the_search(capsys: pytest.CaptureFixture[s
         return size
 
     assert fastest_batch_size("a rival", [1, 2, 4, 8], 8, speed_of, slower=1.02) == (2, {1: 1, 2: 2})
-    assert capsys.readouterr().out == "a rival, batches of 4: MemoryError\n"
+    told = [f"a rival, batches of {each}\n" for each in ("1: 1.00/s", "2: 2.00/s", "4: MemoryError")]
+    assert capsys.readouterr().out == "".join(told)
     with pytest.raises(MemoryError):
         fastest_batch_size("a rival", [4, 8], 8, speed_of, slower=1.02)
 

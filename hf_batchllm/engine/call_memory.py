@@ -8,6 +8,7 @@ from functools import cached_property
 from ..config import BatchConfig
 from ..model.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
+from ..model.state_storage import COPIED_AT_ONCE
 from ..planning.call_plan import CallPlan
 from ..planning.paged_cache import PagedCache
 from .call_outputs import CallOutputs
@@ -65,6 +66,8 @@ class CallMemory:
             step = replace(step, samples=min(step.tokens, step.samples * max(self._job.widths)))
         step, picking, by_host = self._with_picking(step)
         picking += self._outputs.step_bytes(step.tokens, self._vocabulary)
+        if use.architecture.states and self._job.widths is not None:
+            picking += COPIED_AT_ONCE  # states, where beams part
         storage = stage(step, self._config.page_size)
         try:
             runner = use.run_over(storage)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..errors import CacheMemoryError
+from ..errors import CacheMemoryError, UnsupportedModelError
 from .device_memory import is_out_of_memory
 from .transfers import to_device
 
-_COPIED_AT_ONCE = 64 << 20  # bytes, which a copy takes beside the states
+COPIED_AT_ONCE = 64 << 20  # bytes, which a copy takes beside the states
 
 
 class StateShape(NamedTuple):
@@ -48,7 +48,13 @@ class StateStorage:
                 reserved = None  # its memory goes first
                 reserved = self._allocated(shape, dtype, device)
             self._states.append(reserved)
-        return self._states[call]
+        states = self._states[call]
+        if (states.shape[1:], states.dtype) != (shape, dtype):
+            raise UnsupportedModelError(
+                f"a layer carries a state of {dtype} and shape {[*shape]}, and one of {states.dtype} and shape "
+                f"{[*states.shape[1:]]} in the step before; that is not supported"
+            )
+        return states
 
     def _allocated(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         try:
@@ -75,7 +81,7 @@ class StateStorage:
         in_turn = bool(np.isin(*numbers).any())  # a slot is both: nothing may be written before all is read
         source, target = to_device(numbers, self._states[0].device)
         for states in self._states:
-            at_once = len(pairs) if in_turn else max(1, _COPIED_AT_ONCE // max(1, states[0].nbytes))
+            at_once = len(pairs) if in_turn else max(1, COPIED_AT_ONCE // max(1, states[0].nbytes))
             for few, others in zip(source.split(at_once), target.split(at_once), strict=True):
                 states[others] = states[few]
 
