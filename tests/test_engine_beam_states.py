@@ -296,7 +296,7 @@ def storage(rows: int, dtype: torch.dtype) -> tuple[StateStorage, list[torch.Ten
 def test_states_are_copied_as_if_at_the_same_time(
     pairs: list[tuple[int, int]], after: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.model.state_storage._COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr("hf_batchllm.model.state_storage.COPIED_AT_ONCE", at_once)
     made, states = storage(4, torch.bfloat16)
     made.copy(pairs)
     for call, each in enumerate(states):
