@@ -28,6 +28,7 @@ from .unmodified import code_home
 Function = Callable[..., Any]
 # Arguments that arrive beside the inputs and change nothing about what is computed.
 _HARMLESS = frozenset(["position_ids", "cache_position", "logits_to_keep", "chunk_size"])
+_HARMLESS |= frozenset(["use_mambapy", "use_associative_scan"])  # by which way it is computed
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,21 @@ class StateSpace:
     chunk: int = 64  # tokens that it takes at a time
 
 
+@dataclass(frozen=True)
+class SelectiveScan:
+    """Mamba-1's state space over packed tokens: a step of time and a state for each channel."""
+
+    x: torch.Tensor  # [tokens, channels]
+    dt: torch.Tensor  # [tokens, channels]
+    a: torch.Tensor  # [channels, state_dim]
+    b: torch.Tensor  # [tokens, state_dim]
+    c: torch.Tensor  # [tokens, state_dim]
+    d: torch.Tensor | None  # [channels]
+    z: torch.Tensor | None  # [tokens, channels]  a gate
+    dt_bias: torch.Tensor | None  # [channels]
+    softplus: bool
+
+
 class StateContext(Protocol):
     """One pass through the model: its spans, and the states that they begin with and leave behind."""
 
@@ -81,6 +97,9 @@ class StateContext(Protocol):
 
     def state_space(self, call: StateSpace) -> torch.Tensor:  # [tokens, heads, head_dim] float32
         """The next state space of the pass."""
+
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:  # [tokens, channels] float32
+        """The next selective scan of the pass."""
 
 
 _context: ContextVar[StateContext | None] = ContextVar("hf_batchllm_states", default=None)
@@ -159,6 +178,17 @@ def _spaced(given: _Given, own: Function, context: StateContext) -> Any:
     return context.state_space(call)[None]
 
 
+def _scanned(given: _Given, own: Function, context: StateContext) -> Any:
+    x, dt, b, c = (given.packed(name).T for name in ("hidden_states", "dt", "B", "C"))
+    gate = given.one("z")
+    z = None if gate is None else gate[0].T
+    a, d, bias = (given.one(name) for name in ("A", "D", "delta_bias"))
+    call = SelectiveScan(x, dt, a, b, c, d, z, bias, bool(given.one("delta_softplus")))
+    given.none("return_last_state")
+    given.end()
+    return context.selective_scan(call).T[None]
+
+
 def own_delta_rule(
     call: DeltaRule, tokens: slice, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, value_heads, value_dim], [value_heads, key_dim, value_dim]
@@ -198,6 +228,7 @@ _STAND_INS: dict[str, Callable[[_Given, Function, StateContext], Any]] = {
     "torch_chunk_gated_delta_rule": _ruled,
     "chunk_kimi_delta_attention": _ruled,
     "mamba2_chunk_scan": _spaced,
+    "mamba_selective_scan": _scanned,
 }
 
 
@@ -221,6 +252,7 @@ _KNOWN_MIXERS = frozenset(
         *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
         *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
+        *("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"),
         *("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
     ]
 )

@@ -11,7 +11,14 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..kernels.convolution_torch import ACTIVATIONS
-from ..patches.state_functions import Convolution, DeltaRule, StateSpace, is_known_mixer, mixers
+from ..patches.state_functions import (
+    Convolution,
+    DeltaRule,
+    SelectiveScan,
+    StateSpace,
+    is_known_mixer,
+    mixers,
+)
 from .state_step import shape_of
 from .state_storage import StateShape
 
@@ -42,6 +49,10 @@ class StateNotes:
         return torch.zeros_like(call.v)
 
     def state_space(self, call: StateSpace) -> torch.Tensor:
+        self.noted.append(shape_of(call))
+        return torch.zeros_like(call.x, dtype=torch.float32)
+
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:
         self.noted.append(shape_of(call))
         return torch.zeros_like(call.x, dtype=torch.float32)
 
