@@ -97,6 +97,14 @@ def test_what_is_not_understood_is_refused() -> None:
         with pytest.raises(UnsupportedModelError, match="`initial_state` is handed to"):
             rule(*[torch.zeros(1, 5, 2, 4)] * 3, *[torch.zeros(1, 5, 2)] * 2, initial_state=torch.zeros(1, 2, 4, 4))
         function(x, weight, position_ids=torch.zeros(1, 5), chunk=3)
+    mixer, twins = mixer_of("mamba"), Twins(1)
+    twins.step([5], [-1], [-1])
+    with StateFunctions(mixer).applied(), state_context(twins):
+        scan, rows, keys = functions_of(mixer)["mamba_selective_scan"], torch.ones(1, 4, 5), torch.ones(1, 3, 5)
+        for ways in ({}, {"use_mambapy": True, "use_associative_scan": True}):
+            assert scan(rows, rows, -torch.ones(4, 3), keys, keys, **ways).shape == rows.shape
+        with pytest.raises(UnsupportedModelError, match="`return_last_state` is handed to `mamba_selective_scan`"):
+            scan(rows, rows, -torch.ones(4, 3), keys, keys, return_last_state=True)
 
 
 def test_a_function_of_the_owners_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
