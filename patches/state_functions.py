@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -232,8 +232,16 @@ _STAND_INS: dict[str, Callable[[_Given, Function, StateContext], Any]] = {
 }
 
 
+def _passed_over(given: _Given, own: Function, context: StateContext) -> None:
+    """The mixer goes on to the functions above, as where no package has a kernel for the whole of it."""
+
+
+# A whole mixer in one kernel, for models in train mode: all tokens of a row would be of one sequence.
+_IN_TRAINING = {"mamba_inner_fn": _passed_over, "mamba2_split_conv1d_scan_combined": _passed_over}
+
+
 def _stand_in(name: str, own: Function) -> Function:
-    signature, run = inspect.signature(own), _STAND_INS[name]
+    signature, run = inspect.signature(own), (_STAND_INS | _IN_TRAINING)[name]
 
     @functools.wraps(own)
     def function(*given: Any, **named: Any) -> Any:
@@ -274,12 +282,12 @@ def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield name, module, known[cls]
 
 
-def _called_by(cls: type[nn.Module]) -> list[str]:
+def _called_by(cls: type[nn.Module], names: Iterable[str] = _STAND_INS) -> list[str]:
     forward: Any = inspect.getattr_static(cls, "forward", None)  # that of a ScriptModule cannot be asked for
     forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not code_home(forward).startswith("transformers.models."):
         return []
-    return [name for name in _STAND_INS if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
+    return [name for name in names if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
 
 
 def _is_own(function: Any) -> bool:
@@ -308,7 +316,8 @@ class StateFunctions:
 
     def __init__(self, model: nn.Module) -> None:
         classes = {type(module) for _, module, _ in mixers(model)}
-        self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls in classes for name in _called_by(cls)]
+        called = [(cls, name) for cls in classes for name in _called_by(cls, (*_STAND_INS, *_IN_TRAINING))]
+        self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls, name in called]
         self._entered: list[tuple[dict[str, Any], str]] = []
 
     @contextmanager
