@@ -92,7 +92,7 @@ def refuse_by_states(model: nn.Module, kinds: Sequence[str], noted: Sequence[Sta
             f"{', '.join(strangers)}"
         )
     if len(found) != expected:
-        of_kinds = ", ".join(f"{count} of {kind}" for kind, count in Counter(kinds).items())
+        of_kinds = ", ".join(f"{count} of {kind}" for kind, count in Counter(kinds).items()) or "its config names none"
         raise UnsupportedModelError(
             f"{name} should carry a state through {expected} layers ({of_kinds}), and {len(found)} were found whose "
             "state can be kept for each prompt by itself; that is not supported"
