@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from .spans import Spans
 
-_VALUES_AT_ONCE = 1 << 22  # states that are kept side by side: of so many tokens that they are no more than this
+_VALUES_AT_ONCE = 1 << 18  # of states that stand side by side, token by token: more would leave the cache of a core
 
 
 def selective_scan(
