@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from .unmodified import code_home
 Function = Callable[..., Any]
 # Arguments that arrive beside the inputs and change nothing about what is computed.
 _HARMLESS = frozenset(["position_ids", "cache_position", "logits_to_keep", "chunk_size"])
+_HARMLESS |= frozenset(["use_mambapy", "use_associative_scan"])  # by which way it is computed
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,21 @@ class StateSpace:
     chunk: int = 64  # tokens that it takes at a time
 
 
+@dataclass(frozen=True)
+class SelectiveScan:
+    """Mamba-1's state space over packed tokens: a step of time and a state for each channel."""
+
+    x: torch.Tensor  # [tokens, channels]
+    dt: torch.Tensor  # [tokens, channels]
+    a: torch.Tensor  # [channels, state_dim]
+    b: torch.Tensor  # [tokens, state_dim]
+    c: torch.Tensor  # [tokens, state_dim]
+    d: torch.Tensor | None  # [channels]
+    z: torch.Tensor | None  # [tokens, channels]  a gate
+    dt_bias: torch.Tensor | None  # [channels]
+    softplus: bool
+
+
 class StateContext(Protocol):
     """One pass through the model: its spans, and the states that they begin with and leave behind."""
 
@@ -81,6 +97,9 @@ class StateContext(Protocol):
 
     def state_space(self, call: StateSpace) -> torch.Tensor:  # [tokens, heads, head_dim] float32
         """The next state space of the pass."""
+
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:  # [tokens, channels] float32
+        """The next selective scan of the pass."""
 
 
 _context: ContextVar[StateContext | None] = ContextVar("hf_batchllm_states", default=None)
@@ -159,6 +178,17 @@ def _spaced(given: _Given, own: Function, context: StateContext) -> Any:
     return context.state_space(call)[None]
 
 
+def _scanned(given: _Given, own: Function, context: StateContext) -> Any:
+    x, dt, b, c = (given.packed(name).T for name in ("hidden_states", "dt", "B", "C"))
+    gate = given.one("z")
+    z = None if gate is None else gate[0].T
+    a, d, bias = (given.one(name) for name in ("A", "D", "delta_bias"))
+    call = SelectiveScan(x, dt, a, b, c, d, z, bias, bool(given.one("delta_softplus")))
+    given.none("return_last_state")
+    given.end()
+    return context.selective_scan(call).T[None]
+
+
 def own_delta_rule(
     call: DeltaRule, tokens: slice, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, value_heads, value_dim], [value_heads, key_dim, value_dim]
@@ -198,11 +228,20 @@ _STAND_INS: dict[str, Callable[[_Given, Function, StateContext], Any]] = {
     "torch_chunk_gated_delta_rule": _ruled,
     "chunk_kimi_delta_attention": _ruled,
     "mamba2_chunk_scan": _spaced,
+    "mamba_selective_scan": _scanned,
 }
 
 
+def _passed_over(given: _Given, own: Function, context: StateContext) -> None:
+    """The mixer goes on to the functions above, as where no package has a kernel for the whole of it."""
+
+
+# A whole mixer in one kernel, for models in train mode: all tokens of a row would be of one sequence.
+_IN_TRAINING = {"mamba_inner_fn": _passed_over, "mamba2_split_conv1d_scan_combined": _passed_over}
+
+
 def _stand_in(name: str, own: Function) -> Function:
-    signature, run = inspect.signature(own), _STAND_INS[name]
+    signature, run = inspect.signature(own), (_STAND_INS | _IN_TRAINING)[name]
 
     @functools.wraps(own)
     def function(*given: Any, **named: Any) -> Any:
@@ -221,6 +260,7 @@ _KNOWN_MIXERS = frozenset(
         *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
         *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
+        *("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"),
         *("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
     ]
 )
@@ -242,12 +282,12 @@ def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield name, module, known[cls]
 
 
-def _called_by(cls: type[nn.Module]) -> list[str]:
+def _called_by(cls: type[nn.Module], names: Iterable[str] = _STAND_INS) -> list[str]:
     forward: Any = inspect.getattr_static(cls, "forward", None)  # that of a ScriptModule cannot be asked for
     forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not code_home(forward).startswith("transformers.models."):
         return []
-    return [name for name in _STAND_INS if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
+    return [name for name in names if name in forward.__code__.co_names and _is_own(forward.__globals__.get(name))]
 
 
 def _is_own(function: Any) -> bool:
@@ -276,7 +316,8 @@ class StateFunctions:
 
     def __init__(self, model: nn.Module) -> None:
         classes = {type(module) for _, module, _ in mixers(model)}
-        self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls in classes for name in _called_by(cls)]
+        called = [(cls, name) for cls in classes for name in _called_by(cls, (*_STAND_INS, *_IN_TRAINING))]
+        self._places = [(inspect.unwrap(cls.forward).__globals__, name) for cls, name in called]
         self._entered: list[tuple[dict[str, Any], str]] = []
 
     @contextmanager

@@ -36,7 +36,7 @@ PREFIX = [RNG.randrange(101) for _ in range(23)]
 PROMPTS = [PREFIX + [RNG.randrange(101) for _ in range(RNG.randrange(1, 9))] for _ in range(4)] + [[7, 8], PREFIX]
 STOPS = [45, 50, 51, 67, 82]  # which come up
 OPTIONS: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 8, "num_return_sequences": 2}
-CARRYING = ("qwen3_next", "falcon_h1", "lfm2")  # layers of theirs carry a state from token to token
+CARRYING = ("qwen3_next", "falcon_h1", "lfm2", "jamba")  # layers of theirs carry a state from token to token
 FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", *CARRYING)
 
 

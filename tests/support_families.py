@@ -103,6 +103,11 @@ _NEMOTRON_H |= {"layers_block_type": ["linear_attention", "moe", "full_attention
 _NEMOTRON_H |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "topk_group": 1}
 _NEMOTRON_H |= {"moe_shared_expert_intermediate_size": 32, "n_group": 1, "num_hidden_layers": 4}
 
+_JAMBA = {"mamba_d_state": 8, "mamba_d_conv": 3, "mamba_dt_rank": 4, "pad_token_id": 0}
+_JAMBA |= {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2}
+_ZAMBA = {"mamba_d_state": 8, "n_mamba_heads": 2, "pad_token_id": 0, "num_hidden_layers": 4}
+_ZAMBA |= {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}
+
 FAMILIES: dict[str, Family] = dict(
     [
         # Llama, and what is a Llama to an attention function. The first has three query heads a KV head.
@@ -255,6 +260,10 @@ FAMILIES: dict[str, Family] = dict(
         family("kimi_linear", "", _MLA, _MOE, {"linear_num_heads": 4, "linear_head_dim": 8}, _layers("LLF")),
         family("bailing_hybrid", "", _MLA, _MOE, {"head_dim": 16, "n_group": 1, "topk_group": 1}, _layers("LLF")),
         family("mamba2", "", {"num_heads": 4, "head_dim": 24, "state_size": 8, **_OWN_MAMBA2}),
+        family("mamba", "", {"state_size": 8}),
+        family("falcon_mamba", "", {"state_size": 8}),
+        family("jamba", "", _GQA, _JAMBA),
+        family("zamba", "", _MLP, {"num_key_value_heads": 4}, _ZAMBA),
         family("bamba", "", _GQA, _MAMBA2, {"attn_layer_indices": [1], "pad_token_id": 0}),
         family("falcon_h1", "", _WIDE, _MAMBA2, {"mamba_d_ssm": 96}),
         family("granitemoehybrid", "", _GQA, _LOCAL_MOE, _MAMBA2, {"shared_intermediate_size": 32}, _layers("LFL")),
@@ -275,8 +284,6 @@ _BART |= {
 }
 _BART |= {"pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
 _N = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
-_JAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "pad_token_id": 0}
-_JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
 
 # What must be refused by name, each with the reason why:
 #   unrouted   never calls the registered function
@@ -337,8 +344,6 @@ REFUSED: dict[str, Family] = dict(
             "gemma3_two_way", "gemma3_text", _WIDE, {"use_bidirectional_attention": True}, _window("SSF"), why="two-way"
         ),
         family("bert", "", _MLP, {"hidden_size": 64, "pad_token_id": 0}, why="two-way"),
-        family("jamba", "", _GQA, _JAMBA, why="recurrent"),
-        family("mamba", "", {"state_size": 4}, why="recurrent"),
         family("recurrent_gemma", "", _WIDE, {"lru_width": 48, "attention_window_size": WINDOW}, why="recurrent"),
         family("minimax", "", _WIDE, _LOCAL_MOE, _layers("LFL"), why="recurrent"),
         family("diffllama", "", _SQUARE, why="repeated"),

@@ -13,9 +13,10 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from hf_batchllm.kernels.convolution_torch import short_convolution
 from hf_batchllm.kernels.delta_rule_torch import delta_rule
+from hf_batchllm.kernels.selective_scan_torch import selective_scan
 from hf_batchllm.kernels.spans import Spans
 from hf_batchllm.kernels.state_space_torch import state_space
-from hf_batchllm.patches.state_functions import Convolution, DeltaRule, StateSpace
+from hf_batchllm.patches.state_functions import Convolution, DeltaRule, SelectiveScan, StateSpace
 
 HIDDEN = 32
 _COMMON = {
@@ -38,6 +39,10 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybridGatedDeltaNet", _LINEAR | {"linear_num_key_heads": 4}),
     "kimi_linear": ("KimiLinearDeltaAttention", {"linear_num_heads": 4, "linear_head_dim": 8}),
     "bailing_hybrid": ("BailingHybridDeltaAttention", {}),
+    "mamba": ("MambaMixer", {"state_size": 8}),
+    "falcon_mamba": ("FalconMambaMixer", {"state_size": 8}),
+    "jamba": ("JambaMambaMixer", {"mamba_d_state": 8, "mamba_dt_rank": 4}),
+    "zamba": ("ZambaMambaMixer", {"mamba_d_state": 8, "n_mamba_heads": 2, "layers_block_type": ["hybrid", "hybrid"]}),
     "mamba2": (
         "Mamba2Mixer",
         {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8, "expand": 2},
@@ -66,7 +71,9 @@ def mixer_of(family: str) -> nn.Module:
     config = AutoConfig.for_model(**({"model_type": family} | _COMMON | changed))
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     torch.manual_seed(0)
-    mixer: nn.Module = getattr(module, name)(config, layer_idx=0)
+    cls = getattr(module, name)
+    bare = {"initialize_mixer_weights"} & inspect.signature(cls).parameters.keys()
+    mixer: nn.Module = cls(config, layer_idx=0, **dict.fromkeys(bare, False))
     for parameter in mixer.parameters():  # some are left empty for a model to fill in
         nn.init.normal_(parameter, std=0.4)
     if hasattr(module, "compute_mup_vector"):  # factors that the model puts there
@@ -117,6 +124,11 @@ class Twins:
 
     def state_space(self, call: StateSpace) -> torch.Tensor:
         _, heads, head_dim = call.x.shape
-        states = self._states(torch.zeros, heads, head_dim, call.b.shape[2])
-        given = {name: getattr(call, name) for name in inspect.signature(state_space).parameters if hasattr(call, name)}
-        return state_space(**given, states=states, spans=self.spans)
+        return self._by_fields(state_space, call, heads, head_dim, call.b.shape[2])
+
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:
+        return self._by_fields(selective_scan, call, call.x.shape[1], call.b.shape[1])
+
+    def _by_fields(self, twin: Callable[..., torch.Tensor], call: Any, *shape: int) -> torch.Tensor:
+        given = {name: getattr(call, name) for name in inspect.signature(twin).parameters if hasattr(call, name)}
+        return twin(**given, states=self._states(torch.zeros, *shape), spans=self.spans)

@@ -19,7 +19,7 @@ from hf_batchllm.engine.loop import AtOnce
 from hf_batchllm.planning.requests_and_prefixes import Unit
 from hf_batchllm.planning.scheduler import GroupScheduler
 
-FAMILIES = ["qwen3_next", "falcon_h1", "lfm2", "mamba2"]
+FAMILIES = ["qwen3_next", "falcon_h1", "lfm2", "mamba2", "jamba"]
 NEW_TOKENS = 6
 
 
@@ -172,7 +172,7 @@ class Scaled(torch.nn.Linear):
         return super().forward(x) * 0.5
 
 
-@pytest.mark.parametrize("family", family_params(["qwen3_5", "falcon_h1", "lfm2", "mamba2"]))
+@pytest.mark.parametrize("family", family_params(["qwen3_5", "falcon_h1", "lfm2", "mamba2", "zamba"]))
 def test_an_owners_code_that_treats_every_token_alike_is_served(family: str) -> None:
     model = FAMILIES_OF_ALL[family]()
     for name, module in [*model.named_modules()]:

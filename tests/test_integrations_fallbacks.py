@@ -194,7 +194,7 @@ def test_what_is_refused_late_has_not_moved_the_random_state(model: Any) -> None
         assert same(model.generate(ids, do_sample=True, max_new_tokens=40), expected)
 
 
-@pytest.mark.parametrize("family", ["bloom", "jamba"])
+@pytest.mark.parametrize("family", ["bloom", "minimax"])
 def test_a_model_that_is_not_supported_works_as_ever(family: str) -> None:
     if REFUSED[family].missing():
         pytest.skip(REFUSED[family].missing() or "")

@@ -23,6 +23,7 @@ from hf_batchllm.kernels import (
     prefill_hopper,
     routing_triton,
     sample_triton,
+    selective_scan_triton,
     state_space_triton,
     top_k_top_p_triton,
 )
@@ -166,10 +167,13 @@ def test_states(compiled: list[str], lengths: list[int]) -> None:
     states, of_head = zeros(3, heads, 64, 128, dtype=torch.float32), zeros(heads)
     x, dt, key = zeros(tokens, heads, 64), zeros(tokens, heads), zeros(tokens, 1, 128)
     state_space_triton.state_space(x, dt, of_head.float(), key, key, of_head, of_head, states, spans)
+    x, key, of_channel = zeros(tokens, 256), zeros(tokens, 16), zeros(256)
+    states, rates = zeros(3, 256, 16, dtype=torch.float32), zeros(256, 16, dtype=torch.float32)
+    selective_scan_triton.selective_scan(x, x, rates, key, key, of_channel, x, of_channel, states, spans)
     convolutions = ["_short_convolution"] if spans.single else ["_short_convolution", "_keep_inputs"]
     by_head = ["_delta_rule"] if spans.single else ["_solve_chunks", "_walk_chunks"]
     rules = [*by_head, "_delta_rule"]  # by head, by key
-    assert compiled == [*convolutions, *rules, "_state_space"]
+    assert compiled == [*convolutions, *rules, "_state_space", "_selective_scan"]
 
 
 def test_the_elementwise_work_of_gated_delta_nets(compiled: Names) -> None:

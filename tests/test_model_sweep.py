@@ -47,7 +47,7 @@ REASONS = [
     ("T5Gemma2ForConditionalGeneration", "t5gemma2", "default", "is an encoder-decoder"),
     ("BlipForConditionalGeneration", "blip", "default", "no language-model head"),
     ("BloomForCausalLM", "bloom", "default", "an attention of its own"),
-    ("JambaForCausalLM", "jamba", "default", "carry a state from token to token"),
+    ("MiniMaxForCausalLM", "minimax", "default", "should carry a state through"),
     ("DiffLlamaForCausalLM", "diffllama", "default", "several times|attends .* times"),
     ("Llama4ForCausalLM", "llama4_text", "default", "chunked_attention|mask alone"),
     ("PhimoeForCausalLM", "phimoe", "other", "mask alone"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from typing import Any
@@ -97,6 +98,34 @@ def test_what_is_not_understood_is_refused() -> None:
         with pytest.raises(UnsupportedModelError, match="`initial_state` is handed to"):
             rule(*[torch.zeros(1, 5, 2, 4)] * 3, *[torch.zeros(1, 5, 2)] * 2, initial_state=torch.zeros(1, 2, 4, 4))
         function(x, weight, position_ids=torch.zeros(1, 5), chunk=3)
+    mixer, twins = mixer_of("mamba"), Twins(1)
+    twins.step([5], [-1], [-1])
+    with StateFunctions(mixer).applied(), state_context(twins):
+        scan, rows, keys = functions_of(mixer)["mamba_selective_scan"], torch.ones(1, 4, 5), torch.ones(1, 3, 5)
+        for ways in ({}, {"use_mambapy": True, "use_associative_scan": True}):
+            assert scan(rows, rows, -torch.ones(4, 3), keys, keys, **ways).shape == rows.shape
+        with pytest.raises(UnsupportedModelError, match="`return_last_state` is handed to `mamba_selective_scan`"):
+            scan(rows, rows, -torch.ones(4, 3), keys, keys, return_last_state=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("mamba", "mamba_inner_fn"), ("mamba2", "mamba2_split_conv1d_scan_combined")]
+)
+def test_a_kernel_for_a_whole_mixer_in_train_mode_is_passed_over(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixer, states, twins = mixer_of(family), torch.randn(5, HIDDEN), Twins(1)
+    home = vars(sys.modules[type(mixer).__module__])
+    want = torch.cat([run(mixer, states[:2]), run(mixer, states[2:])])
+    # As with mamba-ssm: transformers' own function, with a kernel behind it.
+    kernel = functools.wraps(home[name])(lambda *_, **__: torch.zeros(1, 5, HIDDEN))
+    monkeypatch.setitem(home, name, kernel)
+    mixer.train()
+    assert not run(mixer, states).any()
+    twins.step([2, 3], [-1, -1], [-1, -1])
+    with StateFunctions(mixer).applied(), state_context(twins):
+        assert (run(mixer, states) - want).abs().max() <= 2e-5 * max(1.0, float(want.abs().max()))
+    assert home[name] is kernel
 
 
 def test_a_function_of_the_owners_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

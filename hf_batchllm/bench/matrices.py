@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..patches.fusable_experts import mixtures as mixtures_in
+from ..patches.state_functions import mixers
 
 _TOP = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")  # how configs call it
 _INTO_HIDDEN = ("down_proj", "output_linear")  # the last matrix of a shared expert
@@ -64,6 +65,8 @@ def matrices_of(model: PreTrainedModel) -> Matrices:
     known = {id(module.weight) for module in [*found.linear, head]}
     # A short convolution multiplies each value of a token a few times: next to nothing beside the products.
     known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.Conv1d)}
+    # So does a selective scan with its rates, one for each value of a state.
+    known |= {id(module.A_log) for _, module, _ in mixers(model) if hasattr(module, "A_log")}
     for each in mixtures_in(model):
         matrices = [parameter for parameter in each.module.parameters() if parameter.ndim == 3]
         top = _top(model, each.routers)

@@ -57,10 +57,13 @@ def state_kernels(config: BatchConfig, device: torch.device) -> StateKernels:
     """What layers run on that carry a state from token to token."""
     if config.backend == "torch" or _refused(config, device) is not None:
         return in_torch()
-    from ..kernels import convolution_triton, delta_rule_triton, state_space_triton
+    from ..kernels import convolution_triton, delta_rule_triton, selective_scan_triton, state_space_triton
 
     return StateKernels.of(
-        convolution_triton.short_convolution, delta_rule_triton.delta_rule, state_space_triton.state_space
+        convolution_triton.short_convolution,
+        delta_rule_triton.delta_rule,
+        state_space_triton.state_space,
+        selective_scan_triton.selective_scan,
     )
 
 

@@ -11,7 +11,14 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..kernels.convolution_torch import ACTIVATIONS
-from ..patches.state_functions import Convolution, DeltaRule, StateSpace, is_known_mixer, mixers
+from ..patches.state_functions import (
+    Convolution,
+    DeltaRule,
+    SelectiveScan,
+    StateSpace,
+    is_known_mixer,
+    mixers,
+)
 from .state_step import shape_of
 from .state_storage import StateShape
 
@@ -42,6 +49,10 @@ class StateNotes:
         return torch.zeros_like(call.v)
 
     def state_space(self, call: StateSpace) -> torch.Tensor:
+        self.noted.append(shape_of(call))
+        return torch.zeros_like(call.x, dtype=torch.float32)
+
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:
         self.noted.append(shape_of(call))
         return torch.zeros_like(call.x, dtype=torch.float32)
 
@@ -81,7 +92,7 @@ def refuse_by_states(model: nn.Module, kinds: Sequence[str], noted: Sequence[Sta
             f"{', '.join(strangers)}"
         )
     if len(found) != expected:
-        of_kinds = ", ".join(f"{count} of {kind}" for kind, count in Counter(kinds).items())
+        of_kinds = ", ".join(f"{count} of {kind}" for kind, count in Counter(kinds).items()) or "its config names none"
         raise UnsupportedModelError(
             f"{name} should carry a state through {expected} layers ({of_kinds}), and {len(found)} were found whose "
             "state can be kept for each prompt by itself; that is not supported"

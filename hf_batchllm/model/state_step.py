@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 
-from ..kernels import convolution_torch, delta_rule_torch, state_space_torch
+from ..kernels import convolution_torch, delta_rule_torch, selective_scan_torch, state_space_torch
 from ..kernels.spans import Spans
-from ..patches.state_functions import Convolution, DeltaRule, StateSpace, own_delta_rule, own_state_space
+from ..patches.state_functions import (
+    Convolution,
+    DeltaRule,
+    SelectiveScan,
+    StateSpace,
+    own_delta_rule,
+    own_state_space,
+)
 from .state_storage import StateShape, StateStorage
+
+Call = Convolution | DeltaRule | StateSpace | SelectiveScan
 
 
 @dataclass(frozen=True)
@@ -22,13 +31,18 @@ class StateKernels:
     convolve: Callable[[Convolution, torch.Tensor, Spans], torch.Tensor]
     delta_rule: Callable[[DeltaRule, torch.Tensor, Spans], torch.Tensor]
     state_space: Callable[[StateSpace, torch.Tensor, Spans], torch.Tensor]
+    selective_scan: Callable[[SelectiveScan, torch.Tensor, Spans], torch.Tensor]
 
     @classmethod
     def of(
-        cls, convolve: Callable[..., Any], delta_rule: Callable[..., Any], space: Callable[..., Any]
+        cls,
+        convolve: Callable[..., Any],
+        delta_rule: Callable[..., Any],
+        space: Callable[..., Any],
+        scan: Callable[..., Any],
     ) -> StateKernels:
         """From kernels, or their twins, that take the fields of a call as their arguments."""
-        return cls(_by_fields(convolve), _by_fields(delta_rule), _by_fields(space))
+        return cls(_by_fields(convolve), _by_fields(delta_rule), _by_fields(space), _by_fields(scan))
 
 
 def _by_fields(kernel: Callable[..., torch.Tensor]) -> Callable[[Any, torch.Tensor, Spans], torch.Tensor]:
@@ -58,18 +72,23 @@ class StateStep:
     def state_space(self, call: StateSpace) -> torch.Tensor:
         return self.kernels.state_space(call, self._states(call), self.spans)
 
-    def _states(self, call: Convolution | DeltaRule | StateSpace) -> torch.Tensor:
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:
+        return self.kernels.selective_scan(call, self._states(call), self.spans)
+
+    def _states(self, call: Call) -> torch.Tensor:
         each, given = shape_of(call), call.v if isinstance(call, DeltaRule) else call.x
         self.calls += 1
         dtype = torch.float32 if each.exact else given.dtype
         return self.storage.of(self.calls - 1, each.shape, dtype, given.device)
 
 
-def shape_of(call: Convolution | DeltaRule | StateSpace) -> StateShape:
+def shape_of(call: Call) -> StateShape:
     if isinstance(call, Convolution):
         return StateShape("convolution", (call.weight.shape[1] - 1, call.weight.shape[0]), exact=False)
     if isinstance(call, DeltaRule):
         return StateShape("delta rule", (call.v.shape[1], call.q.shape[2], call.v.shape[2]), exact=True)
+    if isinstance(call, SelectiveScan):
+        return StateShape("selective scan", (call.x.shape[1], call.b.shape[1]), exact=True)
     return StateShape("state space", (*call.x.shape[1:], call.b.shape[2]), exact=True)
 
 
@@ -78,18 +97,25 @@ def shape_of(call: Convolution | DeltaRule | StateSpace) -> StateShape:
 
 def twins() -> StateKernels:
     return StateKernels.of(
-        convolution_torch.short_convolution, delta_rule_torch.delta_rule, state_space_torch.state_space
+        convolution_torch.short_convolution,
+        delta_rule_torch.delta_rule,
+        state_space_torch.state_space,
+        selective_scan_torch.selective_scan,
     )
 
 
 def in_torch() -> StateKernels:
-    """Rows of one token side by side; longer spans one after the other, through the model's own functions."""
+    """Rows of one token side by side; longer spans one after the other, through the model's own functions.
+
+    Those of convolutions and of selective scans take no state to begin with: their twins run over each span.
+    """
     plain = twins()
 
     return StateKernels(
         _rows_then_spans(plain.convolve, plain.convolve),
         _rows_then_spans(plain.delta_rule, _each_by(own_delta_rule)),
         _rows_then_spans(plain.state_space, _each_by(own_state_space)),
+        _rows_then_spans(plain.selective_scan, plain.selective_scan),
     )
 
 
@@ -114,11 +140,13 @@ _OF_TOKENS = {
     Convolution: ("x",),
     DeltaRule: ("q", "k", "v", "decay", "beta"),
     StateSpace: ("x", "dt", "b", "c"),
+    SelectiveScan: ("x", "dt", "b", "c", "z"),
 }
 
 
 def _part(call: Any, tokens: slice) -> Any:
-    return replace(call, **{name: getattr(call, name)[tokens] for name in _OF_TOKENS[type(call)]})
+    given = {name: getattr(call, name) for name in _OF_TOKENS[type(call)]}
+    return replace(call, **{name: each[tokens] for name, each in given.items() if each is not None})
 
 
 def _each_by(own: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:

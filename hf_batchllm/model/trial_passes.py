@@ -27,6 +27,7 @@ from ..patches.mask_probe import MASK_PROBE_NAME
 from ..patches.state_functions import (
     Convolution,
     DeltaRule,
+    SelectiveScan,
     StateFunctions,
     StateSpace,
     state_context,
@@ -35,7 +36,7 @@ from ..patches.state_functions import (
 )
 from ..patches.uncompiled import Uncompiled
 from ..planning.requests_and_prefixes import NO_SLOT
-from .state_step import shape_of, twins
+from .state_step import Call, shape_of, twins
 
 Row = Sequence[tuple[int, int]]  # tokens, each with its position
 _SMALL = 1 << 16  # numbers in a buffer: ranges that were observed, statistics; not quantised weights
@@ -136,8 +137,11 @@ class _StatesEachByItself:
     def state_space(self, call: StateSpace) -> torch.Tensor:
         return self._kernels.state_space(call, *_nothing_kept(call, call.x))
 
+    def selective_scan(self, call: SelectiveScan) -> torch.Tensor:
+        return self._kernels.selective_scan(call, *_nothing_kept(call, call.x))
 
-def _nothing_kept(call: Convolution | DeltaRule | StateSpace, given: torch.Tensor) -> tuple[torch.Tensor, Spans]:
+
+def _nothing_kept(call: Call, given: torch.Tensor) -> tuple[torch.Tensor, Spans]:
     each, nowhere = shape_of(call), [NO_SLOT] * len(given)
     dtype = torch.float32 if each.exact else given.dtype
     states = torch.zeros((0, *each.shape), dtype=dtype, device=given.device)
