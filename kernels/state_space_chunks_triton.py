@@ -27,6 +27,7 @@ from .spans import CHUNK, Spans
 _LINEAR_FROM = tl.constexpr(20.0)  # where PyTorch's softplus is its argument
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LEAST = tl.constexpr(-127.0)  # of a logarithm: nothing is left. A lower one would cost a sum the digits of the others
+_NEVER = tl.constexpr(-1e30)
 _SIZE = 64  # tokens of a chunk
 _ROWS = 64  # of a block: 64 for each 4 warps
 _WARPS = 4
@@ -110,7 +111,7 @@ def _space_in_chunks(
         given = tl.load(x + token * X_TOKEN + nth[None, :] * X_TOKEN + row[:, None], mask=row_there, other=0.0)
         learns = tl.load(b + token * B_TOKEN + nth[:, None] * B_TOKEN + key[None, :], mask=key_there, other=0.0)
         reads = tl.load(c + token * C_TOKEN + nth[:, None] * C_TOKEN + key[None, :], mask=key_there, other=0.0)
-        since = tl.load(factors + first + nth, mask=live, other=0.0)
+        since = tl.load(factors + first + nth, mask=live, other=_NEVER)  # behind the end nothing is seen
         step = tl.load(factors + tokens + first + nth, mask=live, other=0.0)
         reading = tl.load(factors + 2 * tokens + first + nth, mask=live, other=0.0)
         teaching = tl.load(factors + 3 * tokens + first + nth, mask=live, other=0.0)
