@@ -1,7 +1,9 @@
-"""Mamba-2's state space over spans, token by token; the twin is in ``state_space_torch``.
+"""Mamba-2's state space over spans; the twin is in ``state_space_torch``.
 
-A block keeps some rows of one head's state in registers and walks through the tokens of a span. Rows do not look at
-each other, so a slot may be read and written by the same launch.
+Here the walk is token by token: a block keeps some rows of one head's state in registers and walks through the tokens
+of a span. Rows do not look at each other, so a slot may be read and written by the same launch.
+
+Prompts are walked through in chunks, see ``state_space_chunks_triton``.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import triton
 import triton.language as tl
 
 from .spans import Spans
+from .state_space_chunks_triton import state_space_in_chunks, time_step
 
 _ROWS = 32  # of a block
-_LINEAR_FROM = tl.constexpr(20.0)  # where PyTorch's softplus is its argument
 
 
 @triton.jit
@@ -25,7 +27,6 @@ def _state_space(
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, SOFTPLUS: tl.constexpr,
     STATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    TYPE: tl.constexpr = dt.dtype.element_ty
     span, head = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, STATES)
@@ -36,6 +37,7 @@ def _state_space(
     there = inside[:, None] & known[None, :]
     state = tl.load(states + source * (HEADS * HEAD_DIM * STATE_DIM) + place, mask=there & (source >= 0), other=0.0)
     rate = tl.load(a + head).to(tl.float32)
+    bias = None if dt_bias is None else tl.load(dt_bias + head)
     first = begin.to(tl.int64)
     x += first * x_token + head * x_head
     dt += first * dt_token + head * dt_head
@@ -43,15 +45,7 @@ def _state_space(
     c += first * c_token + head // SHARED * c_group
     out += (first * HEADS + head) * HEAD_DIM
     for _ in range(end - begin):
-        step = tl.load(dt).to(tl.float32)
-        if dt_bias is not None:
-            step = (step + tl.load(dt_bias + head).to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-        if SOFTPLUS:
-            power = tl.exp(step)
-            small = power * (1 - 0.5 * power)  # of 1 + power little would be left
-            curved = tl.where(power < 1e-3, small, tl.log(1 + power))
-            step = tl.where(step > _LINEAR_FROM, step, curved).to(TYPE).to(tl.float32)
-        step = tl.minimum(tl.maximum(step, least), most).to(TYPE).to(tl.float32)
+        step = time_step(tl.load(dt), bias, least, most, SOFTPLUS)
         given = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
         learns = tl.load(b + key, mask=known, other=0.0).to(tl.float32)
         reads = tl.load(c + key, mask=known, other=0.0).to(tl.float32)
@@ -82,14 +76,16 @@ def state_space(
     limit: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
     x, b, c = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, b, c))
-    d, dt_bias = (None if each is None else each.contiguous() for each in (d, dt_bias))
+    a, d, dt_bias = a.contiguous(), *(None if each is None else each.contiguous() for each in (d, dt_bias))
     tokens, heads, head_dim = x.shape
     state_dim = b.shape[2]
-    out = torch.empty((tokens, heads, head_dim), dtype=torch.float32, device=x.device)
     assert states.is_contiguous() and states.shape[1:] == (heads, head_dim, state_dim)
+    if not spans.single:
+        return state_space_in_chunks(x, dt, a, b, c, d, dt_bias, states, spans, softplus, limit)
+    out = torch.empty((tokens, heads, head_dim), dtype=torch.float32, device=x.device)
     rows = min(_ROWS, triton.next_power_of_2(head_dim))
     _state_space[(len(spans), heads, triton.cdiv(head_dim, rows))](
-        x, dt, a.contiguous(), b, c, d, dt_bias, states, out, spans.begin, spans.source, spans.target,
+        x, dt, a, b, c, d, dt_bias, states, out, spans.begin, spans.source, spans.target,
         *x.stride()[:2], *dt.stride(), *b.stride()[:2], *c.stride()[:2], *map(float, limit),
         HEADS=heads, SHARED=heads // b.shape[1], HEAD_DIM=head_dim, STATE_DIM=state_dim, SOFTPLUS=softplus,
         STATES=triton.next_power_of_2(state_dim), ROWS=rows,

@@ -173,7 +173,8 @@ def test_states(compiled: list[str], lengths: list[int]) -> None:
     convolutions = ["_short_convolution"] if spans.single else ["_short_convolution", "_keep_inputs"]
     by_head = ["_delta_rule"] if spans.single else ["_solve_chunks", "_walk_chunks"]
     rules = [*by_head, "_delta_rule"]  # by head, by key
-    assert compiled == [*convolutions, *rules, "_state_space", "_selective_scan"]
+    spaces = ["_state_space"] if spans.single else ["_decays_in_chunks", "_space_in_chunks"]
+    assert compiled == [*convolutions, *rules, *spaces, "_selective_scan"]
 
 
 def test_the_elementwise_work_of_gated_delta_nets(compiled: Names) -> None:
@@ -192,6 +193,22 @@ def test_a_walk_through_chunks_waits_for_no_memory(compiled: Names) -> None:
     delta_rule_triton.delta_rule(q, q, v, beta.float(), beta, states, spans, normalise=True)
     assert compiled == ["_solve_chunks", "_walk_chunks"]
     assert "wgmma.mma_async" in compiled.ptx["_walk_chunks"]
+    for name in compiled:
+        said = assembled(compiled.ptx[name])
+        print(name, said)
+        assert "0 bytes spill stores, 0 bytes spill loads" in said
+
+
+def test_a_state_space_walks_through_chunks_likewise(compiled: Names) -> None:
+    """At the shape of Granite 4 H small."""
+    tokens, heads, spans = 800, 128, Spans.of([500, 300], [-1, 0], [0, 1])
+    wide, of_head = torch.zeros(tokens, heads * 64 + 2 * 128, dtype=BF16), torch.zeros(heads, dtype=BF16)
+    x, keys = wide[:, : heads * 64].unflatten(1, (heads, 64)), wide[:, heads * 64 :].unflatten(1, (2, 128))
+    b, c = keys[:, :1], keys[:, 1:]
+    dt, states = torch.zeros(tokens, heads, dtype=BF16), torch.zeros(2, heads, 64, 128)
+    state_space_triton.state_space(x, dt, of_head.float(), b, c, of_head, of_head, states, spans)
+    assert compiled == ["_decays_in_chunks", "_space_in_chunks"]
+    assert "wgmma.mma_async" in compiled.ptx["_space_in_chunks"]
     for name in compiled:
         said = assembled(compiled.ptx[name])
         print(name, said)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support_kernels import DEVICE, draw, kernel, plain
+from support_kernels import DEVICE, copies, draw, kernel, plain
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -19,6 +19,7 @@ from hf_batchllm.kernels import (
     delta_rule_chunks_triton,
     delta_rule_torch,
     delta_rule_triton,
+    state_space_chunks_triton,
     state_space_torch,
     state_space_triton,
 )
@@ -177,6 +178,60 @@ def test_state_spaces(case: str, dtype: torch.dtype, limit: tuple[float, float])
     for bare in ({}, {"d": None, "dt_bias": None}):
         space, twin = state_space_triton.state_space, state_space_torch.state_space
         compare(space, twin, given | bare, case, 4 * TOLERANCE[dtype], limit=limit)
+
+
+@kernel
+@pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 16), (FLOAT16, 32), (FLOAT16, 64)], ids=str)
+def test_state_spaces_over_long_spans(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_space_chunks_triton, "_SIZE", size)
+    given = state_space(np.random.default_rng(10), sum(LONG[0]), dtype)
+    given["a"] *= 0.1  # what a chunk has taught is not forgotten in the next one
+    space, twin = state_space_triton.state_space, state_space_torch.state_space
+    compare(space, twin, given, "long", 4 * TOLERANCE[dtype])
+
+
+@kernel
+@pytest.mark.parametrize("lengths", [[1, 63, 1], [64, 1], [1, 1, 1, 65]], ids=str)
+def test_state_spaces_as_a_model_hands_them(lengths: list[int]) -> None:
+    """Views of wide rows, steps without softplus, a bias in another dtype, and dimensions that fill no block."""
+    rng, tokens, count = np.random.default_rng(11), sum(lengths), len(lengths)
+    given = {
+        "wide": draw(rng, tokens, 3 + 17 * 6 + 2 * 20, dtype=FLOAT16),
+        "dt": draw(rng, 17, tokens + 5, dtype=FLOAT16).abs() * 0.1,
+        "a": -draw(rng, 17, dtype=FLOAT32).exp(),
+        "dt_bias": draw(rng, 17, dtype=FLOAT32) * 0.1,
+        "states": draw(rng, 5, 17, 6, 20, dtype=FLOAT32),
+    }
+
+    def run(function: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        there = copies(given, device)
+        parts = there["wide"][:, 3:].split([17 * 6, 20, 20], 1)
+        x, b, c = (part.unflatten(1, (-1, size)) for part, size in zip(parts, (6, 20, 20), strict=True))
+        spans = Spans.of(lengths, [4, -1, 0, 2][:count], [0, 1, -1, 3][:count], device)
+        rest = there["a"], b, c, None, there["dt_bias"], there["states"]
+        return function(x, there["dt"][:, 5:].T, *rest, spans, softplus=False), there["states"]
+
+    made, want = run(state_space_triton.state_space, DEVICE), run(state_space_torch.state_space, "cpu")
+    for ours, theirs in zip(made, want, strict=True):
+        assert_near(ours, theirs, 4 * TOLERANCE[FLOAT16])
+
+
+@kernel
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of an overflow under the interpreter
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
+@pytest.mark.parametrize(("rate", "step"), [(-1e6, 0.02), (-1e5, 1e-6), (0.0, 0.02)], ids=str)
+def test_state_spaces_that_forget(dtype: torch.dtype, rate: float, step: float) -> None:
+    """All at each token; all now and then, and little else; nothing. No difference overflows or loses its digits."""
+    tokens = 150
+    given = state_space(np.random.default_rng(12), tokens, dtype) | {"a": torch.full((4,), rate), "dt_bias": None}
+    given["dt"] = torch.where(torch.arange(tokens)[:, None] % 23 == 0, 1.0, step).expand(-1, 4).to(dtype)
+    ours, theirs = copies(given, DEVICE), copy.deepcopy(given)
+    spans = [140, 1, 9], [0, 1, -1], [0, 1, 2]
+    want = state_space_torch.state_space(**theirs, spans=Spans.of(*spans), softplus=False)
+    made = state_space_triton.state_space(**ours, spans=Spans.of(*spans, DEVICE), softplus=False)
+    part = 5e-5 if dtype == FLOAT32 else 4 * TOLERANCE[dtype]
+    assert_near(made, want, part)
+    assert_near(ours["states"], theirs["states"], part)
 
 
 # -- twins beside transformers' own code, span by span -------------------------------------------------------------
