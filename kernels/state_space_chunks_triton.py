@@ -11,7 +11,8 @@ Outputs have rows of the state for rows. So what comes of the state is always th
 registers, and b and c come from memory as they are. Decays go to the small matrix of a chunk and to x.
 
 Inputs of 16 bits are multiplied as they are, and what is made on the way has 16 bits where it is a side of a product:
-its error is that of the values themselves. Sums and the state are float32. So is all for float32 inputs.
+its error is that of the values themselves. Sums and the state are float32. So are the products of bfloat16 under the
+interpreter. Inputs in float32 do not come here: without tensor cores the walk token by token is faster.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _LOG2E = tl.constexpr(math.log2(math.e))
 _LEAST = tl.constexpr(-127.0)  # of a logarithm: nothing is left. A lower one would cost a sum the digits of the others
 _NEVER = tl.constexpr(-1e30)
 _SIZE = 64  # tokens of a chunk
+_LONG = 256  # spans that are shorter on average have chunks of half the size
 _ROWS = 64  # of a block: 64 for each 4 warps
 _WARPS = 4
 _HEADS = 16  # of a block that makes decays
@@ -158,6 +160,8 @@ def state_space_in_chunks(
         size, most_rows, warps = 16, 16, 8
     elif keys > 128:
         size, most_rows, warps = 32, 32, 4
+    elif tokens < _LONG * len(spans):
+        size = min(size, 32)
     rows = min(rows, most_rows)
     out = torch.empty((tokens, heads, head_dim), dtype=torch.float32, device=x.device)
     factors = torch.empty((heads, 4, tokens), dtype=torch.float32, device=x.device)

@@ -17,7 +17,8 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 
-kernel = pytest.mark.skipif(not GPU and not INTERPRETED, reason="is run by test_kernels_interpreted")
+# On a GPU such a test is one of those that `make test-gpu` picks.
+kernel = pytest.mark.gpu if GPU else pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
 plain = pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 
 

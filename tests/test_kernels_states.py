@@ -181,9 +181,10 @@ def test_state_spaces(case: str, dtype: torch.dtype, limit: tuple[float, float])
 
 
 @kernel
-@pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 16), (FLOAT16, 32), (FLOAT16, 64)], ids=str)
+@pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 64), (BFLOAT16, 64), (FLOAT16, 32), (FLOAT16, 64)], ids=str)
 def test_state_spaces_over_long_spans(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_space_chunks_triton, "_SIZE", size)
+    monkeypatch.setattr(state_space_chunks_triton, "_LONG", 0)
     given = state_space(np.random.default_rng(10), sum(LONG[0]), dtype)
     given["a"] *= 0.1  # what a chunk has taught is not forgotten in the next one
     space, twin = state_space_triton.state_space, state_space_torch.state_space
