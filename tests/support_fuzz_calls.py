@@ -98,6 +98,7 @@ class Calls:
         """Bytes of so many pages more than a call for these prompts is not refused with."""
         with BatchGenerator(self.model, **config) as probe:
             page = probe.architecture.kv_bytes_per_token * probe.config.page_size
+            page = page or probe.architecture.slot_bytes  # where no layer attends, states are all that takes memory
         longest = max((len(ask.ids) for ask in asks), default=1)
         pages = max(1, longest // config.get("page_size", 64))
         with pytest.MonkeyPatch.context() as patch:

@@ -85,6 +85,16 @@ def test_a_prefix_is_worth_the_place_of_its_state(new: int) -> None:
         assert len(report.plan.segments) == 6
 
 
+def test_a_small_state_is_worth_little() -> None:
+    """Where keys and values fill the memory, a prefix spares more of it than its state takes."""
+    head = draw(1, 120)
+    prompts = [head + draw(50 + own, own) for own in (3, 5, 6)]
+    memory = slots_of_memory(build("lfm2"), 4, 24, 8)
+    with BatchGenerator(build("lfm2"), kv_memory=memory, page_size=8) as generator:
+        report = generator.generate(prompts, max_new_tokens=40, progress=False).report
+    assert len(report.plan.segments) == 1 and 0 < report.plan.state_price <= 4
+
+
 @pytest.mark.parametrize("family", family_params(["qwen3_next"]))
 def test_memory_for_no_state_is_an_error_that_says_so(family: str) -> None:
     memory = slots_of_memory(build(family), 1, 0, 8) // 2
