@@ -1,9 +1,11 @@
-"""Plain PyTorch twins of ``gated_ops_triton``: the elementwise work of gated delta nets.
+"""Plain PyTorch twins of ``gated_ops_triton``: the elementwise work of layers that carry a state.
 
 They round where the modules of transformers round.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -19,13 +21,28 @@ def decay_and_beta(
     return -a_log.float().exp() * functional.softplus(a.float() + dt_bias), b.sigmoid()
 
 
-def norm_and_gate(
-    x: torch.Tensor,  # [tokens, heads, dim]
-    gate: torch.Tensor,  # [tokens, heads, dim]
-    weight: torch.Tensor,  # [dim]
+@dataclass(frozen=True)
+class NormForm:
+    """What a module does with its gate, and in which precision."""
+
+    gate_first: bool = False  # the gate opens before the norm is taken, in float32
+    rounds: bool = True  # the norm is rounded before it meets the weight, otherwise nothing is before the end
+    activation: str = "silu"  # or "sigmoid", of the gate
+
+
+def gated_norm(
+    x: torch.Tensor,  # [tokens, parts, dim]
+    gate: torch.Tensor,  # [tokens, parts, dim]
+    weight: torch.Tensor,  # [dim], or [parts * dim]
     eps: float,
-) -> torch.Tensor:  # [tokens, heads, dim]
-    """An RMSNorm of each head, times silu of the gate."""
-    wide = x.float()
+    form: NormForm,
+) -> torch.Tensor:  # [tokens, parts, dim]
+    """An RMSNorm of each part, with a gate before it or behind it."""
+    weight = weight if len(weight) == x.shape[-1] else weight.view(x.shape[1:])
+    opened = functional.silu(gate.float()) if form.activation == "silu" else gate.float().sigmoid()
+    wide = x.float() * opened if form.gate_first else x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return ((weight * wide.to(x.dtype)) * functional.silu(gate.float())).to(x.dtype)
+    scaled = weight * wide.to(x.dtype) if form.rounds else weight.float() * wide
+    if form.gate_first:
+        return scaled if form.rounds else scaled.to(x.dtype)
+    return (scaled * opened).to(x.dtype)

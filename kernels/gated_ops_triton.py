@@ -1,4 +1,4 @@
-"""The elementwise work of gated delta nets in two kernels; their twins are in ``gated_ops_torch``.
+"""The elementwise work of layers that carry a state, in two kernels; their twins are in ``gated_ops_torch``.
 
 As in ``layer_ops_triton``, each number is read once and written once, and rounded where transformers rounds.
 """
@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .gated_ops_torch import NormForm
+from .time_step_triton import softplus
+
 _NUMBERS = 2048  # of a block, about
-_LINEAR_FROM = tl.constexpr(20.0)  # where PyTorch's softplus is its argument
 
 
 @triton.jit
@@ -22,12 +24,8 @@ def _decay_and_beta(
     token, head = (nth // HEADS).to(tl.int64), nth % HEADS
     wide = tl.load(a + token * a_token + head * a_head, mask=inside, other=0.0).to(tl.float32)
     wide += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
-    power = tl.exp(tl.minimum(wide, _LINEAR_FROM))
-    small = power * (1 - power * (0.5 - power / 3))  # where 1 + power would lose it
-    soft = tl.where(power < 1e-3, small, tl.log(1 + power))
-    soft = tl.where(wide > _LINEAR_FROM, wide, soft)
     rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32))
-    tl.store(decay + nth, -rate * soft, mask=inside)
+    tl.store(decay + nth, -rate * softplus(wide), mask=inside)
     moved = tl.load(b + token * b_token + head * b_head, mask=inside, other=0.0).to(tl.float32)
     tl.store(beta + nth, (1 / (1 + tl.exp(-moved))).to(beta.dtype.element_ty), mask=inside)
 
@@ -46,32 +44,43 @@ def decay_and_beta(
 
 
 @triton.jit
-def _norm_and_gate(
-    x, gate, weight, out, rows, x_token, x_head, gate_token, gate_head, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+def _gated_norm(
+    x, gate, weight, out, rows, x_token, x_part, gate_token, gate_part, weight_part, eps,
+    GATE_FIRST: tl.constexpr, ROUNDS: tl.constexpr, SILU: tl.constexpr,
+    PARTS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, place = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     inside = (row < rows)[:, None] & (place < DIM)[None, :]
-    token, head = (row // HEADS).to(tl.int64), row % HEADS
-    at = (token * x_token + head * x_head)[:, None] + place[None, :]
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-    factor = tl.load(weight + place, mask=place < DIM, other=0.0)
-    normed = (wide.to(factor.dtype).to(tl.float32) * factor.to(tl.float32)[None, :]).to(factor.dtype).to(tl.float32)
-    opened = tl.load(gate + (token * gate_token + head * gate_head)[:, None] + place[None, :], mask=inside, other=0.0)
+    token, part = (row // PARTS).to(tl.int64), row % PARTS
+    opened = tl.load(gate + (token * gate_token + part * gate_part)[:, None] + place[None, :], mask=inside, other=0.0)
     opened = opened.to(tl.float32)
-    made = normed * (opened / (1 + tl.exp(-opened)))
+    opened = (opened if SILU else 1.0) / (1 + tl.exp(-opened))
+    given = tl.load(x + (token * x_token + part * x_part)[:, None] + place[None, :], mask=inside, other=0.0)
+    wide = given.to(tl.float32)
+    if GATE_FIRST:
+        wide = wide * opened
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+    factor = tl.load(weight + (part * weight_part)[:, None] + place[None, :], mask=inside, other=0.0)
+    if ROUNDS:
+        wide = wide.to(given.dtype).to(tl.float32)
+    made = wide * factor.to(tl.float32)
+    if not GATE_FIRST:
+        if ROUNDS and given.dtype == factor.dtype:  # a product of two types is float32
+            made = made.to(given.dtype).to(tl.float32)
+        made = made * opened
     tl.store(out + row[:, None].to(tl.int64) * DIM + place[None, :], made.to(out.dtype.element_ty), mask=inside)
 
 
-def norm_and_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    tokens, heads, dim = x.shape
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
+    tokens, parts, dim = x.shape
+    dtype = torch.promote_types(x.dtype, weight.dtype) if form.gate_first and form.rounds else x.dtype
+    out = torch.empty((tokens, parts, dim), dtype=dtype, device=x.device)
     x, gate = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, gate))
     wide = triton.next_power_of_2(dim)
     rows = max(1, _NUMBERS // wide)
-    _norm_and_gate[(triton.cdiv(tokens * heads, rows),)](
-        x, gate, weight, out, tokens * heads, *x.stride()[:2], *gate.stride()[:2], eps,
-        HEADS=heads, DIM=dim, WIDE=wide, ROWS=rows, enable_fp_fusion=False,
+    _gated_norm[(triton.cdiv(tokens * parts, rows),)](
+        x, gate, weight, out, tokens * parts, *x.stride()[:2], *gate.stride()[:2], dim if len(weight) > dim else 0, eps,
+        GATE_FIRST=form.gate_first, ROUNDS=form.rounds, SILU=form.activation == "silu",
+        PARTS=parts, DIM=dim, WIDE=wide, ROWS=rows, num_warps=4 if wide <= _NUMBERS else 8, enable_fp_fusion=False,
     )  # fmt: skip
     return out

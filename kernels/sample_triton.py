@@ -94,10 +94,12 @@ def _kept(scores, threshold, row, CUT: tl.constexpr):
 @triton.jit
 def _noisy_weight(scores, factor, threshold, seed, token, prompt, sample, position, row, CUT: tl.constexpr):
     """The noisy weight of several tokens together; infinity if a score is NaN or infinite."""
-    scores = _kept(scores, threshold, row, CUT) * factor  # in units of log2, as all scores here
+    scores = _kept(scores, threshold, row, CUT)
     peak = tl.max(scores, 0)
     peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
-    weight = peak + tl.log2(tl.sum(tl.exp2(scores - peak), 0))  # NaN if a score is NaN or infinite
+    # In units of log2, as all weights here; NaN if a score is NaN or infinite. The difference is taken before the
+    # product: a fused multiply-add would otherwise leave the product's rounding, which is much where scores are large.
+    weight = peak * factor + tl.log2(tl.sum(tl.exp2((scores - peak) * factor), 0))
     _, _, high, low = _words(seed, token, position, sample, prompt, row)
     score = weight - _log2_exponential(high, low)
     return tl.where(score == score, score, _INFINITY)

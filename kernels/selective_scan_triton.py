@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from .spans import Spans
+from .time_step_triton import time_step
 
 _CHANNELS = 32  # of a block; the state of a channel is small, and so one warp keeps them all
-_LINEAR_FROM = tl.constexpr(20.0)  # where PyTorch's softplus is its argument
 
 
 @triton.jit
@@ -22,7 +22,6 @@ def _selective_scan(
     x_token, dt_token, b_token, c_token, z_token,
     CHANNELS: tl.constexpr, STATE_DIM: tl.constexpr, SOFTPLUS: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    TYPE: tl.constexpr = dt.dtype.element_ty
     span = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     key = tl.arange(0, STATES)
@@ -33,8 +32,7 @@ def _selective_scan(
     there = inside[:, None] & known[None, :]
     state = tl.load(states + source * (CHANNELS * STATE_DIM) + place, mask=there & (source >= 0), other=0.0)
     rate = tl.load(a + place, mask=there, other=0.0).to(tl.float32)
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + channel, mask=inside, other=0.0).to(TYPE).to(tl.float32)
+    bias = None if dt_bias is None else tl.load(dt_bias + channel, mask=inside, other=0.0)
     if d is not None:
         passes = tl.load(d + channel, mask=inside, other=0.0).to(tl.float32)
     first = begin.to(tl.int64)
@@ -46,17 +44,10 @@ def _selective_scan(
     if z is not None:
         z += first * z_token
     for _ in range(end - begin):
-        step = tl.load(dt + channel, mask=inside, other=0.0).to(tl.float32)
+        step = time_step(tl.load(dt + channel, mask=inside, other=0.0), bias, SOFTPLUS)
         given = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
         learns = tl.load(b + key, mask=known, other=0.0).to(tl.float32)
         reads = tl.load(c + key, mask=known, other=0.0).to(tl.float32)
-        if dt_bias is not None:
-            step = (step + bias).to(TYPE).to(tl.float32)
-        if SOFTPLUS:
-            power = tl.exp(step)
-            small = power * (1 - 0.5 * power)  # of 1 + power little would be left
-            curved = tl.where(power < 1e-3, small, tl.log(1 + power))
-            step = tl.where(step > _LINEAR_FROM, step, curved).to(TYPE).to(tl.float32)
         state = state * tl.exp(rate * step[:, None]) + (given * step)[:, None] * learns[None, :]
         read = tl.sum(state * reads[None, :], 1)
         if d is not None:

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from .spans import CHUNK, Spans
+from .time_step_triton import limited_time_step
 
-_LINEAR_FROM = tl.constexpr(20.0)  # where PyTorch's softplus is its argument
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LEAST = tl.constexpr(-127.0)  # of a logarithm: nothing is left. A lower one would cost a sum the digits of the others
 _NEVER = tl.constexpr(-1e30)
@@ -35,21 +35,6 @@ _ROWS = 64  # of a block: 64 for each 4 warps
 _WARPS = 4
 _HEADS = 16  # of a block that makes decays
 _STAGES = 2  # chunks that are in shared memory, or on their way there
-
-
-@triton.jit
-def time_step(step, bias, least, most, SOFTPLUS: tl.constexpr):  # any shape -> the same in float32
-    """Of what a layer makes, in its dtype: each result is rounded to it, as PyTorch rounds."""
-    TYPE: tl.constexpr = step.dtype
-    step = step.to(tl.float32)
-    if bias is not None:
-        step = (step + bias.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-    if SOFTPLUS:
-        power = tl.exp(step)
-        small = power * (1 - 0.5 * power)  # of 1 + power little would be left
-        curved = tl.where(power < 1e-3, small, tl.log(1 + power))
-        step = tl.where(step > _LINEAR_FROM, step, curved).to(TYPE).to(tl.float32)
-    return tl.minimum(tl.maximum(step, least), most).to(TYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # any number, in any step
@@ -68,7 +53,7 @@ def _decays_in_chunks(
     begin = first.to(tl.int64)
     bias = None if dt_bias is None else tl.load(dt_bias + head, mask=head < HEADS, other=0.0)[:, None]
     step = tl.load(dt + begin * dt_token + nth[None, :] * dt_token + head[:, None] * dt_head, mask=there, other=0.0)
-    step = tl.where(there, time_step(step, bias, least, most, SOFTPLUS), 0.0)
+    step = tl.where(there, limited_time_step(step, bias, least, most, SOFTPLUS), 0.0)
     rate = tl.load(a + head, mask=head < HEADS, other=0.0).to(tl.float32) * _LOG2E
     since = tl.maximum(rate[:, None] * step, _LEAST)
     whole = tl.sum(since, 1)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from .spans import Spans
-from .state_space_chunks_triton import state_space_in_chunks, time_step
+from .state_space_chunks_triton import state_space_in_chunks
+from .time_step_triton import limited_time_step
 
 _ROWS = 32  # of a block
 
@@ -45,7 +46,7 @@ def _state_space(
     c += first * c_token + head // SHARED * c_group
     out += (first * HEADS + head) * HEAD_DIM
     for _ in range(end - begin):
-        step = time_step(tl.load(dt), bias, least, most, SOFTPLUS)
+        step = limited_time_step(tl.load(dt), bias, least, most, SOFTPLUS)
         given = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
         learns = tl.load(b + key, mask=known, other=0.0).to(tl.float32)
         reads = tl.load(c + key, mask=known, other=0.0).to(tl.float32)

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..kernels.gated_ops_torch import NormForm
 from .state_functions import Convolution, DeltaRule, own_function, states_in_use
 from .unmodified import why_not_linear, why_not_own, why_not_plain
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _RULE = "torch_chunk_gated_delta_rule"
+_NORM = NormForm()
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class MixerKernels:
     """The kernels, in Triton or as their twins in PyTorch."""
 
     decay_and_beta: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    norm_and_gate: Callable[..., torch.Tensor]
+    gated_norm: Callable[..., torch.Tensor]
 
 
 def why_not_mixer(mixer: Any, home: str, name: str) -> str | None:
@@ -74,7 +76,7 @@ def mixer_forward(
         decay, beta = kernels.decay_and_beta(a, b, mixer.A_log, mixer.dt_bias)
         out = context.delta_rule(DeltaRule(q, k, v, decay, beta, True, own_function(home, _RULE)))
         z = z.view(len(z), heads, mixer.head_v_dim)
-        gated = kernels.norm_and_gate(out, z, mixer.norm.weight, mixer.norm.variance_epsilon)
+        gated = kernels.gated_norm(out, z, mixer.norm.weight, mixer.norm.variance_epsilon, _NORM)
         projected: torch.Tensor = mixer.out_proj(gated.view(1, len(gated), -1))
         return projected
 

@@ -36,6 +36,7 @@ from .fused_forwards import (
 )
 from .fused_gemma4 import gemma4_layer_forward
 from .fused_mixers import MixerKernels, mixer_forward
+from .gated_norms import GatedNorm, gated_norm_forward, gated_norms
 from .merged_weights import merge, merged, unmerge
 from .unmodified import hook_dicts
 
@@ -53,7 +54,7 @@ def triton_fused_kernels() -> FusedKernels:
         experts_triton.sum_of_shares,
         experts_triton.rows_of_a_tile,
     )
-    mixers = MixerKernels(gated_ops_triton.decay_and_beta, gated_ops_triton.norm_and_gate)
+    mixers = MixerKernels(gated_ops_triton.decay_and_beta, gated_ops_triton.gated_norm)
     return FusedKernels(layer_ops_triton.add_rms_norm, layer_ops_triton.act_and_mul, experts, mixers)
 
 
@@ -66,23 +67,24 @@ class Fusion:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.paused: str | None = None  # why nothing was fused in the last step, if nothing was
-        self._note([], [])
+        self._note([], [], [])
 
     def look(self) -> None:
         """Update ``reasons`` and ``summary``; the model stays as it is. Each ``merge`` does so, too."""
-        self._note(list(stacks(self.model)), list(mixtures(self.model)))
+        self._note(list(stacks(self.model)), list(mixtures(self.model)), list(gated_norms(self.model)))
 
     def merge(self, kernels: FusedKernels) -> FusedLayers:
         """Prepare steps. Weights that an earlier call has laid end to end stay where they are."""
         self.paused = None
         return FusedLayers(self, kernels)
 
-    def lay_out(self) -> tuple[list[tuple[Stack, dict[tuple[int, str], Merged]]], list[Experts]]:
+    def lay_out(self) -> tuple[list[tuple[Stack, dict[tuple[int, str], Merged]]], list[Experts], list[GatedNorm]]:
         """Merge the weights that are not merged yet.
 
-        Returns each stack with its merged weights by (layer, part), and the mixtures of experts.
+        Returns each stack with its merged weights by (layer, part), the mixtures of experts, and the norms with a gate.
         """
-        found, experts, self._moved, full = list(stacks(self.model)), list(mixtures(self.model)), False, False
+        found, experts, norms = list(stacks(self.model)), list(mixtures(self.model)), list(gated_norms(self.model))
+        self._moved = full = False
         result = []
         for stack in found:
             weights: dict[tuple[int, str], Merged] = {}
@@ -98,8 +100,8 @@ class Fusion:
             result.append((stack, weights))
         if self._moved:
             self._give_back_memory()
-        self._note(found, experts)
-        return result, experts
+        self._note(found, experts, norms)
+        return result, experts, norms
 
     def _merged(self, layer: Layer, part: str, full: bool) -> Merged:
         """Merge one group of weights after the other, so that only the largest needs room beside the model."""
@@ -129,15 +131,17 @@ class Fusion:
         but = " but for their attention" if self._own_attention else ""
         layers = f"{self._whole} of {self._layers} layers{but}" + (f", with {which}" if self._mixtures else "")
         if not self._layers:
-            layers = f"the experts of {self._fused_mixtures} of {self._mixtures} layers"
+            parts = [f"the experts of {self._fused_mixtures} of {self._mixtures} layers"] if self._mixtures else []
+            parts += [f"the norms of {self._fused_norms} of {self._norms} mixers"] if self._norms else []
+            layers = " and ".join(parts)
         if self._whole == self._layers and not self.reasons:
             return layers
         more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
-        if not self._fused and not self._fused_mixtures:
+        if not (self._fused or self._fused_mixtures or self._fused_norms):
             return f"nothing: {self.reasons[0]}{more}"
         return f"{layers}; left as they are: {self.reasons[0]}{more}"
 
-    def _note(self, found: list[Stack], experts: list[Experts]) -> None:
+    def _note(self, found: list[Stack], experts: list[Experts], norms: list[GatedNorm]) -> None:
         layers = [layer for stack in found for layer in stack.layers]
         self._layers = len(layers)
         self._whole = sum(not layer.why_not for layer in layers)
@@ -145,6 +149,8 @@ class Fusion:
         self._own_attention = any(layer.family is not None and not layer.family.attention for layer in layers)
         self._mixtures = len(experts)
         self._fused_mixtures = sum(each.why_not is None for each in experts)
+        self._norms = len(norms)
+        self._fused_norms = sum(each.why_not is None for each in norms)
         counts = Counter((part, why) for layer in layers for part, why in layer.why_not.items())
         self.reasons = [f"{part} of {count} of {len(layers)} layers: {why}" for (part, why), count in counts.items()]
         for stack in found:
@@ -157,6 +163,8 @@ class Fusion:
             self.reasons = [f"there are no fused layers for {type(inner).__name__}"]
         for why, count in Counter(each.why_not for each in experts if each.why_not is not None).items():
             self.reasons.append(f"experts of {count} of {len(experts)} layers: {why}")
+        for why, count in Counter(each.why_not for each in norms if each.why_not is not None).items():
+            self.reasons.append(f"norms of {count} of {len(norms)} mixers: {why}")
 
     def _give_back_memory(self) -> None:
         """Free the weights' old places: the allocator would keep them, in pieces too small for anything else."""
@@ -223,12 +231,16 @@ class FusedLayers:
         self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._bypassed: list[nn.Module] = []
         self._addresses: list[tuple[dict[str, Any], str, int | None]] = []
-        laid_out, experts = self._fusion.lay_out()
+        laid_out, experts, norms = self._fusion.lay_out()
         for stack, weights in laid_out:
             self._make_stack(stack, weights)
         for found in experts:
             if found.why_not is None:
                 self._make_experts(found)
+        replaced = set(self._bypassed)
+        for norm in norms:
+            if norm.why_not is None and norm.module not in replaced:  # otherwise its mixer's forward is not its own
+                self._make_gated_norm(norm)
         self._own = [module.__dict__ for module in self._bypassed]
         self._hooks = [dicts for module in self._bypassed for dicts in hook_dicts(module)]
         self._hooks_seen = sum(map(len, self._hooks))
@@ -293,6 +305,13 @@ class FusedLayers:
             self._places.append((owner._modules, name, getattr(owner, name)))
             self._bypassed.append(getattr(owner, name))
         self._addresses += [(parameters, name, _address(parameters[name])) for parameters, name in found.weights()]
+
+    def _make_gated_norm(self, found: GatedNorm) -> None:
+        self._put(found.module, gated_norm_forward(found, self._kernels.mixers.gated_norm))
+        self._places.append((found.parent._modules, found.name, found.module))
+        self._bypassed.append(found.module)
+        parameters = found.module._parameters
+        self._addresses.append((parameters, "weight", _address(parameters["weight"])))
 
     def _put(self, module: nn.Module, forward: Forward) -> None:
         self._forwards.append((module.__dict__, forward))

@@ -29,7 +29,6 @@ WITH_A_DENSE_LAYER = [
     *("exaone_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
 ]
 WITH_SHARED_EXPERTS = [*WITH_A_DENSE_LAYER, "qwen2_moe", "qwen3_5_moe", "qwen3_next"]
-MIXERS_OF_THEIR_OWN = {"qwen3_next": 3, "granitemoehybrid": 2}  # layers with a mixer that is not fused
 WITH_AN_MLP_IN_EACH_LAYER = ["gemma4_moe"]
 WITH_ATTENTION_OF_THEIR_OWN = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
 FUSED_FAMILIES = [
@@ -51,8 +50,8 @@ def forwards_of(family: str) -> int:
     of_a_mixture = 3 if family in WITH_SHARED_EXPERTS else 2  # experts, their router, the MLP beside them
     of_a_mixture += family in WITH_AN_MLP_IN_EACH_LAYER
     of_each = 1 if family in WITH_ATTENTION_OF_THEIR_OWN else 2
-    of_layers = layers * of_each - MIXERS_OF_THEIR_OWN.get(family, 0)
-    return of_layers + (layers - mixtures) + mixtures * of_a_mixture + 1
+    # A mixer stands in the place of attention, and is fused as a whole or by its norm.
+    return layers * of_each + (layers - mixtures) + mixtures * of_a_mixture + 1
 
 
 def said_of(family: str) -> str:
@@ -73,7 +72,7 @@ TWINS = FusedKernels(
         experts_torch.sum_of_shares,
         lambda pairs, experts, dtype: 16,
     ),
-    MixerKernels(gated_ops_torch.decay_and_beta, gated_ops_torch.norm_and_gate),
+    MixerKernels(gated_ops_torch.decay_and_beta, gated_ops_torch.gated_norm),
 )
 
 

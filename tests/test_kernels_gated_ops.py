@@ -1,4 +1,4 @@
-"""The kernels of ``gated_ops_triton`` against their twins, and the twins against transformers' modules."""
+"""The kernels of ``gated_ops_triton`` against their twins; the twins are held against transformers elsewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support_kernels import DEVICE, draw, kernel, plain
-from support_state_mixers import mixer_of
+from support_kernels import DEVICE, draw, kernel
 
 from hf_batchllm.kernels import gated_ops_torch, gated_ops_triton
+from hf_batchllm.kernels.gated_ops_torch import NormForm
 
 # The last bit of a root or of exp moves a result that is rounded three times by as many steps in half precision.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3 * 2**-7}
@@ -41,27 +41,50 @@ def test_decay_and_beta(dtype: torch.dtype, tokens: int) -> None:
         near(ours, theirs, dtype if theirs.dtype == dtype else torch.float32)
 
 
-@kernel
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 3, 8), (13, 4, 40), (9, 2, 128)])
-def test_norm_and_gate(dtype: torch.dtype, tokens: int, heads: int, dim: int) -> None:
+FORMS = {
+    "delta nets": NormForm(),
+    "state spaces": NormForm(gate_first=True),
+    "strict": NormForm(rounds=False, activation="sigmoid"),
+    "strict, gate first": NormForm(gate_first=True, rounds=False),
+}
+
+
+def norm_case(dtype: torch.dtype, tokens: int, parts: int, dim: int, weights: int = 1) -> dict[str, Any]:
     rng = np.random.default_rng(4)
-    wide = draw(rng, tokens, 2 * heads * dim + 3, dtype=dtype)  # the gate stands in the midst of a wider row
-    given = {
-        "x": draw(rng, tokens, heads, dim, dtype=dtype),
-        "gate": wide[:, 3 : 3 + heads * dim].unflatten(1, (heads, dim)),
-        "weight": draw(rng, dim, dtype=dtype),
+    wide = draw(rng, tokens, 2 * parts * dim + 3, dtype=dtype)  # the gate stands in the midst of a wider row
+    return {
+        "x": draw(rng, tokens, parts, dim, dtype=dtype),
+        "gate": wide[:, 3 : 3 + parts * dim].unflatten(1, (parts, dim)),
+        "weight": draw(rng, weights * dim, dtype=dtype),
     }
-    ours = gated_ops_triton.norm_and_gate(**{name: each.to(DEVICE) for name, each in given.items()}, eps=1e-6)
-    near(ours, gated_ops_torch.norm_and_gate(**given, eps=1e-6), dtype)
 
 
-@plain
+def run_norm(given: dict[str, Any], form: NormForm) -> None:
+    ours = gated_ops_triton.gated_norm(**{name: each.to(DEVICE) for name, each in given.items()}, eps=1e-6, form=form)
+    near(ours, gated_ops_torch.gated_norm(**given, eps=1e-6, form=form), given["x"].dtype)
+
+
+@kernel
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_twin_rounds_as_the_module_does(dtype: torch.dtype) -> None:
-    mixer: Any = mixer_of("qwen3_5").to(dtype)
-    rng = np.random.default_rng(5)
-    x, gate = (draw(rng, 7, mixer.num_v_heads, mixer.head_v_dim, dtype=dtype) for _ in range(2))
-    want = mixer.norm(x.flatten(0, 1), gate.flatten(0, 1)).view(x.shape)
-    made = gated_ops_torch.norm_and_gate(x, gate, mixer.norm.weight, mixer.norm.variance_epsilon)
-    assert torch.equal(made, want)
+@pytest.mark.parametrize(("tokens", "parts", "dim"), [(1, 3, 8), (13, 4, 40), (9, 2, 128), (3, 1, 5000)])
+def test_gated_norm(dtype: torch.dtype, tokens: int, parts: int, dim: int, form: str) -> None:
+    run_norm(norm_case(dtype, tokens, parts, dim), FORMS[form])
+    run_norm(norm_case(dtype, tokens, parts, dim, weights=parts), FORMS[form])
+
+
+@kernel
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_another_type(form: str) -> None:
+    given = norm_case(torch.bfloat16, 5, 3, 24)
+    given["weight"] = given["weight"].float()
+    ours = gated_ops_triton.gated_norm(
+        **{name: each.to(DEVICE) for name, each in given.items()}, eps=1e-6, form=FORMS[form]
+    )
+    near(ours, want := gated_ops_torch.gated_norm(**given, eps=1e-6, form=FORMS[form]), torch.bfloat16)
+    assert want.dtype == (torch.float32 if form == "state spaces" else torch.bfloat16)
+
+
+@kernel
+def test_rows_of_no_tokens() -> None:
+    run_norm(norm_case(torch.float32, 0, 2, 8), NormForm())

@@ -208,7 +208,7 @@ def test_state_spaces_as_a_model_hands_them(lengths: list[int]) -> None:
         there = copies(given, device)
         parts = there["wide"][:, 3:].split([17 * 6, 20, 20], 1)
         x, b, c = (part.unflatten(1, (-1, size)) for part, size in zip(parts, (6, 20, 20), strict=True))
-        spans = Spans.of(lengths, [4, -1, 0, 2][:count], [0, 1, -1, 3][:count], device)
+        spans = Spans.of(lengths, [4, -1, 3, 2][:count], [0, 1, -1, 2][:count], device)
         rest = there["a"], b, c, None, there["dt_bias"], there["states"]
         return function(x, there["dt"][:, 5:].T, *rest, spans, softplus=False), there["states"]
 
