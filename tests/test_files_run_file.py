@@ -259,11 +259,19 @@ def test_an_interrupt_says_that_the_same_call_goes_on(tmp_path: Path, generator:
             target.unlink()
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    ended = threading.Event()
+
+    def interrupt() -> None:  # again and again: one that comes in a destructor is lost in Python
+        while not ended.wait(0.1):
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(3)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt, match=r"out\.jsonl, and the same call continues"):
             again_and_again()
     finally:
+        ended.set()
         signal.signal(signal.SIGINT, handler)
     run_file(generator, source, target, **SETTINGS)
     assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
