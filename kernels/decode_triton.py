@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .cards import card_on
 from .pages_triton import (
     LOG2E,
     attend_box,
     block_of,
     boxes_of,
     by_page,
-    exact_options,
     in_log2,
     load_query,
     read_entry,
@@ -38,25 +38,11 @@ _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 MERGE_HEADS, MERGE_PARTS = 4, 8  # for each block, of one warp: no sum crosses warps
 
 
-def launch_options(tile: int, qk_dim: int, v_dim: int, itemsize: int, brief: bool = False) -> dict[str, int]:
-    """Lines of a block, warps and stages for items of this tile, heads of these dims, elements of this many bytes."""
-    widest = max(qk_dim, v_dim)
-    if itemsize == 4:
-        lines, warps, stages = exact_options(widest)
-    elif tile == 16 and brief and widest <= 128:  # nothing to fetch ahead: rather twice as many blocks at once
-        lines, warps, stages = 16, 1, 1
-    elif tile == 16:  # small blocks, several to a multiprocessor, for the short items; beyond 128 two warps are slower
-        lines, warps, stages = 16, 2 if widest <= 128 else 4, 2
-    else:  # room to fetch ahead where a page is more work
-        lines, warps, stages = 64, 4, 3
-    return {"lines": lines, "num_warps": warps, "num_stages": stages}
-
-
 @triton.jit
 def _attend_items(
     q,  # [rows, heads, QK_DIM]
-    k_pages,  # [pages, PAGE, KV_HEADS, QK_DIM], a descriptor
-    v_pages,  # [pages, PAGE, KV_HEADS, V_DIM], a descriptor
+    k_pages,  # [pages, PAGE, KV_HEADS, QK_DIM], by ``by_page``
+    v_pages,  # [pages, PAGE, KV_HEADS, V_DIM], by ``by_page``
     out,  # [rows, heads, V_DIM]
     part_out,  # [parts, heads, V_DIM] float32
     part_lse,  # [parts, heads] float32, log2
@@ -77,8 +63,10 @@ def _attend_items(
     PAGE: tl.constexpr,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    LONGEST_BOX: tl.constexpr,  # tokens of a box
+    DESCRIPTORS: tl.constexpr,  # whether K and V are descriptors
 ):
-    BOXES: tl.constexpr = boxes_of(PAGE)
+    BOXES: tl.constexpr = boxes_of(PAGE, LONGEST_BOX)
     BOX: tl.constexpr = PAGE // BOXES
     # The heads of an item are neighbours in the grid: together they read whole rows of the cache.
     kv_head = tl.program_id(0) % KV_HEADS
@@ -126,6 +114,7 @@ def _attend_items(
         acc, peak, total = attend_box(
             acc, peak, total, query, k_pages, v_pages, page, 0, 0, i % BOXES * BOX, 0, 0, False,
             kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, CAUSAL, WINDOW, True,
+            PAGE, KV_HEADS, DESCRIPTORS,
         )  # fmt: skip
         page = next_page
     _, tokens, first = read_entry(entries, tl.maximum(tl.minimum(full, end - 1), begin))
@@ -135,6 +124,7 @@ def _attend_items(
         acc, peak, total = attend_box(
             acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, length, line_length, True,
             kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, CAUSAL, WINDOW, False,
+            PAGE, KV_HEADS, DESCRIPTORS,
         )  # fmt: skip
         page, tokens, first = next_page, next_tokens, next_first
 
@@ -216,16 +206,17 @@ def attend_items(
     items = work.items[tile]
     _, page_size, kv_heads, qk_dim = k_pages.shape
     v_dim = v_pages.shape[3]
-    options = launch_options(tile, qk_dim, v_dim, q.element_size(), work.brief)
-    slices = triton.cdiv(tile, options["lines"])
+    card = card_on(q.device)
+    launch = card.decode(tile, max(qk_dim, v_dim), q.element_size(), work.brief)
+    slices = triton.cdiv(tile, launch.lines)
     assert scale > 0, "the largest score is found before it is scaled"
     scale, cap = in_log2(scale, softcap)
     _attend_items[(len(items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out, part_out, part_lse,
         items, work.counts[tile], work.entries, work.row_parts, lengths, scale, cap,
-        BLOCK_M=options["lines"], SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, CAUSAL=work.causal,
+        BLOCK_M=launch.lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, CAUSAL=work.causal,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim,
-        num_warps=options["num_warps"], num_stages=options["num_stages"],
+        LONGEST_BOX=card.longest_box, DESCRIPTORS=card.descriptors, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 

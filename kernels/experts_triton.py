@@ -11,13 +11,12 @@ wide tiles.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .cards import ExpertTiles, Tile, card_in_use, card_on
 from .experts_torch import ACTIVATIONS, Gating
 from .routing_torch import RowsOfExperts
 
@@ -28,36 +27,13 @@ _SUM_BLOCK = 1024  # numbers of a token for each block
 _GROUP = 8  # tiles that are computed beside each other, column by column, so that weights are read once for all
 
 
-class Tile(NamedTuple):
-    """What a block computes, and how it is compiled. ``columns`` are those of its output."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
+_EXACT = ExpertTiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))  # float32 is multiplied without tensor cores
 
 
-class Tiles(NamedTuple):
-    rows: int
-    up: Tile
-    down: Tile
-
-
-# By the rows that an expert has on average, up to so many: the best of a sweep (docs/experts-notes.md).
-_NARROW = Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)
-_TILES = (
-    (8, Tiles(16, *_NARROW)),
-    (20, Tiles(32, *_NARROW)),
-    (96, Tiles(64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))),
-    (float("inf"), Tiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
-)
-_EXACT = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))  # float32 is multiplied without tensor cores
-
-
-def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
     if dtype.itemsize > 2:
         return _EXACT
-    return next(tiles for most, tiles in _TILES if pairs <= most * experts)
+    return next(tiles for most, tiles in card_in_use().experts if pairs <= most * experts)
 
 
 @triton.jit
@@ -86,8 +62,8 @@ def rows_of_a_tile(pairs: int, experts: int, dtype: torch.dtype) -> int:
 
 
 def _in_boxes(weight: torch.Tensor) -> bool:
-    """Whether the card's copy engine can take it, box by box."""
-    whole = weight.is_contiguous() and weight.dtype.itemsize == 2
+    """Whether the card's copy engine is to take it, box by box."""
+    whole = card_on(weight.device).descriptors and weight.is_contiguous() and weight.dtype.itemsize == 2
     return whole and weight.data_ptr() % 16 == 0 and weight.shape[-1] % 8 == 0
 
 

@@ -1,10 +1,10 @@
 """The code that the Triton attention kernels share: how a tile of query lines meets the pages of a paged cache.
 
-K and V have the shape [pages, page, KV heads, dim]. The copy engine reads them in *boxes* of one page and one head (a
-long page in several boxes); a box is one tile of keys. The query rows of an item and the heads that share a KV head are
-packed into *lines*, ``BLOCK_M`` of them to a block; an item with more lines takes several blocks. Decode and prefill
-differ in their lists and in the tokens that a line sees, not in this. The figures behind the choices are in
-docs/attention-notes.md.
+K and V have the shape [pages, page, KV heads, dim]. They are read in *boxes* of one page and one head (a long page in
+several boxes), by a card's copy engine or by plain loads (cards.py says which). A box is one tile of keys. The query
+rows of an item and the heads that share a KV head are packed into *lines*, ``BLOCK_M`` of them to a block; an item with
+more lines takes several blocks. Decode and prefill differ in their lists and in the tokens that a line sees, not in
+this. The figures behind the choices are in docs/attention-notes.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .cards import card_on
 from .work_lists import ENTRY_FIELDS, PAGE_SIZES, TILES
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -21,7 +22,6 @@ _ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256  # dimensions; also the limit of the copy engine for a box
-_LONGEST_BOX = 64  # tokens
 
 
 @triton.constexpr_function
@@ -32,9 +32,9 @@ def block_of(dim: int) -> int:
 
 
 @triton.constexpr_function
-def boxes_of(page_size: int) -> int:
+def boxes_of(page_size: int, longest_box: int) -> int:
     """The number of boxes in a page. Long pages are split: the memory on chip must not depend on the page size."""
-    return max(1, page_size // _LONGEST_BOX)
+    return max(1, page_size // longest_box)
 
 
 @triton.jit
@@ -70,11 +70,33 @@ def load_query(
 
 
 @triton.jit
-def _load_box(k_pages, v_pages, page, start, kv_head, BOX: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """K [BOX, QK] and V [BOX, V] from the page's token ``start`` on (see ``_box_start``)."""
-    k_box = k_pages.load([page, start, kv_head, 0]).reshape(BOX, block_of(QK_DIM))
-    v_box = v_pages.load([page, start, kv_head, 0]).reshape(BOX, block_of(V_DIM))
-    return k_box, v_box
+def _load_box(
+    pages,
+    page,
+    start,  # see ``_box_start``
+    kv_head,
+    BOX: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether the box lies in the page with all its tokens
+    DESCRIPTORS: tl.constexpr,
+):
+    """K or V [BOX, DIM] from the page's token ``start`` on, through a descriptor or by plain loads."""
+    if DESCRIPTORS:
+        box = pages.load([page, start, kv_head, 0]).reshape(BOX, block_of(DIM))
+    else:
+        token = tl.arange(0, BOX)[:, None]
+        at = tl.arange(0, block_of(DIM))[None, :]
+        place = pages + (page.to(tl.int64) * PAGE + start) * (KV_HEADS * DIM) + kv_head * DIM
+        place += token * (KV_HEADS * DIM) + at
+        if not WHOLE:
+            box = tl.load(place, mask=(token + start >= 0) & (at < DIM), other=0.0)
+        elif block_of(DIM) == DIM:
+            box = tl.load(place)
+        else:
+            box = tl.load(place, mask=at < DIM, other=0.0)
+    return box
 
 
 @triton.jit
@@ -163,12 +185,16 @@ def attend_box(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     WHOLE: tl.constexpr,  # every line sees the whole page: tokens, first, reach, sees_to and hides are ignored
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,  # whether K and V are read by the copy engine
 ):
     """Attend to one box of a page: a step of the online softmax for all lines."""
     start = offset
     if not WHOLE:
         start = _box_start(tl.minimum(tokens, reach - first), offset, BOX)
-    k_box, v_box = _load_box(k_pages, v_pages, page, start, kv_head, BOX, QK_DIM, V_DIM)
+    k_box = _load_box(k_pages, page, start, kv_head, BOX, QK_DIM, PAGE, KV_HEADS, WHOLE, DESCRIPTORS)
+    v_box = _load_box(v_pages, page, start, kv_head, BOX, V_DIM, PAGE, KV_HEADS, WHOLE, DESCRIPTORS)
     scores = _score_box(query, k_box, scale, softcap, SOFTCAP)
     if not WHOLE and hides:
         scores = _hide_tokens(scores, start, offset, sees_to - first, BOX, CAUSAL, WINDOW)
@@ -185,15 +211,21 @@ def store_lines(out, place, valid, acc, V_DIM: tl.constexpr):
     tl.store(out + place[:, None] * V_DIM + at[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-def by_page(pages: torch.Tensor | TensorDescriptor) -> TensorDescriptor:
-    """A descriptor of K or V [pages, page, kv_heads, dim], in any memory order that ends with dim, to read by box.
+def by_page(pages: torch.Tensor | TensorDescriptor) -> torch.Tensor | TensorDescriptor:
+    """K or V [pages, page, kv_heads, dim] as the kernels read it on this card.
 
-    Make it once for many launches. It keeps the tensor alive, so drop both together.
+    Through a descriptor any memory order will do that ends with dim. Make it once for many launches. It keeps the
+    tensor alive, so drop both together.
     """
     if isinstance(pages, TensorDescriptor):
         return pages
+    card = card_on(pages.device)
+    if not card.descriptors:
+        assert pages.is_contiguous()
+        return pages
     page_size, dim = pages.shape[1], pages.shape[3]
-    return TensorDescriptor.from_tensor(pages, [1, page_size // boxes_of(page_size), 1, block_of(dim)])
+    box = page_size // boxes_of(page_size, card.longest_box)
+    return TensorDescriptor.from_tensor(pages, [1, box, 1, block_of(dim)])
 
 
 def in_log2(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -201,15 +233,6 @@ def in_log2(scale: float, softcap: float | None) -> tuple[float, float]:
     if softcap is None:
         return scale * LOG2E.value, 0.0
     return scale / softcap, softcap * LOG2E.value
-
-
-def exact_options(widest: int) -> tuple[int, int, int]:
-    """Lines of a block, warps and stages in float32, for heads of at most ``widest`` dimensions.
-
-    Tensor cores have no full precision, so float32 is slow with any choice. More lines, or fewer warps, would spill
-    kilobytes of registers.
-    """
-    return 16, 4 if widest <= 128 else 8, 1
 
 
 def unsupported(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, page_size: int, dtype: torch.dtype) -> str | None:

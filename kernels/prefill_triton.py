@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .cards import capability_on, card_in_use, card_on
 from .pages_triton import (
     LOG2E,
     attend_box,
     block_of,
     boxes_of,
     by_page,
-    exact_options,
     in_log2,
     load_query,
     read_entry,
@@ -46,7 +46,10 @@ def for_hopper() -> ModuleType | None:
 
 @cache
 def _for_hopper(device: int | None) -> ModuleType | None:
-    if triton.knobs.runtime.interpret or device is None or torch.cuda.get_device_capability(device)[0] != 9:
+    if triton.knobs.runtime.interpret or device is None:
+        return None
+    capability = capability_on(torch.device("cuda", device))
+    if capability is None or capability[0] != 9:  # for other cards, compiling it would abort the process
         return None
     if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON_VERSIONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in _GLUON_VERSIONS)
@@ -66,13 +69,7 @@ def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[s
 
     ``wide`` is the tile of the kernel for Hopper cards, if the device has it and it takes such heads.
     """
-    widest = max(qk_dim, v_dim)
-    if itemsize == 4:
-        lines, warps, stages = exact_options(widest)
-    else:
-        # Two or three blocks on a multiprocessor, so that one block's products hide another's softmax. The third stage
-        # saves a quarter of the time and more; where it would cost the second block, one stage is better than two.
-        lines, warps, stages = 64, 4, 3 if widest <= 128 else 1
+    lines, warps, stages = card_in_use().prompts(max(qk_dim, v_dim), itemsize)
     chosen = {"tile": lines * triton.cdiv(group, lines), "num_warps": warps, "num_stages": stages}
     hopper = for_hopper()
     if hopper is not None and hopper.takes(qk_dim, v_dim, itemsize):
@@ -85,8 +82,8 @@ def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[s
 @triton.jit
 def _attend_chunks(
     q,  # [rows, heads, QK_DIM]
-    k_pages,  # [pages, PAGE, KV_HEADS, QK_DIM], a descriptor
-    v_pages,  # [pages, PAGE, KV_HEADS, V_DIM], a descriptor
+    k_pages,  # [pages, PAGE, KV_HEADS, QK_DIM], by ``by_page``
+    v_pages,  # [pages, PAGE, KV_HEADS, V_DIM], by ``by_page``
     out,  # [rows, heads, V_DIM]
     items,
     n_items,
@@ -104,8 +101,10 @@ def _attend_chunks(
     PAGE: tl.constexpr,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    LONGEST_BOX: tl.constexpr,  # tokens of a box
+    DESCRIPTORS: tl.constexpr,  # whether K and V are descriptors
 ):
-    BOXES: tl.constexpr = boxes_of(PAGE)
+    BOXES: tl.constexpr = boxes_of(PAGE, LONGEST_BOX)
     BOX: tl.constexpr = PAGE // BOXES
     # The heads of an item are neighbours in the grid: together they read whole rows of the cache.
     kv_head = tl.program_id(0) % KV_HEADS
@@ -145,6 +144,7 @@ def _attend_chunks(
         acc, peak, total = attend_box(
             acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, position + rows,
             position + line_row + 1, hides, kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, True, WINDOW, False,
+            PAGE, KV_HEADS, DESCRIPTORS,
         )  # fmt: skip
         page, tokens, first = next_page, next_tokens, next_first
 
@@ -187,10 +187,12 @@ def attend_chunks(
     if options is None:
         lines = min(lines, chosen["tile"])  # several blocks share an item of more lines
     slices = triton.cdiv(work.tile, lines)
+    card = card_on(q.device)
     _attend_chunks[(len(work.items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out,
         work.items, work.count, work.entries, out if sinks is None else sinks, scale, cap,
         BLOCK_M=lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim,
+        LONGEST_BOX=card.longest_box, DESCRIPTORS=card.descriptors,
         num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
     )  # fmt: skip

@@ -16,6 +16,7 @@ from support_kernels import DEVICE, kernel, plain
 from hf_batchllm.kernels import decode_torch
 from hf_batchllm.kernels import decode_triton as ct
 from hf_batchllm.kernels import work_lists as wl
+from hf_batchllm.kernels.cards import Card
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -149,8 +150,8 @@ def test_native(case: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", range(len(NATIVE)))
 def test_native_with_options_for_brief_items(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ct.launch_options
-    monkeypatch.setattr(ct, "launch_options", lambda *shape: options(*shape[:4], True))
+    decode = Card.decode
+    monkeypatch.setattr(Card, "decode", lambda card, *shape: decode(card, *shape[:3], True))
     check_decode(ct, native_case(case), DEVICE)
 
 

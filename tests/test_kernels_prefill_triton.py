@@ -161,9 +161,9 @@ def test_large_tiles_where_they_pay(chunks: int, rows: int, takes: bool) -> None
 def test_each_device_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have cards of two generations."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0) if device == 1002 else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index == 102 else (9, 0))
     wide = []
-    for device in (1001, 1002, 1003):
+    for device in (101, 102, 103):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         wide.append("wide" in pt.launch_options(4, 128, 128, 2))
     assert wide == [True, False, True]

@@ -1,0 +1,176 @@
+"""What the attention kernels use on each generation of NVIDIA's cards: how K and V are read, and in which launches.
+
+Cards of Hopper's generation have a copy engine, which brings boxes of K and V to chip through descriptors. Elsewhere
+plain loads are better, even on cards that have such an engine: there compilers turn descriptors into loads that are not
+fetched ahead. What a block may keep on chip differs, too: 227 KB on data-centre cards from Hopper on, 163 KB on an
+A100, 99 KB on the rest. docs/cards.md says which of these figures were measured, and where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+Capability = tuple[int, int]
+_CPU = torch.device("cpu")
+_NARROW = 128  # dimensions of a head: up to so many, launches are those for narrow heads
+
+
+class Launch(NamedTuple):
+    """Of an attention kernel."""
+
+    lines: int  # of a block
+    warps: int
+    stages: int
+
+
+class Tile(NamedTuple):
+    """What a block of an experts' kernel computes, and how it is compiled. ``columns`` are those of its output."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class ExpertTiles(NamedTuple):
+    rows: int
+    up: Tile
+    down: Tile
+
+
+@dataclass(frozen=True)
+class _ByWidth:
+    """Launches for heads of at most 128 dimensions, and for wider ones."""
+
+    narrow: Launch
+    wide: Launch
+
+    def of(self, widest: int) -> Launch:
+        return self.narrow if widest <= _NARROW else self.wide
+
+
+@dataclass(frozen=True)
+class Card:
+    descriptors: bool  # whether K and V are read by the copy engine
+    longest_box: int  # tokens of a page that are read at once, at most
+    decode_16: _ByWidth  # items of up to 16 lines
+    decode_16_brief: _ByWidth  # the same where items are many, of one page each
+    decode_64: _ByWidth
+    prefill: _ByWidth
+    exact: _ByWidth  # all of these in float32
+    experts: tuple[tuple[float, ExpertTiles], ...]  # by the rows that an expert has on average, up to so many
+    shared_memory: int  # bytes that a block may have, at most
+    multiprocessor_memory: int  # bytes of shared memory of a multiprocessor
+
+    def decode(self, tile: int, widest: int, itemsize: int, brief: bool = False) -> Launch:
+        """For items of this tile, heads of at most ``widest`` dimensions, elements of this many bytes."""
+        if itemsize == 4:
+            return self.exact.of(widest)
+        if tile == 16:
+            return (self.decode_16_brief if brief else self.decode_16).of(widest)
+        return self.decode_64.of(widest)
+
+    def prompts(self, widest: int, itemsize: int) -> Launch:
+        return (self.exact if itemsize == 4 else self.prefill).of(widest)
+
+
+_HOPPER = Card(
+    descriptors=True,
+    longest_box=64,
+    # Small blocks, several to a multiprocessor, for the short items. Beyond 128 dimensions two warps are slower.
+    decode_16=_ByWidth(Launch(16, 2, 2), Launch(16, 4, 2)),
+    # There is nothing to fetch ahead: rather twice as many blocks at once.
+    decode_16_brief=_ByWidth(Launch(16, 1, 1), Launch(16, 4, 2)),
+    # There is room to fetch ahead where a page is more work.
+    decode_64=_ByWidth(Launch(64, 4, 3), Launch(64, 4, 3)),
+    # Two or three blocks on a multiprocessor, so that one block's products hide another's softmax. The third stage
+    # saves a quarter of the time and more; where it would cost the second block, one stage is better than two.
+    prefill=_ByWidth(Launch(64, 4, 3), Launch(64, 4, 1)),
+    # Tensor cores have no full precision, so float32 is slow with any choice. More lines, or fewer warps, would spill
+    # kilobytes of registers.
+    exact=_ByWidth(Launch(16, 4, 1), Launch(16, 8, 1)),
+    experts=(  # the best of a sweep (docs/experts-notes.md)
+        (8, ExpertTiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (20, ExpertTiles(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (96, ExpertTiles(64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))),
+        (float("inf"), ExpertTiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
+    ),
+    shared_memory=227 << 10,
+    multiprocessor_memory=228 << 10,
+)
+
+
+_TWO_STAGES = _ByWidth(Launch(64, 4, 2), Launch(64, 8, 2))
+_FEW_LINES = _ByWidth(Launch(16, 4, 2), Launch(16, 8, 2))
+
+
+def _with_plain_loads(longest_box: int, expert_depth: int, shared_memory: int) -> Card:
+    """More warps than on Hopper: addresses, and results of products on their way, take registers here."""
+    few, some = Tile(64, expert_depth, 4, 3), Tile(64, 64, 4, 3)
+    wide = Tile(128, expert_depth, 4, 3)
+    return Card(
+        descriptors=False,
+        longest_box=longest_box,
+        decode_16=_FEW_LINES,
+        decode_16_brief=_FEW_LINES,
+        decode_64=_TWO_STAGES,
+        prefill=_TWO_STAGES,
+        exact=_HOPPER.exact,
+        experts=(
+            (8, ExpertTiles(16, few, wide)),
+            (20, ExpertTiles(32, few, wide)),
+            (96, ExpertTiles(64, some, Tile(128, 64, 4, 3))),
+            (float("inf"), ExpertTiles(128, Tile(128, 32, 8, 4), Tile(256, 32, 8, 4))),
+        ),
+        shared_memory=shared_memory,
+        multiprocessor_memory=shared_memory + 1024,
+    )
+
+
+_SMALL = _with_plain_loads(longest_box=32, expert_depth=64, shared_memory=99 << 10)
+
+# By compute capability. A later one of the same generation (8.7, 10.3, 12.1) is taken for the last one before it.
+CARDS: dict[Capability, Card] = {
+    (8, 0): _with_plain_loads(longest_box=64, expert_depth=128, shared_memory=163 << 10),  # A100, A30
+    (8, 6): _SMALL,  # A10, A40, RTX 3060 to 3090, RTX A2000 to A6000
+    (8, 9): _SMALL,  # L4, L40, RTX 4060 to 4090, RTX 6000 Ada
+    (9, 0): _HOPPER,  # H100, H200, GH200
+    (10, 0): _HOPPER,  # B200, GB200
+    (12, 0): _SMALL,  # RTX 5060 to 5090, RTX PRO 4000 to 6000 Blackwell
+}
+OLDEST = min(CARDS)
+
+
+def card_of(capability: Capability) -> Card:
+    known = [each for each in CARDS if each[0] == capability[0] and each <= capability]
+    # Nothing is known of other generations: what asks the least of a card runs on most.
+    return CARDS[max(known)] if known else _SMALL
+
+
+def card_in_use() -> Card:
+    """Of the current device."""
+    return card_on(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU)
+
+
+@cache
+def card_on(device: torch.device) -> Card:
+    """Of a device with an index. A CPU, which interprets kernels, counts as a Hopper card."""
+    capability = capability_on(device)
+    return _HOPPER if capability is None else card_of(capability)
+
+
+def capability_on(device: torch.device) -> Capability | None:
+    """The compute capability for which Triton compiles; None on a CPU.
+
+    With ``TRITON_OVERRIDE_ARCH=sm80`` Triton compiles as for an A100, whatever the card is.
+    """
+    asked = triton.knobs.runtime.override_arch
+    if asked:
+        number = int(asked.removeprefix("sm").rstrip("af"))
+        return number // 10, number % 10
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

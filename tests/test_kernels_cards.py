@@ -1,0 +1,86 @@
+"""Each kernel compiles for each generation of cards, within what such a card has on chip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from support_card_compiler import compiled_for
+from support_kernel_recipes import BF16, RECIPES, zeros
+from support_kernels import plain
+
+from hf_batchllm.kernels import cards, experts_triton, pages_triton, prefill_triton
+
+pytestmark = plain
+needs_compiler = pytest.mark.skipif(
+    "nvidia" not in triton.backends.backends, reason="Triton has no compiler for NVIDIA's cards here"
+)
+# Bytes of a thread that may lie in slow memory. Beyond 8.x and Hopper, compilers are younger than these kernels.
+MOST_SPILLED = 192
+
+
+@needs_compiler
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("capability", cards.CARDS, ids="{0[0]}.{0[1]}".format)
+def test_it_fits(capability: cards.Capability, recipe: str) -> None:
+    card = cards.CARDS[capability]
+    with compiled_for(capability) as made:
+        RECIPES[recipe]()
+    assert made
+    for kernel in made:
+        assert kernel.shared <= card.shared_memory, kernel.kernel
+        assert kernel.spilled <= MOST_SPILLED, kernel.kernel
+        assert kernel.blocks, kernel.kernel
+
+
+@needs_compiler
+@pytest.mark.parametrize("capability", [each for each, card in cards.CARDS.items() if not card.descriptors])
+@pytest.mark.parametrize("recipe", ["decode, 16 lines, head 128", "prompts, head 128", "experts, 8 rows each"])
+def test_plain_loads_run_ahead(capability: cards.Capability, recipe: str) -> None:
+    """They are copies in the background, of which several are under way."""
+    with compiled_for(capability) as made:
+        RECIPES[recipe]()
+    for kernel in made:
+        if kernel.kernel in ("_attend_items", "_attend_chunks", "_up_products", "_down_products"):
+            assert "cp.async.cg" in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("capability", "like"),
+    [((8, 7), (8, 6)), ((9, 0), (9, 0)), ((10, 3), (10, 0)), ((12, 1), (12, 0)), ((11, 0), (12, 0)), ((13, 0), (8, 6))],
+)
+def test_a_card_that_is_not_in_the_table(capability: cards.Capability, like: cards.Capability) -> None:
+    assert cards.card_of(capability) == cards.CARDS[like]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("sm80", (8, 0)), ("sm90a", (9, 0)), ("sm120", (12, 0)), ("sm100a", (10, 0))]
+)
+def test_code_for_another_card_may_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str, expected: cards.Capability
+) -> None:
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", asked)
+    assert cards.capability_on(torch.device("cpu")) == expected
+
+
+def test_a_cpu_counts_as_a_hopper_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
+    assert cards.capability_on(torch.device("cpu")) is None
+    cards.card_on.cache_clear()
+    assert cards.card_on(torch.device("cpu")) == cards.CARDS[9, 0]
+
+
+def test_without_a_copy_engine_no_descriptor_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm86")
+    cards.card_on.cache_clear()
+    try:
+        pages = zeros(2, 64, 2, 128)
+        assert pages_triton.by_page(pages) is pages
+        assert not experts_triton._in_boxes(zeros(4, 64, 64))
+        assert prefill_triton.launch_options(4, 128, 128, BF16.itemsize) == {
+            "tile": 64,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+    finally:
+        cards.card_on.cache_clear()
