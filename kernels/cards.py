@@ -64,6 +64,7 @@ class Card:
     prefill: _ByWidth
     exact: _ByWidth  # all of these in float32
     experts: tuple[tuple[float, ExpertTiles], ...]  # by the rows that an expert has on average, up to so many
+    scan_tokens: int  # that a state space walks through at once, at most
     shared_memory: int  # bytes that a block may have, at most
     multiprocessor_memory: int  # bytes of shared memory of a multiprocessor
 
@@ -100,6 +101,7 @@ _HOPPER = Card(
         (96, ExpertTiles(64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))),
         (float("inf"), ExpertTiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
     ),
+    scan_tokens=64,
     shared_memory=227 << 10,
     multiprocessor_memory=228 << 10,
 )
@@ -127,6 +129,7 @@ def _with_plain_loads(longest_box: int, expert_depth: int, shared_memory: int) -
             (96, ExpertTiles(64, some, Tile(128, 64, 4, 3))),
             (float("inf"), ExpertTiles(128, Tile(128, 32, 8, 4), Tile(256, 32, 8, 4))),
         ),
+        scan_tokens=32,
         shared_memory=shared_memory,
         multiprocessor_memory=shared_memory + 1024,
     )

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .cards import card_on
 from .spans import CHUNK, Spans
 from .time_step_triton import limited_time_step
 
@@ -140,7 +141,7 @@ def state_space_in_chunks(
     exact = x.dtype == torch.float32 or not x.dtype == b.dtype == c.dtype
     if x.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         exact = True  # the interpreter's products take bfloat16 for integers
-    size, most_rows, warps = _SIZE, _ROWS, _WARPS
+    size, most_rows, warps = min(_SIZE, card_on(x.device).scan_tokens), _ROWS, _WARPS
     if exact:  # products in full float32 keep their sides in registers
         size, most_rows, warps = 16, 16, 8
     elif keys > 128:

@@ -15,8 +15,9 @@ pytestmark = plain
 needs_compiler = pytest.mark.skipif(
     "nvidia" not in triton.backends.backends, reason="Triton has no compiler for NVIDIA's cards here"
 )
-# Bytes of a thread that may lie in slow memory. Beyond 8.x and Hopper, compilers are younger than these kernels.
-MOST_SPILLED = 192
+MOST_SPILLED = 192  # bytes of a thread that may lie in slow memory
+# Where results are taken apart at the end, once for a block.
+MAY_SPILL = {((10, 0), "experts of GPT-OSS, many rows"): 384}
 
 
 @needs_compiler
@@ -29,7 +30,7 @@ def test_it_fits(capability: cards.Capability, recipe: str) -> None:
     assert made
     for kernel in made:
         assert kernel.shared <= card.shared_memory, kernel.kernel
-        assert kernel.spilled <= MOST_SPILLED, kernel.kernel
+        assert kernel.spilled <= MAY_SPILL.get((capability, recipe), MOST_SPILLED), kernel.kernel
         assert kernel.blocks, kernel.kernel
 
 
