@@ -3,6 +3,7 @@
     python examples/benchmarks/calibrate_cards.py  # heads of 128
     python examples/benchmarks/calibrate_cards.py --dim 256 --kinds decode_64 prefill
     TRITON_OVERRIDE_ARCH=sm120 python examples/benchmarks/calibrate_cards.py  # the code for another card, on this one
+    TRITON_OVERRIDE_ARCH=sm120 python examples/benchmarks/calibrate_cards.py --tight  # and within that card's memory
 
 For each kind of launch one thing is varied, and all others stay as the table has them. The fastest choices come first.
 Every choice is checked before it is timed. What each takes on chip is asked of the compiler: docs/kernels-by-card.md.
@@ -20,12 +21,31 @@ import bench_prefill_attention as prefill
 import torch
 from bench_support.attention_batches import DecodeBatch, PrefillBatch
 from bench_support.gpu_timing import need_gpu, warm_branches
+from triton.compiler.compiler import CompiledKernel, make_backend
 
 from hf_batchllm.kernels import cards, prefill_triton
 
-LINES = {"decode_16": 16, "decode_64": 64, "prefill": 64}
+LINES = {"decode_16": (16,), "decode_64": (64,), "prefill": (64, 128)}
 BATCHES = {"decode_16": ["256x1:0+1024", "64x4:2000+250"], "decode_64": ["16x16:2000+250"], "prefill": ["4x2048"]}
 BOXES, WARPS, STAGES = (32, 64), (2, 4, 8), (1, 2, 3)
+
+
+def keep_within(card: cards.Card) -> None:
+    """Let a multiprocessor have as few blocks at once as that of ``card``: each asks for more memory than it needs."""
+    plain, here = CompiledKernel.__init__, torch.cuda.get_device_properties(torch.cuda.current_device())
+
+    def made(kernel: Any, *given: Any, **named: Any) -> None:
+        plain(kernel, *given, **named)
+        shared = kernel.metadata.shared
+        if not shared:
+            return
+        blocks = card.multiprocessor_memory // (shared + 1024)  # 1 KB of each block is CUDA's own
+        most = here.shared_memory_per_multiprocessor // blocks - 1024 if shared <= card.shared_memory else 1 << 20
+        shared = max(shared, most // 128 * 128)
+        kernel.metadata = kernel.metadata._replace(shared=shared)
+        kernel.packed_metadata = make_backend(kernel.metadata.target).pack_metadata(kernel.metadata)
+
+    CompiledKernel.__init__ = made
 
 
 def timed(kind: str, inputs: list[Any], dim: int) -> list[float]:
@@ -41,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=128, help="of heads; there are 32, and 8 KV heads")
     parser.add_argument("--kinds", nargs="+", choices=LINES, default=list(LINES))
+    parser.add_argument("--tight", action="store_true", help="with the memory on chip of the card in the table")
     options = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
@@ -49,6 +70,8 @@ def main() -> None:
     capability = cards.capability_on(device)
     assert capability is not None
     card = cards.card_on(device)
+    if options.tight:
+        keep_within(card)
     print(f"{torch.cuda.get_device_name()}, compiled for {capability}; {options.dim} dimensions")
     made: dict[str, Any] = {}
     for kind in options.kinds:
@@ -59,10 +82,10 @@ def main() -> None:
             else:
                 made[name] = decode.Inputs.make(DecodeBatch.parse(name), 32, 8, options.dim, 3)
         inputs = [made[name] for name in names]
-        print(f"{kind}\n    box  warps  stages  " + "  ".join(names))
+        print(f"{kind}\n    box  lines  warps  stages  " + "  ".join(names))
         rows = []
-        for box, warps, stages in product(BOXES, WARPS, STAGES):
-            launch = cards.Launch(LINES[kind], warps, stages)
+        for box, *launched in product(BOXES, LINES[kind], WARPS, STAGES):
+            launch = cards.Launch(*launched)
             both = replace(getattr(card, kind), narrow=launch, wide=launch)
             tried = replace(card, longest_box=box, **{kind: both})
             used = box == card.longest_box and launch == getattr(card, kind).of(options.dim)
@@ -71,11 +94,11 @@ def main() -> None:
             try:
                 times = timed(kind, inputs, options.dim)
             except Exception as error:  # some do not fit the card
-                print(f"box {box}, warps {warps}, stages {stages}: {type(error).__name__}: {str(error)[:80]}")
+                print(f"box {box}, {launch}: {type(error).__name__}: {str(error)[:80]}")
                 continue
-            rows.append((sum(times), f"{box:7} {warps:6} {stages:7}", times, used))
+            rows.append((sum(times), "".join(f"{each:7}" for each in (box, *launch)), times, used))
         for _, text, times, used in sorted(rows):
-            print(text + "  ".join(f"{each:9.4f}" for each in times) + ("  in use" if used else ""), flush=True)
+            print(text + "  " + "  ".join(f"{each:9.4f}" for each in times) + ("  in use" if used else ""), flush=True)
 
 
 if __name__ == "__main__":
