@@ -20,12 +20,16 @@ _CPU = torch.device("cpu")
 _NARROW = 128  # dimensions of a head: up to so many, launches are those for narrow heads
 
 
+BOX_OF_DESCRIPTORS = 64  # tokens, at most
+
+
 class Launch(NamedTuple):
     """Of an attention kernel."""
 
     lines: int  # of a block
     warps: int
     stages: int
+    box: int = BOX_OF_DESCRIPTORS  # tokens of a page that are read at once, at most
 
 
 class Tile(NamedTuple):
@@ -57,7 +61,6 @@ class _ByWidth:
 @dataclass(frozen=True)
 class Card:
     descriptors: bool  # whether K and V are read by the copy engine
-    longest_box: int  # tokens of a page that are read at once, at most
     decode_16: _ByWidth  # items of up to 16 lines
     decode_16_brief: _ByWidth  # the same where items are many, of one page each
     decode_64: _ByWidth
@@ -82,7 +85,6 @@ class Card:
 
 _HOPPER = Card(
     descriptors=True,
-    longest_box=64,
     # Small blocks, several to a multiprocessor, for the short items. Beyond 128 dimensions two warps are slower.
     decode_16=_ByWidth(Launch(16, 2, 2), Launch(16, 4, 2)),
     # There is nothing to fetch ahead: rather twice as many blocks at once.
@@ -107,39 +109,67 @@ _HOPPER = Card(
 )
 
 
-_TWO_STAGES = _ByWidth(Launch(64, 4, 2), Launch(64, 8, 2))
-_FEW_LINES = _ByWidth(Launch(16, 4, 2), Launch(16, 8, 2))
-
-
-def _with_plain_loads(longest_box: int, expert_depth: int, shared_memory: int) -> Card:
-    """More warps than on Hopper: addresses, and results of products on their way, take registers here."""
+def _with_plain_loads(narrow: dict[str, Launch], wide: dict[str, Launch], expert_depth: int, memory: int) -> Card:
+    """Addresses, and results of products on their way, take registers here that they do not take on Hopper."""
+    launches = {kind: _ByWidth(narrow[kind], wide[kind]) for kind in narrow}
     few, some = Tile(64, expert_depth, 4, 3), Tile(64, 64, 4, 3)
-    wide = Tile(128, expert_depth, 4, 3)
+    down = Tile(128, expert_depth, 4, 3)
     return Card(
         descriptors=False,
-        longest_box=longest_box,
-        decode_16=_FEW_LINES,
-        decode_16_brief=_FEW_LINES,
-        decode_64=_TWO_STAGES,
-        prefill=_TWO_STAGES,
-        exact=_HOPPER.exact,
+        **launches,
         experts=(
-            (8, ExpertTiles(16, few, wide)),
-            (20, ExpertTiles(32, few, wide)),
+            (8, ExpertTiles(16, few, down)),
+            (20, ExpertTiles(32, few, down)),
             (96, ExpertTiles(64, some, Tile(128, 64, 4, 3))),
             (float("inf"), ExpertTiles(128, Tile(128, 32, 8, 4), Tile(256, 32, 8, 4))),
         ),
         scan_tokens=32,
-        shared_memory=shared_memory,
-        multiprocessor_memory=shared_memory + 1024,
+        shared_memory=memory,
+        multiprocessor_memory=memory + 1024,
     )
 
 
-_SMALL = _with_plain_loads(longest_box=32, expert_depth=64, shared_memory=99 << 10)
+_AMPERE = _with_plain_loads(
+    {
+        "decode_16": Launch(16, 2, 2),
+        "decode_16_brief": Launch(16, 2, 2),
+        "decode_64": Launch(64, 4, 2),
+        "prefill": Launch(64, 2, 2, box=32),
+        "exact": Launch(16, 4, 1),
+    },
+    {
+        "decode_16": Launch(16, 8, 2),
+        "decode_16_brief": Launch(16, 8, 2),
+        "decode_64": Launch(64, 8, 2),
+        "prefill": Launch(64, 8, 2),
+        "exact": Launch(16, 8, 1),
+    },
+    expert_depth=128,
+    memory=163 << 10,
+)
+_SMALL = _with_plain_loads(
+    {
+        "decode_16": Launch(16, 4, 2, box=32),
+        "decode_16_brief": Launch(16, 4, 2, box=32),
+        # Two blocks that fetch nothing ahead hide each other's loads. One block that does is slower.
+        "decode_64": Launch(64, 4, 1),
+        "prefill": Launch(64, 4, 1),
+        "exact": Launch(16, 4, 1, box=32),
+    },
+    {
+        "decode_16": Launch(16, 8, 2, box=32),
+        "decode_16_brief": Launch(16, 8, 2, box=32),
+        "decode_64": Launch(64, 8, 2, box=32),
+        "prefill": Launch(64, 8, 2, box=32),
+        "exact": Launch(16, 8, 1, box=32),
+    },
+    expert_depth=64,
+    memory=99 << 10,
+)
 
 # By compute capability. A later one of the same generation (8.7, 10.3, 12.1) is taken for the last one before it.
 CARDS: dict[Capability, Card] = {
-    (8, 0): _with_plain_loads(longest_box=64, expert_depth=128, shared_memory=163 << 10),  # A100, A30
+    (8, 0): _AMPERE,  # A100, A30
     (8, 6): _SMALL,  # A10, A40, RTX 3060 to 3090, RTX A2000 to A6000
     (8, 9): _SMALL,  # L4, L40, RTX 4060 to 4090, RTX 6000 Ada
     (9, 0): _HOPPER,  # H100, H200, GH200

@@ -216,7 +216,7 @@ def attend_items(
         items, work.counts[tile], work.entries, work.row_parts, lengths, scale, cap,
         BLOCK_M=launch.lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, CAUSAL=work.causal,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim,
-        LONGEST_BOX=card.longest_box, DESCRIPTORS=card.descriptors, num_warps=launch.warps, num_stages=launch.stages,
+        LONGEST_BOX=launch.box, DESCRIPTORS=card.descriptors, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 

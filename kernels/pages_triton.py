@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .cards import card_on
+from .cards import BOX_OF_DESCRIPTORS, card_on
 from .work_lists import ENTRY_FIELDS, PAGE_SIZES, TILES
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -219,12 +219,11 @@ def by_page(pages: torch.Tensor | TensorDescriptor) -> torch.Tensor | TensorDesc
     """
     if isinstance(pages, TensorDescriptor):
         return pages
-    card = card_on(pages.device)
-    if not card.descriptors:
+    if not card_on(pages.device).descriptors:
         assert pages.is_contiguous()
         return pages
     page_size, dim = pages.shape[1], pages.shape[3]
-    box = page_size // boxes_of(page_size, card.longest_box)
+    box = page_size // boxes_of(page_size, BOX_OF_DESCRIPTORS)
     return TensorDescriptor.from_tensor(pages, [1, box, 1, block_of(dim)])
 
 

@@ -25,13 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools import tensor_descriptor
 
-from .cards import CARDS
+from .cards import BOX_OF_DESCRIPTORS
 from .pages_triton import block_of, boxes_of, by_page
 from .work_lists import CHUNK_FIELDS, ENTRY_FIELDS, PrefillWork
 
 _CHUNK_FIELDS = gl.constexpr(CHUNK_FIELDS)
 _ENTRY_FIELDS = gl.constexpr(ENTRY_FIELDS)
-_LONGEST_BOX = gl.constexpr(CARDS[9, 0].longest_box)
+_LONGEST_BOX = gl.constexpr(BOX_OF_DESCRIPTORS)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
@@ -387,7 +387,7 @@ def attend_chunks(
     v_dim = v_pages.shape[3]
     side_count = sides(qk_dim, v_dim)
     assert work.tile == LINES * side_count
-    box = page_size // boxes_of(page_size, _LONGEST_BOX.value)
+    box = page_size // boxes_of(page_size, BOX_OF_DESCRIPTORS)
     room = _SHARED - side_count * LINES * block_of(qk_dim) * 2
     stages = min(_MOST_STAGES, room // (box * (block_of(qk_dim) + block_of(v_dim)) * 2))
     _attend_chunks[(min(blocks, len(work.items) * kv_heads),)](

@@ -69,7 +69,7 @@ def launch_options(group: int, qk_dim: int, v_dim: int, itemsize: int) -> dict[s
 
     ``wide`` is the tile of the kernel for Hopper cards, if the device has it and it takes such heads.
     """
-    lines, warps, stages = card_in_use().prompts(max(qk_dim, v_dim), itemsize)
+    lines, warps, stages, _ = card_in_use().prompts(max(qk_dim, v_dim), itemsize)
     chosen = {"tile": lines * triton.cdiv(group, lines), "num_warps": warps, "num_stages": stages}
     hopper = for_hopper()
     if hopper is not None and hopper.takes(qk_dim, v_dim, itemsize):
@@ -193,6 +193,6 @@ def attend_chunks(
         work.items, work.count, work.entries, out if sinks is None else sinks, scale, cap,
         BLOCK_M=lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim,
-        LONGEST_BOX=card.longest_box, DESCRIPTORS=card.descriptors,
+        LONGEST_BOX=card.prompts(max(qk_dim, v_dim), q.element_size()).box, DESCRIPTORS=card.descriptors,
         num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
     )  # fmt: skip

@@ -36,13 +36,13 @@ def test_it_fits(capability: cards.Capability, recipe: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("capability", [each for each, card in cards.CARDS.items() if not card.descriptors])
-@pytest.mark.parametrize("recipe", ["decode, 16 lines, head 128", "prompts, head 128", "experts, 8 rows each"])
+@pytest.mark.parametrize("recipe", ["decode, 16 lines, head 128", "experts, 8 rows each"])
 def test_plain_loads_run_ahead(capability: cards.Capability, recipe: str) -> None:
     """They are copies in the background, of which several are under way."""
     with compiled_for(capability) as made:
         RECIPES[recipe]()
     for kernel in made:
-        if kernel.kernel in ("_attend_items", "_attend_chunks", "_up_products", "_down_products"):
+        if kernel.kernel in ("_attend_items", "_up_products", "_down_products"):
             assert "cp.async.cg" in kernel.ptx
 
 
@@ -81,7 +81,7 @@ def test_without_a_copy_engine_no_descriptor_is_made(monkeypatch: pytest.MonkeyP
         assert prefill_triton.launch_options(4, 128, 128, BF16.itemsize) == {
             "tile": 64,
             "num_warps": 4,
-            "num_stages": 2,
+            "num_stages": 1,
         }
     finally:
         cards.card_on.cache_clear()

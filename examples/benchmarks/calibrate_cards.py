@@ -82,21 +82,21 @@ def main() -> None:
             else:
                 made[name] = decode.Inputs.make(DecodeBatch.parse(name), 32, 8, options.dim, 3)
         inputs = [made[name] for name in names]
-        print(f"{kind}\n    box  lines  warps  stages  " + "  ".join(names))
+        print(f"{kind}\n    lines  warps  stages  box  " + "  ".join(names))
         rows = []
-        for box, *launched in product(BOXES, LINES[kind], WARPS, STAGES):
+        for launched in product(LINES[kind], WARPS, STAGES, BOXES):
             launch = cards.Launch(*launched)
             both = replace(getattr(card, kind), narrow=launch, wide=launch)
-            tried = replace(card, longest_box=box, **{kind: both})
-            used = box == card.longest_box and launch == getattr(card, kind).of(options.dim)
+            tried = replace(card, **{kind: both})
+            used = launch == getattr(card, kind).of(options.dim)
             cards.CARDS[capability] = tried
             cards.card_on.cache_clear()
             try:
                 times = timed(kind, inputs, options.dim)
             except Exception as error:  # some do not fit the card
-                print(f"box {box}, {launch}: {type(error).__name__}: {str(error)[:80]}")
+                print(f"{launch}: {type(error).__name__}: {str(error)[:80]}")
                 continue
-            rows.append((sum(times), "".join(f"{each:7}" for each in (box, *launch)), times, used))
+            rows.append((sum(times), "".join(f"{each:7}" for each in launch), times, used))
         for _, text, times, used in sorted(rows):
             print(text + "  " + "  ".join(f"{each:9.4f}" for each in times) + ("  in use" if used else ""), flush=True)
 
