@@ -10,6 +10,7 @@
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make sweep         every class of transformers against model.generate, and docs/models.md anew (five minutes on two cores)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
+#   make kernel-page   what each kernel takes on chip on each generation of cards, and docs/kernels-by-card.md anew
 #   make pictures      draw the README's pictures anew
 #   make dist          a wheel and a source distribution in dist/, tried in a clean environment; nothing is published
 #   make clean         remove the environments, the unpacked model and everything built or cached
@@ -35,7 +36,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest pictures dist clean
+.PHONY: demo test test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest kernel-page pictures dist clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED_DEMO)
@@ -90,6 +91,9 @@ SWEEP := tests/sweep_models.py --jobs $(JOBS)
 
 sweep: $(INSTALLED)
 	@$(VENV)/bin/python $(SWEEP) $(or $(ARGS),--write-page)
+
+kernel-page: $(INSTALLED)
+	@$(VENV)/bin/python tests/compile_for_cards.py
 
 sweep-oldest: $(INSTALLED_OLDEST)
 	@$(VENV_OLDEST)/bin/python $(SWEEP) $(ARGS)

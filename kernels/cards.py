@@ -1,14 +1,14 @@
 """What the attention kernels use on each generation of NVIDIA's cards: how K and V are read, and in which launches.
 
 Cards of Hopper's generation have a copy engine, which brings boxes of K and V to chip through descriptors. Elsewhere
-plain loads are better, even on cards that have such an engine: there compilers turn descriptors into loads that are not
-fetched ahead. What a block may keep on chip differs, too: 227 KB on data-centre cards from Hopper on, 163 KB on an
+plain loads are better, even on cards that have such an engine: there the compiler turns descriptors into loads that are
+not fetched ahead. What a block may keep on chip differs, too: 227 KB on data-centre cards from Hopper on, 163 KB on an
 A100, 99 KB on the rest. docs/cards.md says which of these figures were measured, and where.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -177,6 +177,13 @@ CARDS: dict[Capability, Card] = {
     (12, 0): _SMALL,  # RTX 5060 to 5090, RTX PRO 4000 to 6000 Blackwell
 }
 OLDEST = min(CARDS)
+# AMD's MI300. It has 64 KB for a block; warps have 64 threads, so that fewer registers of each are taken.
+INSTINCT = replace(
+    _SMALL,
+    experts=(*_SMALL.experts[:-1], (float("inf"), ExpertTiles(128, Tile(128, 32, 8, 3), Tile(256, 32, 8, 3)))),
+    shared_memory=64 << 10,
+    multiprocessor_memory=64 << 10,
+)
 
 
 def card_of(capability: Capability) -> Card:
@@ -193,6 +200,8 @@ def card_in_use() -> Card:
 @cache
 def card_on(device: torch.device) -> Card:
     """Of a device with an index. A CPU, which interprets kernels, counts as a Hopper card."""
+    if torch.version.hip is not None:
+        return INSTINCT
     capability = capability_on(device)
     return _HOPPER if capability is None else card_of(capability)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from support_card_compiler import compiled_for
+from compile_for_cards import PAGE
+from support_card_compiler import TARGETS, Target, card_of, compiled_for, named
 from support_kernel_recipes import BF16, RECIPES, zeros
 from support_kernels import plain
 
@@ -13,37 +14,45 @@ from hf_batchllm.kernels import cards, experts_triton, pages_triton, prefill_tri
 
 pytestmark = plain
 needs_compiler = pytest.mark.skipif(
-    "nvidia" not in triton.backends.backends, reason="Triton has no compiler for NVIDIA's cards here"
+    not {"nvidia", "amd"} <= triton.backends.backends.keys(), reason="Triton cannot compile for other cards here"
 )
 MOST_SPILLED = 192  # bytes of a thread that may lie in slow memory
 # Where results are taken apart at the end, once for a block.
-MAY_SPILL = {((10, 0), "experts of GPT-OSS, many rows"): 384}
+MAY_SPILL = {("10.0", "experts of GPT-OSS, many rows"): 384}
 
 
 @needs_compiler
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("capability", cards.CARDS, ids="{0[0]}.{0[1]}".format)
-def test_it_fits(capability: cards.Capability, recipe: str) -> None:
-    card = cards.CARDS[capability]
-    with compiled_for(capability) as made:
+@pytest.mark.parametrize("target", TARGETS, ids=named)
+def test_it_fits(target: Target, recipe: str) -> None:
+    with compiled_for(target) as made:
         RECIPES[recipe]()
     assert made
     for kernel in made:
-        assert kernel.shared <= card.shared_memory, kernel.kernel
-        assert kernel.spilled <= MAY_SPILL.get((capability, recipe), MOST_SPILLED), kernel.kernel
-        assert kernel.blocks, kernel.kernel
+        assert kernel.shared <= card_of(target).shared_memory, kernel.kernel
+        assert kernel.spilled <= MAY_SPILL.get((named(target), recipe), MOST_SPILLED), kernel.kernel
+        assert kernel.blocks != 0, kernel.kernel
 
 
 @needs_compiler
-@pytest.mark.parametrize("capability", [each for each, card in cards.CARDS.items() if not card.descriptors])
+@pytest.mark.parametrize("target", [each for each, card in cards.CARDS.items() if not card.descriptors], ids=named)
 @pytest.mark.parametrize("recipe", ["decode, 16 lines, head 128", "experts, 8 rows each"])
-def test_plain_loads_run_ahead(capability: cards.Capability, recipe: str) -> None:
+def test_plain_loads_run_ahead(target: Target, recipe: str) -> None:
     """They are copies in the background, of which several are under way."""
-    with compiled_for(capability) as made:
+    with compiled_for(target) as made:
         RECIPES[recipe]()
     for kernel in made:
         if kernel.kernel in ("_attend_items", "_up_products", "_down_products"):
-            assert "cp.async.cg" in kernel.ptx
+            assert "cp.async.cg" in kernel.code
+
+
+@plain
+def test_the_page_has_each_kernel_for_each_card() -> None:
+    """The figures are of one version of the compiler; which kernels there are must be true of any."""
+    page = PAGE.read_text()
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## {recipe}" for recipe in RECIPES]
+    for target in TARGETS:
+        assert page.count(f"| {named(target)} |") >= len(RECIPES), "run `make kernel-page`"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,16 @@ def test_code_for_another_card_may_be_asked_for(
 ) -> None:
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", asked)
     assert cards.capability_on(torch.device("cpu")) == expected
+
+
+def test_amds_cards_have_a_row_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their capability, (9, 4), would be Hopper's."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    cards.card_on.cache_clear()
+    try:
+        assert cards.card_on(torch.device("cpu")) == cards.INSTINCT
+    finally:
+        cards.card_on.cache_clear()
 
 
 def test_a_cpu_counts_as_a_hopper_card(monkeypatch: pytest.MonkeyPatch) -> None:
