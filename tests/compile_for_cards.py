@@ -17,9 +17,9 @@ from support_kernel_recipes import RECIPES
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels-by-card.md"
 HEAD = """# What each kernel takes on chip, by card
 
-This page is made by `make kernel-page`, which compiles every kernel for every generation of cards. No card is needed for
-that. The figures are those of Triton {version}. They say that a kernel fits; they say nothing of its answers or its
-speed. `kernels/cards.py` has the launches, and [cards.md](cards.md) tells what has run where.
+This page is made by `make kernel-page`, which compiles every kernel for every generation of cards. It needs no card.
+The figures are those of Triton {version}. They say that a kernel fits; they say nothing of its answers or its speed.
+`kernels/cards.py` has the launches, and [cards.md](cards.md) tells what has run where.
 
 - *shared* is the memory on chip that a block takes, in KB. The most that a block may have is {limits}.
 - *registers* and *spilled* are of a thread. Spilled bytes lie in slow memory.
