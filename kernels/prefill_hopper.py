@@ -365,6 +365,7 @@ def _attend_chunks(
 def _pages(pages: torch.Tensor | tensor_descriptor.TensorDescriptor) -> TensorDescriptor:
     """The descriptor of ``by_page``, with Gluon's layout."""
     made = by_page(pages)
+    assert isinstance(made, tensor_descriptor.TensorDescriptor)
     layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, _GLUON[made.base.dtype])
     return TensorDescriptor(made.base, made.shape, made.strides, made.block_shape, layout)
 

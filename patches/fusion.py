@@ -67,11 +67,29 @@ class Fusion:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.paused: str | None = None  # why nothing was fused in the last step, if nothing was
+        self.experts_refused: str | None = None  # why the kernels of experts cannot be used on this device
         self._note([], [], [])
 
     def look(self) -> None:
         """Update ``reasons`` and ``summary``; the model stays as it is. Each ``merge`` does so, too."""
-        self._note(list(stacks(self.model)), list(mixtures(self.model)), list(gated_norms(self.model)))
+        self._note(list(stacks(self.model)), self._experts(), list(gated_norms(self.model)))
+
+    @property
+    def has_experts(self) -> bool:
+        return any(True for _ in mixtures(self.model))
+
+    @property
+    def has_mixers(self) -> bool:
+        """Whether there are layers that carry a state, parts of which can be fused."""
+        return any(layer.has(MIXER) for stack in stacks(self.model) for layer in stack.layers) or any(
+            True for _ in gated_norms(self.model)
+        )
+
+    def _experts(self) -> list[Experts]:
+        found = list(mixtures(self.model))
+        for each in found:
+            each.why_not = each.why_not or self.experts_refused
+        return found
 
     def merge(self, kernels: FusedKernels) -> FusedLayers:
         """Prepare steps. Weights that an earlier call has laid end to end stay where they are."""
@@ -83,7 +101,7 @@ class Fusion:
 
         Returns each stack with its merged weights by (layer, part), the mixtures of experts, and the norms with a gate.
         """
-        found, experts, norms = list(stacks(self.model)), list(mixtures(self.model)), list(gated_norms(self.model))
+        found, experts, norms = list(stacks(self.model)), self._experts(), list(gated_norms(self.model))
         self._moved = full = False
         result = []
         for stack in found:

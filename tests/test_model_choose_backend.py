@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from hf_batchllm import BatchConfig, ConfigError
+from hf_batchllm.kernel_check import trust
+from hf_batchllm.kernel_check.outcomes import PASSED, WRONG, Outcome
 from hf_batchllm.model.choose_backend import check_backend
 from hf_batchllm.notices import Notices
 
@@ -16,16 +19,20 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """A GPU as it is described here."""
-    made = {"name": "NVIDIA H200", "capability": (9, 0), "shared": 232448}
+    made = {"name": "NVIDIA H200", "capability": (9, 0), "verdict": PASSED}
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: made["capability"])
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: SimpleNamespace(name=made["name"], shared_memory_per_block_optin=made["shared"]),
+        lambda device: SimpleNamespace(name=made["name"], major=made["capability"][0], minor=made["capability"][1]),
     )
+    monkeypatch.setattr(trust, "_answers", {})
+    monkeypatch.setattr(trust, "outcomes", lambda group, device: iter([Outcome("decode", made["verdict"], "why")]))
+    monkeypatch.setenv("HF_BATCHLLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "always")
     return made
 
 
@@ -38,30 +45,30 @@ def said(config: BatchConfig, device: torch.device = CUDA) -> str | None:
     return messages[0] if messages else None
 
 
-def test_a_card_of_hoppers_generation_gets_the_kernels(card: dict[str, Any]) -> None:
-    assert said(BatchConfig()) is None
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_card_from_ampere_on_gets_the_kernels_that_pass(card: dict[str, Any], capability: tuple[int, int]) -> None:
+    card["capability"] = capability
+    with pytest.warns(UserWarning, match="tried on NVIDIA H200, .* for the first time"):
+        assert said(BatchConfig()) is None
     assert said(BatchConfig(backend="triton")) is None
-    card["capability"] = (10, 0)
-    assert said(BatchConfig()) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "shared"),
-    [
-        ("NVIDIA A100", (8, 0), 166912),
-        ("NVIDIA GeForce RTX 3090", (8, 6), 101376),
-        ("NVIDIA GeForce RTX 5090", (12, 0), 101376),
-    ],
-)
-def test_other_cards_get_plain_pytorch_and_are_told(
-    card: dict[str, Any], name: str, capability: tuple[int, int], shared: int
-) -> None:
-    card.update(name=name, capability=capability, shared=shared)
-    message = said(BatchConfig()) or ""
-    assert "plain PyTorch" in message and name in message and "Hopper" in message
-    with pytest.raises(ConfigError, match=name):
+def test_a_card_whose_kernels_fail_gets_plain_pytorch_and_is_told(card: dict[str, Any]) -> None:
+    card.update(name="NVIDIA GeForce RTX 3090", capability=(8, 6), verdict=WRONG)
+    with pytest.warns(UserWarning, match="for the first time"):
+        message = said(BatchConfig()) or ""
+    assert "plain PyTorch" in message and "RTX 3090, 8.6" in message and "decode: wrong (why)" in message
+    with pytest.raises(ConfigError, match="RTX 3090"):
         said(BatchConfig(backend="triton"))
-    assert said(BatchConfig(backend="torch")) is not None
+    assert "that is what" in (said(BatchConfig(backend="torch")) or "")
+
+
+def test_older_cards_get_plain_pytorch_and_are_told(card: dict[str, Any]) -> None:
+    card.update(name="Tesla T4", capability=(7, 5))
+    message = said(BatchConfig()) or ""
+    assert "plain PyTorch" in message and "Tesla T4 is older" in message and "8.0" in message
+    with pytest.raises(ConfigError, match="Tesla T4"):
+        said(BatchConfig(backend="triton"))
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])
@@ -71,6 +78,7 @@ def test_kernels_that_would_be_interpreted_are_not_taken_on_a_gpu(
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert "TRITON_INTERPRET is set" in (said(BatchConfig()) or "")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
     assert said(BatchConfig()) is None
 
 
@@ -82,9 +90,19 @@ def test_without_a_triton_that_will_do(
     assert says in (said(BatchConfig()) or "")
 
 
-def test_amds_cards_are_not_taken_for_nvidias(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*for the first time")
+def test_amds_cards_get_kernels_only_where_they_are_asked_for(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "NVIDIA" in (said(BatchConfig()) or "")
+    message = said(BatchConfig()) or ""
+    assert "AMD" in message and '`backend="triton"` checks and uses them' in message
+    assert said(BatchConfig(backend="triton")) is None
+    monkeypatch.setattr(trust, "_answers", {})
+    card["verdict"] = WRONG
+    monkeypatch.setenv("HF_BATCHLLM_CACHE", "/nowhere")
+    with pytest.raises(ConfigError, match="decode: wrong"), pytest.warns(UserWarning, match="remembered"):
+        said(BatchConfig(backend="triton"))
 
 
 def test_nothing_is_said_on_a_cpu_and_on_other_devices_it_is() -> None:
@@ -92,6 +110,7 @@ def test_nothing_is_said_on_a_cpu_and_on_other_devices_it_is() -> None:
     assert "on mps runs in plain PyTorch" in (said(BatchConfig(), torch.device("mps")) or "")
 
 
-def test_page_sizes(card: dict[str, Any]) -> None:
+def test_page_sizes(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
     assert "not 100" in (said(BatchConfig(page_size=100)) or "")
     assert all(said(BatchConfig(page_size=size)) is None for size in (16, 32, 64, 128))

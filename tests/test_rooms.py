@@ -29,6 +29,7 @@ ROOMS = (  # from the top down
     "planning",
     "inputs",
     "patches",
+    "kernel_check",
     "kernels",
     "results",
     "ground",

@@ -19,6 +19,7 @@ prompts have in common is computed once. A run that was stopped can continue.
 commands:
   run IN OUT --model M    answer every prompt of a file, into another file
   plan IN                 what the prompts of a file share, without a model
+  check                   whether the kernels are right on this GPU, as a table
   bench                   how fast a model is here, compared to model.generate
   lm-eval                 the lm-evaluation-harness, run by this library
 
@@ -34,7 +35,7 @@ options:
   --help, -h    this page; after a command, the page of the command
   --version     the version
 """
-_COMMANDS = ("run", "plan", "bench", "lm-eval")
+_COMMANDS = ("run", "plan", "check", "bench", "lm-eval")
 
 
 def dispatch(arguments: Sequence[str]) -> int:
@@ -55,6 +56,10 @@ def dispatch(arguments: Sequence[str]) -> int:
         from .plan import main as plan
 
         return plan(rest)
+    if command == "check":
+        from .check import main as check
+
+        return check(rest)
     if command == "bench":
         from ..bench.__main__ import main as bench
 

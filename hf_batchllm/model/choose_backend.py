@@ -1,28 +1,28 @@
-"""Which backend runs a call's attention: the Triton kernels where they can, plain PyTorch elsewhere."""
+"""Which kernels run a call: Triton's where the card has passed their check, plain PyTorch elsewhere.
+
+Each group of kernels is asked for by itself: where those for attention cannot be used, fused layers still run.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from typing import Any
+import dataclasses
 
 import torch
 
 from ..config import BatchConfig
 from ..errors import ConfigError
+from ..kernel_check.comparing import is_interpreted
+from ..kernel_check.trust import WORK, is_checked, refusal, unusable
 from ..kernels.work_lists import PAGE_SIZES
 from ..notices import Notices
 from ..patches.fused_forwards import FusedKernels
-from ..patches.fusion import triton_fused_kernels
+from ..patches.fused_mixers import MixerKernels
+from ..patches.fusion import Fusion, triton_fused_kernels
 from .attention_backend import AttentionBackend
 from .kv_storage import KVStorage
 from .state_step import StateKernels, in_torch
 from .torch_attention import TorchBackend
 from .triton_attention import TritonBackend, triton_kernels
-
-_LEAST_CAPABILITY = (9, 0)
-_LEAST_SHARED_MEMORY = 227 << 10  # bytes for each block: the widest heads need them
-_SWITCHED_ON = ("1", "true", "on", "yes", "y")  # as Triton reads its environment variables
 
 
 def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -> None:
@@ -36,26 +36,44 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
         if config.backend == "triton":
             raise ConfigError(f'`backend="triton"` cannot be used: {refused}')
         reason = refused
-    if device.type != "cpu":
+    if device.type != "cpu" or unusable(device) is None:
         notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}")
 
 
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
     if config.backend == "torch" or _refused(config, device) is not None:
         return TorchBackend(storage, device)
-    return TritonBackend(triton_kernels(interpreted=is_interpreted()), storage, device, notices)
+    kernels = triton_kernels(interpreted=is_interpreted())
+    return TritonBackend(kernels, storage, device, notices, tries_shapes=is_checked(device))
 
 
 def fused_kernels(config: BatchConfig, device: torch.device) -> FusedKernels | None:
     """The kernels that fused layers run on; None where layers are not to be fused."""
-    if not config.fuse or config.backend == "torch" or _refused(config, device) is not None:
+    if not config.fuse or not _may_run("layers", config, device):
         return None
     return triton_fused_kernels()
 
 
+def without_refused(kernels: FusedKernels, fusion: Fusion, config: BatchConfig, device: torch.device) -> FusedKernels:
+    """What is left of fused layers where the kernels of experts, or of layers that carry a state, cannot be used.
+
+    A model without such layers does not wait for their check.
+    """
+    if device.type != "cuda":
+        return kernels
+    if fusion.has_experts:
+        fusion.experts_refused = _why_not("experts", config, device)
+    if fusion.has_mixers and _why_not("states", config, device) is not None:
+        from ..kernels import gated_ops_torch
+
+        twins = MixerKernels(gated_ops_torch.decay_and_beta, gated_ops_torch.gated_norm)
+        return dataclasses.replace(kernels, mixers=twins)
+    return kernels
+
+
 def state_kernels(config: BatchConfig, device: torch.device) -> StateKernels:
     """What layers run on that carry a state from token to token."""
-    if config.backend == "torch" or _refused(config, device) is not None:
+    if not _may_run("states", config, device):
         return in_torch()
     from ..kernels import convolution_triton, delta_rule_triton, selective_scan_triton, state_space_triton
 
@@ -67,32 +85,31 @@ def state_kernels(config: BatchConfig, device: torch.device) -> StateKernels:
     )
 
 
+def warn_of_refused(groups: list[str], config: BatchConfig, device: torch.device, notices: Notices) -> None:
+    """Say which kernels failed their check, beside those for attention."""
+    if config.backend == "torch" or unusable(device, amd=config.backend == "triton") is not None:
+        return
+    for group in groups:
+        reason = _why_not(group, config, device)
+        if reason is not None:
+            notices(f"slow {group}", f"{WORK[group]} on {device}: plain PyTorch, which is correct and slow: {reason}")
+
+
 def _refused(config: BatchConfig, device: torch.device) -> str | None:
-    """Why the kernels cannot be used, in the user's words."""
-    interpreted = is_interpreted()
-    if device.type != "cuda" and not (interpreted and config.backend == "triton"):
+    """Why the kernels for attention cannot be used, in the user's words."""
+    if is_interpreted() and device.type != "cuda" and config.backend != "triton":
         return f"the Triton kernels need a CUDA GPU, and the model is on {device}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (`pip install triton`)"
-    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
-        return "this Triton is too old (`pip install -U triton`)"
-    if device.type == "cuda":
-        if interpreted:
-            return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it and start anew"
-        if torch.version.hip is not None:
-            return "the Triton kernels run on NVIDIA's GPUs alone"
-        capability = torch.cuda.get_device_capability(device)
-        properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack some of its fields
-        if capability < _LEAST_CAPABILITY or properties.shared_memory_per_block_optin < _LEAST_SHARED_MEMORY:
-            return (
-                "the Triton kernels need a data-centre GPU of Hopper's generation (compute capability 9.0) or later, "
-                f"and {properties.name} is none"
-            )
-    if config.page_size not in PAGE_SIZES:
+    if config.page_size not in PAGE_SIZES and (device.type == "cuda" or is_interpreted()):
         sizes = ", ".join(map(str, PAGE_SIZES[:-1]))
         return f"the Triton kernels work with a `page_size` of {sizes} or {PAGE_SIZES[-1]}, not {config.page_size}"
-    return None
+    return _why_not("attention", config, device)
 
 
-def is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "").lower() in _SWITCHED_ON
+def _may_run(group: str, config: BatchConfig, device: torch.device) -> bool:
+    if config.backend == "torch" or (device.type != "cuda" and config.backend != "triton"):
+        return False
+    return _why_not(group, config, device) is None
+
+
+def _why_not(group: str, config: BatchConfig, device: torch.device) -> str | None:
+    return refusal(group, device, amd=config.backend == "triton")

@@ -14,7 +14,14 @@ from ..patches.fusion import FusedLayers, Fusion
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .batch import BatchBuilder
-from .choose_backend import check_backend, fused_kernels, make_backend, state_kernels
+from .choose_backend import (
+    check_backend,
+    fused_kernels,
+    make_backend,
+    state_kernels,
+    warn_of_refused,
+    without_refused,
+)
 from .kv_storage import KVStorage
 from .owners_warnings import warn_of_owners_state
 from .runner import ModelRunner
@@ -38,12 +45,19 @@ class ModelInUse:
     def check(self) -> None:
         """Refuse a backend that cannot be used, and say what works differently in this model."""
         check_backend(self._config, self.device, self._notices)
+        groups = [
+            *(["layers"] if self._config.fuse else []),
+            *(["states"] if self.architecture.states else []),
+            "sampling",
+        ]
+        warn_of_refused(groups, self._config, self.device, self._notices)
         warn_of_owners_state(self.model, self._notices)
 
     def fuse(self) -> None:
         """Merge the weights of fused layers: before the KV cache takes the memory that is free."""
         kernels = fused_kernels(self._config, self.device)
         if kernels is not None:
+            kernels = without_refused(kernels, self._fusion, self._config, self.device)
             self._fused = self._fusion.merge(kernels)
 
     def run_over(self, storage: KVStorage, adapters: AdapterSwap | None = None) -> ModelRunner:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..kernel_check.attention_cases import Shape, tried
 from ..kernels.ranges import GATE, GATE_MERGED, Readers, Units, make_chunks, make_ranges
 from ..kernels.work_lists import TILES, PrefillWork, WorkLists, build_prefill, build_work
 from ..notices import Notices
@@ -85,8 +86,11 @@ class TritonBackend(AttentionBackend):
         device: torch.device,
         notices: Notices,
         gates: tuple[float, float] = (GATE, GATE_MERGED),
+        tries_shapes: bool = False,
     ) -> None:
+        """``tries_shapes``: on this card a kernel is held against its twin when a layer's shape first comes up."""
         self.kernels = kernels
+        self.tries_shapes = tries_shapes
         self.gates = gates
         self.storage = storage
         self.device = device
@@ -136,9 +140,21 @@ class TritonBackend(AttentionBackend):
         """Why the kernels cannot do this layer."""
         heads, kv_heads, qk_dim, v_dim = call.q.shape[1], *call.k.shape[1:], call.v.shape[2]
         shape = heads, kv_heads, qk_dim, v_dim, self.storage.page_size, call.q.dtype
-        if shape not in self._refusals:
-            self._refusals[shape] = self.kernels.unsupported(*shape)
-        return self._refusals[shape]
+        options = call.window, call.softcap, call.sinks is not None
+        if (shape, options) not in self._refusals:
+            reason = self.kernels.unsupported(*shape)
+            if reason is None and self.tries_shapes:
+                if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+                    return None  # a graph that is being captured has run its layers before
+                reason = _tried(call.q.device, Shape(*shape, *options))
+            self._refusals[shape, options] = reason
+        return self._refusals[shape, options]
+
+
+@cache
+def _tried(device: torch.device, shape: Shape) -> str | None:
+    failed = tried(device, shape)
+    return None if failed is None else f"a kernel failed its check on this card: {failed}"
 
 
 class WorkSource(ABC):

@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from ..kernel_check.trust import refusal
+
 _ROW = 1024  # words that are multiplied with a weight each, and added up
 _LANES = 1 << 20  # 4-byte numbers that are worked on at a time where a copy is needed
 
@@ -56,7 +58,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _number_of(tensor: torch.Tensor) -> torch.Tensor:  # int64, a single one
     flat = _flat(tensor)
-    if tensor.device.type == "cuda" and _triton_runs():
+    if tensor.device.type == "cuda" and refusal("layers", tensor.device) is None:
         from ..kernels.digest_triton import digest
 
         return digest(flat)
@@ -111,12 +113,3 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:  # int64 [count]
         generator = torch.Generator().manual_seed(count)
         made = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64, device="cpu")
         return (made | 1).to(device)
-
-
-@cache
-def _triton_runs() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True

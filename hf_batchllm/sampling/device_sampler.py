@@ -19,6 +19,7 @@ from transformers.generation import logits_process as processors
 from ..inputs.base_model import base_model
 from ..inputs.options import Options, make_processors
 from ..inputs.seeds import as_int64
+from ..kernel_check.trust import failed_check
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from ..model.transfers import to_device
 from .processor_chains import MINIMUM_LENGTHS
@@ -141,6 +142,8 @@ def why_picked_by_host(
     """
     if not kinds:  # no prompt can be run
         return None
+    if device.type == "cuda" and failed_check("sampling", device):  # its twins fit into no CUDA graph
+        return "the kernels that pick tokens failed their check on this card"
     # On a CPU, sampled tokens have a noise of their own.
     if not may_pick_on(device) and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
@@ -158,7 +161,7 @@ def why_picked_by_host(
 
 def may_pick_on(device: torch.device) -> bool:
     """Whether sampled tokens are picked on the device where the options allow it."""
-    return device.type == "cuda"
+    return device.type == "cuda" and not failed_check("sampling", device)
 
 
 def penalised_by(options: Options) -> bool:

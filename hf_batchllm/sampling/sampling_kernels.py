@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from ..kernel_check.trust import refusal
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,6 @@ def torch_sampling() -> SamplingKernels:
 
 
 def sampling_kernels(device: torch.device) -> SamplingKernels:
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and refusal("sampling", device) is None:
         return triton_sampling()
     return torch_sampling()

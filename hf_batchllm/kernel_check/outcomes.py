@@ -1,0 +1,28 @@
+"""What came of the cases of a check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PASSED, WRONG, RAISED, CRASHED, HUNG = "passed", "wrong", "raised an error", "crashed", "hung"
+NO_ROOM = "no room on the GPU"  # says nothing of the kernel
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: str
+    verdict: str
+    detail: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.verdict}{f' ({self.detail})' if self.detail else ''}"
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Outcome:
+        return cls(str(line["case"]), str(line["verdict"]), str(line["detail"]), float(line.get("seconds", 0.0)))
+
+
+def first_failure(outcomes: list[Outcome]) -> Outcome | None:
+    return next((each for each in outcomes if each.verdict != PASSED), None)

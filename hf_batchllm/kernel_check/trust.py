@@ -1,0 +1,138 @@
+"""Whether the kernels of a group may run on a device: on a card that nobody has tried they are checked first.
+
+The answer is asked for often and found once: kernels that the project's own tests have run on such a card, the answer
+of this process, a verdict on disk, or a check in a child process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+
+from ..errors import ConfigError
+from ..notices import warn_user
+from .comparing import is_interpreted
+from .outcomes import NO_ROOM, Outcome, first_failure
+from .run_in_child import CannotStart, outcomes
+from .verdicts import Verdicts, key_of
+
+# Compute capability, and versions of Triton with which all tests of the kernels have passed on such a card.
+PROVEN = {(9, 0): ((3, 6),)}
+# What each group of kernels does, in the words of messages.
+WORK = {
+    "attention": "attention",
+    "layers": "fused layers",
+    "sampling": "picking tokens",
+    "experts": "mixtures of experts",
+    "states": "layers that carry a state",
+}
+_OLDEST = (8, 0)  # compute capability
+_REPORT = "`hf-batchllm check` prints a table for a report"
+_answers: dict[tuple[str, ...], str | None] = {}
+
+
+def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | None:
+    """Why the kernels of a group cannot be used on a device, in the user's words; None if they can.
+
+    ``amd``: whether they are asked for by name, without which they do not run on AMD's cards.
+    """
+    if (reason := unusable(device, amd=amd)) is not None:
+        return reason
+    if not is_checked(device):
+        return None
+    key = key_of(device)
+    known = (group, *key.values())
+    if known not in _answers:
+        _answers[known] = _found(group, device, key)
+    return _answers[known]
+
+
+def is_proven(device: torch.device) -> bool:
+    """Whether the kernels are trusted on this card without a check."""
+    import triton
+
+    from ..kernels import cards
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return device.type == "cpu"  # where they are interpreted
+    return tuple(map(int, triton.__version__.split(".")[:2])) in PROVEN.get(cards.capability_on(device) or (0, 0), ())
+
+
+def failed_check(group: str, device: torch.device) -> bool:
+    """Whether other kernels may run here, and these may not."""
+    return unusable(device) is None and refusal(group, device) is not None
+
+
+def unusable(device: torch.device, *, amd: bool = False) -> str | None:
+    """Why no kernel can be used on a device."""
+    if device.type != "cuda" and not is_interpreted():
+        return f"the Triton kernels need a CUDA GPU, and the model is on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (`pip install triton`)"
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return "this Triton is too old (`pip install -U triton`)"
+    if device.type != "cuda":
+        return None
+    if is_interpreted():
+        return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it and start anew"
+    if torch.version.hip is not None:
+        if amd:
+            return None
+        return 'on AMD\'s GPUs nobody has tried the Triton kernels yet: `backend="triton"` checks and uses them'
+    if torch.cuda.get_device_capability(device) < _OLDEST:
+        name = torch.cuda.get_device_properties(device).name
+        return f"the Triton kernels need compute capability 8.0 (an A100 or RTX 30) or later, and {name} is older"
+    return None
+
+
+def is_checked(device: torch.device) -> bool:
+    """Whether kernels are to be checked on this device: HF_BATCHLLM_CHECK may say `always` or `never`."""
+    asked = os.environ.get("HF_BATCHLLM_CHECK", "")
+    if asked not in ("", "always", "never"):
+        raise ConfigError(f"HF_BATCHLLM_CHECK is {asked!r}; it may be `always` or `never`")
+    return asked == "always" or (not asked and not is_proven(device))
+
+
+def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
+    verdicts = Verdicts()
+    with verdicts.alone(key, group):
+        failed = verdicts.read(key, group)
+        if failed is None:
+            warn_user(
+                f"the kernels for {WORK[group]} are tried on {key['card']} for the first time: this may take a minute, "
+                "and is remembered"
+            )
+            found = checked(group, device)
+            if isinstance(found, str):
+                return found
+            failed = "" if found is None else str(found)
+            try:
+                verdicts.write(key, group, failed)
+            except OSError as error:
+                warn_user(
+                    f"the outcome of the check cannot be remembered, so each process checks anew: {error}. "
+                    "HF_BATCHLLM_CACHE may name another folder"
+                )
+    return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}" if failed else None
+
+
+def checked(group: str, device: torch.device, tell: Callable[[Outcome], None] | None = None) -> Outcome | str | None:
+    """The first case that failed; None if all passed; or why there was no check, in words."""
+    found = []
+    try:
+        for outcome in outcomes(group, device):
+            found.append(outcome)
+            if tell is not None:
+                tell(outcome)
+    except CannotStart as error:
+        return f"the kernels have to be checked on this card first, and that cannot be done: {error}"
+    failure = first_failure(found)
+    if failure is not None and failure.verdict == NO_ROOM:
+        return (
+            "the kernels have to be checked on this card first, and there was no room for that on the GPU "
+            f"({failure.detail}): run `hf-batchllm check` before the model is loaded"
+        )
+    return failure

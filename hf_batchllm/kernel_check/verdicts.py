@@ -1,0 +1,109 @@
+"""Verdicts on disk: what a check found, for as long as nothing changes that it depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .._version import __version__
+from ..kernels import work_lists
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_HERE, _KERNELS = Path(__file__).resolve().parent, Path(work_lists.__file__).resolve().parent
+
+
+def key_of(device: torch.device) -> dict[str, str]:
+    """All that a verdict depends on."""
+    import triton
+
+    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "card": "CPU" if card is None else f"{card.name}, {card.major}.{card.minor}",
+        "driver": driver(),
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
+        "compiled for": os.environ.get("TRITON_OVERRIDE_ARCH", ""),
+        "interpreted": os.environ.get("TRITON_INTERPRET", ""),
+        "library": __version__,
+        "sources": sources(),
+    }
+
+
+@cache
+def driver() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0].strip()
+    if torch.version.hip is not None:
+        return f"HIP {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
+
+
+@cache
+def sources() -> str:
+    """A hash of the kernels and of the check."""
+    found = hashlib.sha256()
+    for folder in (_KERNELS, _HERE):
+        for path in sorted(folder.glob("*.py")):
+            found.update(path.name.encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+class Verdicts:
+    """A file for each key and group, in a folder of the user's."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or default_folder()
+
+    def path(self, key: dict[str, str], group: str) -> Path:
+        text = json.dumps([key, group], sort_keys=True)
+        return self.folder / f"{group}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def read(self, key: dict[str, str], group: str) -> str | None:
+        """What failed, in a line; empty: all passed. None: there is no verdict. A damaged file counts as none."""
+        try:
+            found = json.loads(self.path(key, group).read_text("utf-8"))
+            if found["key"] == key and isinstance(found["failed"], str):
+                return str(found["failed"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return None
+
+    def write(self, key: dict[str, str], group: str, failed: str) -> None:
+        """Other processes see all of it or nothing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
+            json.dump({"key": key, "group": group, "failed": failed}, file, indent=1)
+        os.replace(file.name, self.path(key, group))
+
+    @contextlib.contextmanager
+    def alone(self, key: dict[str, str], group: str) -> Iterator[None]:
+        """Processes that begin at the same time wait for the first one's verdict. Where that cannot be, each checks."""
+        with contextlib.ExitStack() as stack:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context(self.path(key, group).with_suffix(".lock").open("w"))
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def default_folder() -> Path:
+    if given := os.environ.get("HF_BATCHLLM_CACHE"):
+        return Path(given).expanduser() / "kernel-checks"
+    home = os.environ.get("XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # where there is no home
+        return (Path(home) if home else Path.home() / ".cache") / "hf-batchllm" / "kernel-checks"
+    return Path(tempfile.gettempdir()) / "hf-batchllm" / "kernel-checks"

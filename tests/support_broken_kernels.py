@@ -1,0 +1,39 @@
+"""Kernels that are broken on purpose, in child processes alone: Python imports ``sitecustomize`` when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+START = """\
+import sys
+if "hf_batchllm.kernel_check.child" in " ".join(sys.orig_argv):
+    from hf_batchllm.kernels import decode_triton, layer_ops_triton
+    real = KERNEL
+    def broken(*given, **named):
+        WAY
+    KERNEL = broken
+"""
+WAYS = {
+    "wrong": "made = real(*given, **named); (given[4] if len(given) > 6 else made).add_(1); return made",
+    "hung": "import time; time.sleep(600)",
+    "aborted": "import os; os.abort()",
+    "out of bounds": "import ctypes; ctypes.string_at(0)",
+    "out of resources": "from triton.runtime.errors import OutOfResources as Out; raise Out(9, 8, 'shared memory')",
+    "no room": "import torch; raise torch.OutOfMemoryError('CUDA out of memory')",
+}
+
+
+def broken(
+    patch: pytest.MonkeyPatch, folder: Path, way: str | None, kernel: str = "decode_triton.attend_items"
+) -> None:
+    """From now on each check runs interpreted kernels, of which one is broken; none if ``way`` is None."""
+    patch.setenv("TRITON_INTERPRET", "1")
+    patch.setenv("HF_BATCHLLM_CHECK", "always")
+    patch.setenv("HF_BATCHLLM_CHECK_SECONDS", "60" if way != "hung" else "2")
+    patch.setenv("HF_BATCHLLM_CACHE", str(folder / "cache"))
+    if way is not None:
+        text = START.replace("KERNEL", kernel).replace("WAY", WAYS[way])
+        (folder / "sitecustomize.py").write_text(text, "utf-8")
+        patch.setenv("PYTHONPATH", str(folder))

@@ -1,0 +1,344 @@
+"""Kernels are checked before they are trusted: whatever is wrong with one, answers are right and somebody is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_broken_kernels import broken
+from support_families import build
+from support_kernels import DEVICE, INTERPRETED, kernel, plain
+from support_parity import assert_parity
+
+from hf_batchllm import BatchConfig, BatchGenerator, ConfigError
+from hf_batchllm.cli.commands import dispatch
+from hf_batchllm.cli.messages import UsageError
+from hf_batchllm.kernel_check import run_in_child, trust, verdicts
+from hf_batchllm.kernel_check.attention_cases import Shape
+from hf_batchllm.kernel_check.comparing import Where, Wrong, near, same
+from hf_batchllm.kernel_check.groups import GROUPS
+from hf_batchllm.kernel_check.outcomes import CRASHED, HUNG, PASSED, RAISED, WRONG, Outcome
+from hf_batchllm.kernel_check.verdicts import Verdicts
+from hf_batchllm.model import triton_attention
+from hf_batchllm.model.choose_backend import check_backend
+from hf_batchllm.notices import Notices
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, number] for number in range(20, 26)]
+KEY = {"card": "a card", "driver": "1", "torch": "2", "triton": "3", "compiled for": "", "sources": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_answers", {})
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process takes its CPU for a device that kernels run on; only the child knows that they are interpreted."""
+    monkeypatch.setattr(trust, "unusable", lambda device, amd=False: None)
+    monkeypatch.setattr("hf_batchllm.model.choose_backend.unusable", lambda device, amd=False: None)
+    monkeypatch.setattr("hf_batchllm.model.choose_backend.is_interpreted", lambda: False)
+
+
+# -- the cases -------------------------------------------------------------------------------------------------
+
+
+@kernel
+@pytest.mark.parametrize("group", GROUPS)
+def test_all_kernels_pass(group: str) -> None:
+    for name, case in GROUPS[group](Where(torch.device(DEVICE))).items():
+        case()
+        assert name
+
+
+@plain
+def test_what_counts_as_wrong() -> None:
+    twins = torch.linspace(-1, 1, 100)
+    near(twins + 1e-6, twins)
+    with pytest.raises(Wrong, match=r"off by 1\.7e-01"):
+        near(twins + 0.1, twins)
+    odd = twins.clone()
+    odd[3] = torch.nan
+    with pytest.raises(Wrong, match="1 values of the result are no numbers, and 0 of the twin's"):
+        near(odd, twins)
+    near(odd, odd.clone())
+    with pytest.raises(Wrong, match="float64"):
+        near(twins.double(), twins)
+    with pytest.raises(Wrong, match="2 of 5 values of the tokens"):
+        same(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 0, 0]), "the tokens", but=1)
+
+
+# -- the child -------------------------------------------------------------------------------------------------
+
+ENDS = {
+    "wrong": (WRONG, "off by"),
+    "hung": (HUNG, "stopped after 2 s"),
+    "aborted": (CRASHED, "SIGABRT"),
+    "out of bounds": (CRASHED, "SIGSEGV"),
+    "out of resources": (RAISED, "shared memory"),
+}
+
+
+@plain
+@pytest.mark.parametrize("way", ENDS)
+def test_a_broken_kernel_ends_in_plain_pytorch(
+    way: str, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The child and its end are real. Answers are those of ``generate``, and one warning names card, case and cause."""
+    broken(monkeypatch, tmp_path, way)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with BatchGenerator(build("llama")) as generator:
+            result = generator.generate(PROMPTS, max_new_tokens=4, eos_token_id=None)
+            again = generator.generate(PROMPTS, max_new_tokens=4, eos_token_id=None)
+    assert_parity("llama", PROMPTS, result, 4)
+    assert again.token_ids == result.token_ids
+    verdict, detail = ENDS[way]
+    said = [str(each.message) for each in heard if "attention" in str(each.message)]
+    assert len(said) == 2 and "for the first time" in said[0]
+    assert "plain PyTorch" in said[1] and f"decode, float16, head 128: {verdict}" in said[1] and detail in said[1]
+    assert "hf-batchllm check" in said[1]
+    (remembered,) = (tmp_path / "cache").rglob("attention-*.json")
+    assert verdict in json.loads(remembered.read_text())["failed"]
+
+
+@plain
+def test_kernels_that_were_asked_for_by_name_are_refused_with_the_cause(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, "aborted")
+    with pytest.raises(ConfigError, match="SIGABRT"), pytest.warns(UserWarning, match="for the first time"):
+        check_backend(BatchConfig(backend="triton"), CPU, Notices())
+
+
+@plain
+def test_after_a_crash_the_other_cases_run_in_a_new_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken(monkeypatch, tmp_path, "aborted", "layer_ops_triton.add_rms_norm")
+    found = {each.case: each.verdict for each in run_in_child.outcomes("layers", CPU, to_the_end=True)}
+    assert found == {
+        "rotation and KV cache": PASSED,
+        "norm": CRASHED,
+        "activation": PASSED,
+        "digest of weights": PASSED,
+    }
+
+
+@plain
+def test_a_child_that_cannot_even_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken(monkeypatch, tmp_path, None)
+    (tmp_path / "sitecustomize.py").write_text("import sys\nprint('no luck', file=sys.stderr)\nsys.exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (found,) = run_in_child.outcomes("layers", CPU, to_the_end=True)
+    assert found.case == "start" and found.verdict == CRASHED and "exit code" in found.detail
+
+
+@plain
+@pytest.mark.parametrize("program", ["", "/nowhere/python"])
+def test_where_no_child_can_be_started(
+    program: str, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    monkeypatch.setattr("sys.executable", program)
+    with pytest.warns(UserWarning, match="for the first time"):
+        reason = trust.refusal("layers", CPU) or ""
+    assert "have to be checked on this card first" in reason
+    assert not list(tmp_path.rglob("*.json")), "nothing is known of the kernels"
+
+
+@plain
+def test_no_room_on_the_gpu_is_no_verdict(checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken(monkeypatch, tmp_path, "no room", "layer_ops_triton.add_rms_norm")
+    with pytest.warns(UserWarning, match="for the first time"):
+        reason = trust.refusal("layers", CPU) or ""
+    assert "no room" in reason and "before the model is loaded" in reason
+    assert not list(tmp_path.rglob("*.json"))
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------
+
+
+@plain
+def test_a_verdict_is_reused_by_later_processes(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    with pytest.warns(UserWarning, match="for the first time"):
+        assert trust.refusal("layers", CPU) is None
+    monkeypatch.setattr(trust, "_answers", {})  # another process
+    monkeypatch.setattr(trust, "outcomes", lambda *given: pytest.fail("checked again"))
+    assert trust.refusal("layers", CPU) is None
+
+
+@plain
+@pytest.mark.parametrize("changed", KEY)
+def test_a_verdict_is_forgotten_when_anything_changes(changed: str, tmp_path: Path) -> None:
+    kept = Verdicts(tmp_path)
+    kept.write(KEY, "layers", "norm: wrong")
+    assert kept.read(KEY, "layers") == "norm: wrong"
+    assert kept.read(KEY, "attention") is None
+    assert kept.read(KEY | {changed: "another"}, "layers") is None
+
+
+@plain
+def test_the_key_holds_all_that_matters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key = verdicts.key_of(CPU)
+    assert set(KEY) | {"library"} <= set(key) and key["torch"] == torch.__version__
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
+    assert verdicts.key_of(CPU) != key
+    monkeypatch.setattr(verdicts, "_HERE", tmp_path)  # another check
+    assert verdicts.sources.__wrapped__() != key["sources"]
+
+
+@plain
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {}}', "null", '{"failed": ""}'])
+def test_a_damaged_file_counts_as_none(text: str, tmp_path: Path) -> None:
+    kept = Verdicts(tmp_path)
+    kept.write(KEY, "layers", "")
+    assert kept.read(KEY, "layers") == ""
+    kept.path(KEY, "layers").write_text(text)
+    assert kept.read(KEY, "layers") is None
+
+
+@plain
+def test_a_folder_that_cannot_be_written_to_is_told_of(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    monkeypatch.setattr(trust, "outcomes", lambda *given: iter([Outcome("norm", PASSED)]))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert trust.refusal("layers", CPU) is None
+        assert trust.refusal("layers", CPU) is None, "this process remembers"
+    said = [str(each.message) for each in heard]
+    assert len(said) == 2 and "cannot be remembered" in said[1] and "HF_BATCHLLM_CACHE" in said[1]
+
+
+@plain
+def test_processes_that_begin_together_check_once(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    ran = []
+
+    def slow(*given: Any) -> Any:
+        ran.append(given)
+        time.sleep(0.3)
+        return iter([Outcome("norm", WRONG, "off by far")])
+
+    monkeypatch.setattr(trust, "outcomes", slow)
+    found: list[str | None] = []
+    key = verdicts.key_of(CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads = [threading.Thread(target=lambda: found.append(trust._found("layers", CPU, key))) for _ in range(3)]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+    assert len(ran) == 1 and len(set(found)) == 1 and "off by far" in str(found[0])
+
+
+# -- which cards are checked -----------------------------------------------------------------------------------
+
+
+@plain
+@pytest.mark.parametrize(
+    ("capability", "version", "proven"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.8.0", False), ((8, 0), "3.6.0", False), ((12, 0), "3.6.0", False)],
+)
+def test_what_the_projects_tests_have_run_on_is_trusted(
+    capability: tuple[int, int], version: str, proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_BATCHLLM_CHECK", raising=False)
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr("hf_batchllm.kernels.cards.capability_on", lambda device: capability)
+    assert trust.is_checked(torch.device("cuda")) != proven
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
+    assert not trust.is_checked(torch.device("cuda"))
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "sometimes")
+    with pytest.raises(ConfigError, match="`always` or `never`"):
+        trust.is_checked(torch.device("cuda"))
+
+
+# -- shapes that come up later ---------------------------------------------------------------------------------
+
+
+@plain
+def test_a_shape_that_fails_falls_back_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from support_attention_twins import TWINS
+
+    tried: list[Shape] = []
+
+    def failing(device: torch.device, shape: Shape) -> str | None:
+        tried.append(shape)
+        return f"decode, {shape}: OutOfResources: shared memory" if shape.window is None else None
+
+    def make_backend(config: Any, device: Any, storage: Any, notices: Any) -> Any:
+        return triton_attention.TritonBackend(TWINS, storage, device, notices, tries_shapes=True)
+
+    monkeypatch.setattr(triton_attention, "_tried", cache(failing))
+    monkeypatch.setattr("hf_batchllm.model.model_in_use.make_backend", make_backend)
+    with warnings.catch_warnings(record=True) as heard, BatchGenerator(build("gemma3")) as generator:
+        warnings.simplefilter("always")
+        result = generator.generate(PROMPTS, max_new_tokens=4, eos_token_id=None)
+        generator.generate(PROMPTS, max_new_tokens=4, eos_token_id=None)
+    assert_parity("gemma3", PROMPTS, result, 4)
+    assert len(tried) == 2 and {shape.window is None for shape in tried} == {True, False}
+    said = [str(each.message) for each in heard if "OutOfResources" in str(each.message)]
+    assert len(said) == 1 and "runs in plain PyTorch" in said[0]
+
+
+@plain
+def test_what_a_try_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_batchllm.kernel_check import attention_cases
+
+    shape = Shape(4, 2, 64, 64, 16, torch.float16)
+    monkeypatch.setattr(attention_cases, "decode", lambda where, shape: None)
+    monkeypatch.setattr(attention_cases, "prompts", lambda where, shape: None)
+    assert attention_cases.tried(CPU, shape) is None
+
+    def out_of_memory(where: Any, shape: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention_cases, "prompts", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        attention_cases.tried(CPU, shape)
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+
+
+@plain
+def test_the_command_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken(monkeypatch, tmp_path, "wrong", "layer_ops_triton.add_rms_norm")
+    assert dispatch(["check", "--only", "layers", "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "triton:" in text and "rotation and KV cache" in text and "1 failed" in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("norm")]
+    assert "wrong" in line
+    assert Verdicts(tmp_path / "cache" / "kernel-checks").read(verdicts.key_of(CPU), "layers")
+
+
+@plain
+@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="is about a machine without a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "no GPU"),
+        (["--device", "cpu"], "need a CUDA GPU"),
+        (["--device", "gpu"], "is 'gpu'"),
+        (["--only", "x"], "'x'"),
+    ],
+)
+def test_where_there_is_nothing_to_check(arguments: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        dispatch(["check", *arguments])
