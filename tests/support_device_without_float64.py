@@ -28,20 +28,9 @@ _INDEXING = (
     torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default,
 )
-# PyTorch makes the device the current one for these, or looks it up, before it comes to what the tensor does.
-_AT_ONCE = (
-    torch.Tensor.__getitem__,
-    torch.Tensor.__setitem__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-    torch.Tensor.contiguous,
-    torch.Tensor.data_ptr,
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor._version.__get__,  # type: ignore[attr-defined]
-    torch.nn.functional.scaled_dot_product_attention,
-)
+# What the tensor on the CPU is asked instead.
+_ASKED_OF_HELD = (torch.Tensor.data_ptr, torch.Tensor.tolist, torch.Tensor._version.__get__)  # type: ignore[attr-defined]
+_NO_DEVICE = ("not linked with support for", "An unexpected device type was provided")
 
 
 class NoFloat64Error(TypeError):
@@ -71,7 +60,7 @@ class There(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _AT_ONCE:
+        if func in _ASKED_OF_HELD:
             return _run(func, args, kwargs or {})
         if func is torch.Tensor.new_tensor:
             like, *numbers = args
@@ -80,7 +69,13 @@ class There(torch.Tensor):
             return args[0]
         if func is torch.Tensor.numpy:
             raise TypeError(f"can't convert {args[0].device} tensor to numpy. Use Tensor.cpu() first")
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        try:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _NO_DEVICE):
+                raise
+            # Some functions make the device the current one before they do anything else.
+            return _run(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
