@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .work_lists import sent
+
 Numbers = Sequence[int] | np.ndarray
 CHUNK = 64  # tokens
 
