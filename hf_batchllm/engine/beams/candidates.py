@@ -13,7 +13,7 @@ from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.sample_torch import exponential
-from ...model.float64 import at_float64
+from ...model.float64 import at_float64, has_float64
 from ...notices import Notices
 from ...sampling.host_sampler import NothingToDrawError, rows_at_once
 from ...sampling.processor_chains import ChainLayout, ProcessorChains, apply_blind, apply_looking_back
@@ -51,6 +51,13 @@ class BeamScores:
         self._seed = seed
         self._tensors = tensors
         self._chains = ProcessorChains(model, options, notices)
+        device = base_model(model).device
+        if any(each.do_sample for each in options) and not has_float64(device):
+            notices(
+                "sampled beams",
+                f"{device} has no float64, so the candidates of sampled beams are drawn on the host, from a copy of "
+                "all scores: slower than beams without `do_sample`",
+            )
         alike: dict[Options, list[int]] = {}
         for number, group in enumerate(groups):
             alike.setdefault(options[group.root.index], []).append(number)
