@@ -130,7 +130,8 @@ class CountedMemory:
         return MemoryUse(counts.max_memory_allocated(self._device), counts.max_memory_reserved(self._device))
 
     def highest(self) -> int:
-        return max(self._highest_before_mark, self._counts.max_memory_allocated(self._device))
+        since: int = self._counts.max_memory_allocated(self._device)
+        return max(self._highest_before_mark, since)
 
 
 class CudaMemory(CountedMemory):
