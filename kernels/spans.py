@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .work_lists import sent
+
 Numbers = Sequence[int] | np.ndarray
 CHUNK = 64  # tokens
 
@@ -66,9 +68,7 @@ class Spans:
         numbers = np.zeros(places[-1], np.int32)
         for place, part in zip(places, parts, strict=False):
             numbers[place : place + len(part)] = part
-        packed = torch.from_numpy(numbers)
-        if torch.device(device).type == "cuda":
-            packed = packed.pin_memory().to(device, non_blocking=True)
+        packed = sent(torch.from_numpy(numbers), device)
         first, come_from, go_to, of_token, *chunk = (
             packed[place : place + len(part)] for place, part in zip(places, parts, strict=False)
         )

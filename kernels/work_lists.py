@@ -149,10 +149,13 @@ class WorkLists:
 
 
 def sent(tensor: torch.Tensor, device: torch.device | str, non_blocking: bool = True) -> torch.Tensor:
-    """The tensor on the device. Without blocking, the host does not wait for the work launched before."""
+    """The tensor on the device. Without blocking, the host does not wait for the work launched before: on CUDA alone.
+
+    Elsewhere the tensor is not pinned, and what is read late may be something else by then.
+    """
     if non_blocking and torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=non_blocking)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 _ALIGN = 8  # int32: each list starts with a sector

@@ -92,6 +92,9 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(
     if not torch.backends.mps.is_available():
         assert "--device mps: this torch finds no GPU of a Mac" in refused(capsys, *run, saved, "--device", "mps")
     assert "CUDA device" in refused(capsys, *run, saved, "--device", "cuda:99")
+    assert "--device xpu:99: this torch finds no such GPU of Intel's" in refused(
+        capsys, *run, saved, "--device", "xpu:99"
+    )
     assert "-n is 2, and greedy decoding gives one" in refused(capsys, *run, saved, "-n", "2")
     pickled = tmp_path / "pickled"
     pickled.mkdir()

@@ -152,7 +152,8 @@ def _add_model(group: Any) -> None:
         "--device",
         metavar="D",
         default="auto",
-        help="cpu, cuda, cuda:1, mps (a Mac's GPU); auto (the default): a CUDA or ROCm GPU if there is one, else cpu",
+        help="cpu, cuda, cuda:1, mps (a Mac's GPU), xpu (Intel's); auto (the default): a CUDA or ROCm GPU if there is "
+        "one, else cpu",
     )
     group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
     _add_code(group, "the model")

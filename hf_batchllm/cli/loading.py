@@ -218,13 +218,15 @@ def _device(name: str) -> Any:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: it is cpu, cuda, cuda:1, ..., mps or auto") from None
+        raise UsageError(f"--device {name}: it is cpu, cuda, cuda:1, ..., mps, xpu or auto") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise UsageError(f"--device {name}: this torch finds {'no' if not count else f'only {count}'} CUDA device")
     elif device.type == "mps" and not torch.backends.mps.is_available():
         raise UsageError(f"--device {name}: this torch finds no GPU of a Mac (MPS)")
+    elif device.type == "xpu" and (device.index or 0) >= torch.xpu.device_count():
+        raise UsageError(f"--device {name}: this torch finds no such GPU of Intel's (XPU)")
     return device
 
 

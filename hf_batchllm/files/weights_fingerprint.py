@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
+from ..model.float64 import in_float64
+
 _VALUES_READ = 8  # at two places of each parameter: training changes nearly all values
 
 
@@ -21,7 +23,8 @@ def fingerprint(model: nn.Module) -> str:
         flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach()[:1].reshape(-1)
         middle = len(flat) // 2
         ends = torch.cat([flat[:_VALUES_READ], flat[middle : middle + _VALUES_READ]])
-        values.setdefault(parameter.device, []).append(ends.to(torch.float64))
+        exact = in_float64(ends)
+        values.setdefault(exact.device, []).append(exact)
     for of_device in values.values():
         checksum.update(torch.cat(of_device).cpu().numpy().tobytes())  # one copy for each device
     return checksum.hexdigest()

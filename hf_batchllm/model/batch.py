@@ -249,4 +249,5 @@ def _pinned(array: np.ndarray) -> torch.Tensor:
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, non_blocking=True)
+    # Only CUDA waits for memory that is not pinned. Elsewhere such a copy may read it when it holds something else.
+    return tensor.to(device, non_blocking=device.type == "cuda")

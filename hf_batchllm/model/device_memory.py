@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
 
-_CPU_SHARE = 0.5  # other programs need memory, too
+_CPU_SHARE = 0.5  # other programs need memory, too; a Mac's GPU has the same memory as they
 _OTHER_SHARE = 0.9
 
 
@@ -44,6 +44,11 @@ class DeviceMemory(Protocol):
         """The most bytes of tensors since ``start``."""
 
 
+def _free_on_host() -> int:
+    available: int = psutil.virtual_memory().available
+    return available
+
+
 class HostMemory:
     """Memory that is neither reserved beforehand nor counted."""
 
@@ -53,8 +58,7 @@ class HostMemory:
         self.share = share
 
     def free(self) -> int:
-        available: int = psutil.virtual_memory().available
-        return available
+        return _free_on_host()
 
     def trim(self) -> None:
         pass
@@ -75,50 +79,117 @@ class HostMemory:
         return 0
 
 
-class CudaMemory:
-    """A GPU's, counted by PyTorch's allocator. ``start`` resets its peaks for the whole process: it has no others."""
+class CountedMemory:
+    """A GPU's, counted by PyTorch's allocator. ``start`` resets its peaks for the whole process: it has no others.
+
+    ``counts``: PyTorch's module for such devices, `torch.cuda` or `torch.xpu`.
+    """
 
     share = _OTHER_SHARE
     taken_at_once = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, counts: Any) -> None:
         self._device = device
+        self._counts = counts
         self._highest_before_mark = 0  # since ``start``
 
     def free(self) -> int:
         used = self.used()
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = self._free_and_total(used)
         return max(0, min(free + used.reserved, int(self._allowed() * total)) - used.allocated)
+
+    def _free_and_total(self, used: MemoryUse) -> tuple[int, int]:
+        free, total = self._counts.mem_get_info(self._device)
+        return free, total
 
     def _allowed(self) -> float:
         """The share of the device that PyTorch may take: users can set one."""
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every PyTorch
-        native = torch.cuda.get_allocator_backend() == "native"
-        return fraction(self._device) if fraction is not None and native else 1.0
+        fraction = getattr(self._counts, "get_per_process_memory_fraction", None)  # not in every PyTorch
+        return fraction(self._device) if fraction is not None else 1.0
 
     def trim(self) -> None:
         try:
-            torch.cuda.empty_cache()
+            self._counts.empty_cache()
         except RuntimeError as error:  # whatever uses the device next raises it again, and says what it was about
             if not is_device_error(error):
                 raise
 
     def used(self) -> MemoryUse:
-        return MemoryUse(torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
+        return MemoryUse(self._counts.memory_allocated(self._device), self._counts.memory_reserved(self._device))
 
     def start(self) -> None:
         self._highest_before_mark = 0
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._counts.reset_peak_memory_stats(self._device)
 
     def mark(self) -> None:
         self._highest_before_mark = self.highest()
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._counts.reset_peak_memory_stats(self._device)
 
     def peak(self) -> MemoryUse:
-        return MemoryUse(torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device))
+        counts = self._counts
+        return MemoryUse(counts.max_memory_allocated(self._device), counts.max_memory_reserved(self._device))
 
     def highest(self) -> int:
-        return max(self._highest_before_mark, torch.cuda.max_memory_allocated(self._device))
+        since: int = self._counts.max_memory_allocated(self._device)
+        return max(self._highest_before_mark, since)
+
+
+class CudaMemory(CountedMemory):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.cuda)
+
+    def _allowed(self) -> float:
+        return super()._allowed() if torch.cuda.get_allocator_backend() == "native" else 1.0
+
+
+class XpuMemory(CountedMemory):
+    """Of Intel's GPUs. The memory of one within a processor is the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.xpu)
+        properties: Any = torch.xpu.get_device_properties(device)  # torch's types lack some of its fields
+        self._total = int(properties.total_memory)
+        # Drivers of such GPUs do not say what is free, and not every PyTorch says which ones they are.
+        integrated = getattr(properties, "is_integrated_gpu", None)
+        self._integrated = self._told() is None if integrated is None else integrated
+        if self._integrated:
+            self.share = _CPU_SHARE
+
+    def _free_and_total(self, used: MemoryUse) -> tuple[int, int]:
+        free, total = self._told() or (max(0, self._total - used.reserved), self._total)
+        return min(free, _free_on_host()) if self._integrated else free, total
+
+    def _told(self) -> tuple[int, int] | None:
+        try:
+            free, total = torch.xpu.mem_get_info(self._device)
+        except RuntimeError as error:
+            if is_device_error(error):
+                raise
+            return None
+        return free, total
+
+
+class MpsMemory(HostMemory):
+    """Of a Mac's GPU, which is the host's memory. Apple says how much of it a GPU should take at most.
+
+    There are no counters of peaks.
+    """
+
+    taken_at_once = True
+
+    def __init__(self) -> None:
+        super().__init__(_CPU_SHARE)
+
+    def free(self) -> int:
+        used = self.used()
+        free = min(torch.mps.recommended_max_memory() - used.reserved, _free_on_host())
+        return max(0, free + used.reserved - used.allocated)
+
+    def trim(self) -> None:
+        torch.mps.empty_cache()
+
+    def used(self) -> MemoryUse:
+        return MemoryUse(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
 
 
 class UncountedMemory(HostMemory):
@@ -136,16 +207,23 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":
         counted = torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
         return CudaMemory(device) if counted else UncountedMemory(device)
+    if device.type == "xpu":
+        return XpuMemory(device)
+    if device.type == "mps":
+        return MpsMemory()
     return HostMemory(_CPU_SHARE if device.type == "cpu" else _OTHER_SHARE)
 
 
-# A CPU's allocator raises a plain RuntimeError, and so do libraries that take memory of their own.
+# The allocators of a CPU and of MPS raise a plain RuntimeError, and so do libraries that take memory of their own.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "Invalid buffer size",  # a tensor larger than MPS allows
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
 )
 # Oldest supported versions of PyTorch have no class for the errors of a device.
 _DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))

@@ -26,6 +26,7 @@ from ..patches.state_functions import mixers
 from ..patches.uncompiled import every_module
 from .batch_dependent import depends_on_batch
 from .code_reach import PlainReads
+from .float64 import in_float64
 from .matmul_precision import multiplies_exactly
 from .own_code import AsMade, OwnCode, OwnCodeFinder, shortest_table
 from .owners_state import OwnersState
@@ -131,8 +132,8 @@ class TokenByToken:
             try:
                 positions = [spread[place] for place in made_up.places(_LONG, _LONG)]
                 parts = logits_of(model, made_up.tokens(_LONG), positions).split(64)
-                each = [torch.stack([part.double().mean(-1), part.double().norm(dim=-1)]) for part in parts]
-                return torch.cat(each, dim=1)
+                exact = (in_float64(part) for part in parts)
+                return torch.cat([torch.stack([part.mean(-1), part.norm(dim=-1)]) for part in exact], dim=1)
             except Exception:
                 return torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
 

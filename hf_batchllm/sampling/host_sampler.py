@@ -14,6 +14,7 @@ from transformers.generation import logits_process as processors
 
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
+from ..model.float64 import in_float64
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
@@ -194,15 +195,16 @@ def _nucleus(
     """
     weights = scores.softmax(dim=-1)
     # The sum within softmax has an error that would show in the result; these sums of sums have next to none.
-    total = block_sums(weights)[0].double().sum(dim=-1, keepdim=True)
+    total = in_float64(block_sums(weights)[0]).sum(dim=-1, keepdim=True)
     best = scores.amax(dim=-1, keepdim=True)
     ordered, order = short.sort(dim=-1)
-    mass = (ordered - best).exp().double() * (weights.amax(dim=-1, keepdim=True).double() / total)
+    mass = in_float64((ordered - best).exp()) * (in_float64(weights.amax(dim=-1, keepdim=True)) / total)
     reached = 1 - mass.sum(dim=-1, keepdim=True) + running_sums(mass)  # by each token and all worse ones
     edge = 1 - warper.top_p
     removed = reached <= edge
     removed[:, -warper.min_tokens_to_keep :] = False
     doubtful = ((reached - edge).abs() < _DOUBT * edge)[:, : -warper.min_tokens_to_keep].any(dim=-1)
+    removed, doubtful = removed.to(scores.device), doubtful.to(scores.device)  # float64 may have been on the host
     left = short.masked_fill(removed.scatter(-1, order, removed), warper.filter_value)
     return left, ~doubtful
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..inputs.seeds import Seeds, as_int64, noise_key
+from ..model.float64 import in_float64, place_of_float64
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
 from .sampling_kernels import SamplingKernels
@@ -36,14 +37,17 @@ class Noise(Protocol):
 
 
 class Inversion:
-    """The token at which the distribution function, in the order of the vocabulary, passes a number of the row's."""
+    """The token at which the distribution function, in the order of the vocabulary, passes a number of the row's.
+
+    The numbers are where float64 is, which may be the host.
+    """
 
     def __init__(self, uniform: torch.Tensor) -> None:  # [rows] float64
         self._uniform = uniform
 
     @classmethod
     def for_requests(cls, seeds: Seeds, requests: Sequence[Request], device: torch.device) -> Inversion:
-        return cls(to_device(uniforms(seeds, requests), device))
+        return cls(to_device(uniforms(seeds, requests), place_of_float64(device)))
 
     def of(self, rows: list[int]) -> Inversion:
         return Inversion(self._uniform[rows])
@@ -123,8 +127,9 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     sums, blocks = block_sums(weights)
     block, uniform, valid = _pass(sums, uniform)
-    within, _, _ = _pass(blocks[torch.arange(len(blocks), device=blocks.device), block], uniform)
-    return torch.where(valid, block * blocks.shape[-1] + within, INVALID)
+    chosen = blocks[torch.arange(len(blocks), device=blocks.device), block.to(blocks.device)]
+    within, _, _ = _pass(chosen, uniform)
+    return torch.where(valid, block * blocks.shape[-1] + within, INVALID).to(weights.device)
 
 
 def block_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,9 +143,10 @@ def block_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _pass(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The step at which a row's distribution function passes ``uniform``, how far into it, and whether there is one.
 
-    In float64 and with 52 random bits, so that the far tail of a large vocabulary keeps its exact share.
+    In float64 and with 52 random bits, so that the far tail of a large vocabulary keeps its exact share. The result is
+    where float64 is.
     """
-    reached = running_sums(weights.double())
+    reached = running_sums(in_float64(weights))
     total = reached[:, -1:]
     # Below the total, whatever rounding does: some step always goes beyond it, and has a weight.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

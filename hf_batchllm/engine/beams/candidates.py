@@ -13,6 +13,7 @@ from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.sample_torch import exponential
+from ...model.float64 import at_float64, has_float64
 from ...notices import Notices
 from ...sampling.host_sampler import NothingToDrawError, rows_at_once
 from ...sampling.processor_chains import ChainLayout, ProcessorChains, apply_blind, apply_looking_back
@@ -50,6 +51,13 @@ class BeamScores:
         self._seed = seed
         self._tensors = tensors
         self._chains = ProcessorChains(model, options, notices)
+        device = base_model(model).device
+        if any(each.do_sample for each in options) and not has_float64(device):
+            notices(
+                "sampled beams",
+                f"{device} has no float64, so the candidates of sampled beams are drawn on the host, from a copy of "
+                "all scores: slower than beams without `do_sample`",
+            )
         alike: dict[Options, list[int]] = {}
         for number, group in enumerate(groups):
             alike.setdefault(options[group.root.index], []).append(number)
@@ -111,6 +119,7 @@ class BeamScores:
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
         if layout.options.do_sample:
             assert self._seed is not None
+            sums = at_float64(sums)
             noise = [noise_key(self._seed, group.root.index) for group in groups]
             index = draw_candidates(sums, rules.candidates, width, noise, made)
             best = sums.gather(1, index)
@@ -121,7 +130,7 @@ class BeamScores:
 
 
 def draw_candidates(
-    sums: torch.Tensor,  # [groups, beams * vocabulary]
+    sums: torch.Tensor,  # [groups, beams * vocabulary]  on a device with float64
     count: int,
     width: int,
     noise: Sequence[tuple[int, int]],  # [groups]  (seed, the prompt's number)
