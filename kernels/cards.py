@@ -8,12 +8,12 @@ A100, 99 KB on the rest. docs/cards.md says which of these figures were measured
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 
 Capability = tuple[int, int]
 _CPU = torch.device("cpu")
@@ -68,6 +68,9 @@ class Card:
     exact: _ByWidth  # all of these in float32
     experts: tuple[tuple[float, ExpertTiles], ...]  # by the rows that an expert has on average, up to so many
     scan_tokens: int  # that a state space walks through at once, at most
+    # What large products and copies reach in a second on a usual card, roughly: for the size of steps.
+    operations: float
+    bytes: float
     shared_memory: int  # bytes that a block may have, at most
     multiprocessor_memory: int  # bytes of shared memory of a multiprocessor
 
@@ -104,12 +107,16 @@ _HOPPER = Card(
         (float("inf"), ExpertTiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
     ),
     scan_tokens=64,
+    operations=6e14,
+    bytes=3e12,
     shared_memory=227 << 10,
     multiprocessor_memory=228 << 10,
 )
 
 
-def _with_plain_loads(narrow: dict[str, Launch], wide: dict[str, Launch], expert_depth: int, memory: int) -> Card:
+def _with_plain_loads(
+    narrow: dict[str, Launch], wide: dict[str, Launch], expert_depth: int, memory: int, rates: tuple[float, float]
+) -> Card:
     """Addresses, and results of products on their way, take registers here that they do not take on Hopper."""
     launches = {kind: _ByWidth(narrow[kind], wide[kind]) for kind in narrow}
     few, some = Tile(64, expert_depth, 4, 3), Tile(64, 64, 4, 3)
@@ -124,6 +131,8 @@ def _with_plain_loads(narrow: dict[str, Launch], wide: dict[str, Launch], expert
             (float("inf"), ExpertTiles(128, Tile(128, 32, 8, 4), Tile(256, 32, 8, 4))),
         ),
         scan_tokens=32,
+        operations=rates[0],
+        bytes=rates[1],
         shared_memory=memory,
         multiprocessor_memory=memory + 1024,
     )
@@ -146,6 +155,7 @@ _AMPERE = _with_plain_loads(
     },
     expert_depth=128,
     memory=163 << 10,
+    rates=(2e14, 1.5e12),
 )
 _SMALL = _with_plain_loads(
     {
@@ -165,21 +175,24 @@ _SMALL = _with_plain_loads(
     },
     expert_depth=64,
     memory=99 << 10,
+    rates=(6e13, 6e11),
 )
 
 # By compute capability. A later one of the same generation (8.7, 10.3, 12.1) is taken for the last one before it.
 CARDS: dict[Capability, Card] = {
     (8, 0): _AMPERE,  # A100, A30
     (8, 6): _SMALL,  # A10, A40, RTX 3060 to 3090, RTX A2000 to A6000
-    (8, 9): _SMALL,  # L4, L40, RTX 4060 to 4090, RTX 6000 Ada
+    (8, 9): replace(_SMALL, operations=1.2e14, bytes=7e11),  # L4, L40, RTX 4060 to 4090, RTX 6000 Ada
     (9, 0): _HOPPER,  # H100, H200, GH200
-    (10, 0): _HOPPER,  # B200, GB200
-    (12, 0): _SMALL,  # RTX 5060 to 5090, RTX PRO 4000 to 6000 Blackwell
+    (10, 0): replace(_HOPPER, operations=1.2e15, bytes=6e12),  # B200, GB200
+    (12, 0): replace(_SMALL, operations=1.6e14, bytes=1.3e12),  # RTX 5060 to 5090, RTX PRO 4000 to 6000 Blackwell
 }
 OLDEST = min(CARDS)
 # AMD's MI300. It has 64 KB for a block; warps have 64 threads, so that fewer registers of each are taken.
 INSTINCT = replace(
     _SMALL,
+    operations=5e14,
+    bytes=3.5e12,
     experts=(*_SMALL.experts[:-1], (float("inf"), ExpertTiles(128, Tile(128, 32, 8, 3), Tile(256, 32, 8, 3)))),
     shared_memory=64 << 10,
     multiprocessor_memory=64 << 10,
@@ -211,7 +224,7 @@ def capability_on(device: torch.device) -> Capability | None:
 
     With ``TRITON_OVERRIDE_ARCH=sm80`` Triton compiles as for an A100, whatever the card is.
     """
-    asked = triton.knobs.runtime.override_arch
+    asked = os.environ.get("TRITON_OVERRIDE_ARCH")
     if asked:
         number = int(asked.removeprefix("sm").rstrip("af"))
         return number // 10, number % 10

@@ -19,13 +19,28 @@ HAS_SUCH_TESTS = re.compile(r"^from support_kernels import .*\bkernel\b|skipif\(
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if HAS_SUCH_TESTS.search(path.read_text("utf-8")))
 
 
+# Kernels that read by plain loads where the card has no copy engine.
+BY_CARD = ["test_kernels_decode.py", "test_kernels_prefill_triton.py", "test_kernels_shapes.py"]
+
+
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.timeout(600)
 def test_under_the_interpreter() -> None:
     assert len(FILES) > 8
+    run(FILES)
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
+@pytest.mark.timeout(600)
+def test_as_on_a_card_without_a_copy_engine() -> None:
+    assert set(BY_CARD) <= set(FILES)
+    run(BY_CARD, TRITON_OVERRIDE_ARCH="sm86")
+
+
+def run(files: list[str], **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-r", "f", *FILES],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-r", "f", *files],
+        env=os.environ | {"TRITON_INTERPRET": "1"} | environment,
         capture_output=True,
         text=True,
         cwd=HERE,

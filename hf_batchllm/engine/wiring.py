@@ -102,7 +102,7 @@ class Wiring:
             return launcher, _DEPTH.get(device.type, 1)
         depth = config.steps_per_sync
         if depth is None:
-            depth = 2 * times_in_a_row(self.use.model) if device.type == "cuda" else 1
+            depth = 2 * times_in_a_row(self.use.model, device) if device.type == "cuda" else 1
         picking = picking_of(self.job, self.use)
         reason = why_by_host(self.job, outputs, picking, depth)
         if reason is not None:
