@@ -50,7 +50,7 @@ def test_help_and_refusals_come_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "no command was given. Commands are run, plan, bench, lm-eval"),
+        ("", "no command was given. Commands are run, plan, check, bench, lm-eval"),
         ("rum", "there is no command 'rum'; did you mean run?"),
         ("--model m", "the command comes first"),
         ("run in", "the following arguments are required: OUT, --model/-m"),

@@ -20,6 +20,7 @@ import pytest
 import torch
 from support_families import build
 from support_word_tokenizer import word_tokenizer
+from tqdm import tqdm
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, FileReport, run_file
@@ -182,13 +183,15 @@ def in_a_child(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path) -> None:
+def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, nothing is there twice, and no line is half: what comes out is what one run gives."""
     source = written(tmp_path / "in.jsonl", records(500), broken=(77,))
     target, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     model, tokenizer = build(FAMILY), word_tokenizer(97)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a copy of a process has no other threads
+    # The bars' own lock is for all processes: a child that is killed while it holds it would stop this one, too.
+    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)
 
     def run(to: Path = target) -> FileReport:
         with BatchGenerator(model, tokenizer) as fresh:

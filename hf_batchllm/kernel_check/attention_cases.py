@@ -59,7 +59,8 @@ def decode(where: Where, shape: Shape) -> None:
     results = []
     for module in (decode_triton, decode_torch):
         out = q.new_full((rows, shape.heads, shape.v_dim), torch.nan)
-        parts = torch.full((work.parts, shape.heads, shape.v_dim + 1), torch.nan, device=where.device)
+        shape_of_parts = work.parts, shape.heads, shape.v_dim + 1
+        parts = torch.full(shape_of_parts, torch.nan, dtype=torch.float32, device=where.device)
         part_out, part_lse = parts[..., :-1].contiguous(), parts[..., -1].contiguous()
         for tile in work.items:
             module.attend_items(

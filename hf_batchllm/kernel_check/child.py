@@ -33,7 +33,7 @@ def main(arguments: list[str], to: IO[str]) -> None:
         where = Where(torch.device(device))
         if where.device.type == "cuda":
             torch.cuda.set_device(where.device)
-            torch.zeros(1, device=where.device)
+            torch.zeros(1, dtype=torch.float32, device=where.device)
         cases = GROUPS[group](where)
     except Exception as error:
         say(case="start", verdict=NO_ROOM if _is_others_work(error) else RAISED, detail=_in_a_line(error))

@@ -28,10 +28,10 @@ class Where:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float16
 
     def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
+        return torch.Generator("cpu").manual_seed(self.seed)
 
     def random(self, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator)
+        made = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         return made.to(self.device, self.half if dtype is None else dtype)
 
 

@@ -37,9 +37,9 @@ def layers(where: Where) -> Cases:
     def rotation() -> None:
         generator, tokens = where.generator(), 37
         q, k, v = (where.random(generator, tokens, heads, 128) for heads in (8, 2, 2))
-        angle = torch.rand(tokens, 128, generator=generator) * 6
+        angle = torch.rand(tokens, 128, generator=generator, dtype=torch.float32, device="cpu") * 6
         cos, sin = (each.to(where.device, where.half) for each in (angle.cos(), angle.sin()))
-        slots = torch.randperm(2 * tokens, generator=generator)[:tokens].to(where.device)
+        slots = torch.randperm(2 * tokens, generator=generator, device="cpu")[:tokens].to(where.device)
         weights = [where.random(generator, 128) for _ in range(2)]
         results: list[list[torch.Tensor]] = []
         for module in (layer_ops_triton, layer_ops_torch):
@@ -70,7 +70,9 @@ def layers(where: Where) -> Cases:
             )
 
     def digest() -> None:
-        flat = torch.randint(0, 256, (300_001,), generator=where.generator(), dtype=torch.uint8).to(where.device)
+        flat = torch.randint(0, 256, (300_001,), generator=where.generator(), dtype=torch.uint8, device="cpu").to(
+            where.device
+        )
         same(digest_triton.digest(flat), digest_torch.digest(flat))
 
     return {"rotation and KV cache": rotation, "norm": norm, "activation": activation, "digest of weights": digest}
@@ -79,7 +81,7 @@ def layers(where: Where) -> Cases:
 def sampling(where: Where) -> Cases:
     from ..kernels import penalties_triton, sample_triton, top_k_top_p_triton
 
-    rows, vocabulary = 24, 5003
+    rows, vocabulary = 8, 5003
 
     def logits(dtype: torch.dtype | None = None) -> torch.Tensor:
         return where.random(where.generator(), rows, vocabulary, dtype=dtype) * 2
@@ -103,7 +105,7 @@ def sampling(where: Where) -> Cases:
             same(results[0], results[1], "the cutoffs", but=1)
 
     def penalties() -> None:
-        tokens = torch.arange(0, vocabulary, 210, device=where.device)[:rows]
+        tokens = torch.arange(0, vocabulary, 610, device=where.device)[:rows]
         results = []
         for module in (penalties_triton, penalties_torch):
             seen = torch.zeros(rows, -(-vocabulary // 32), dtype=torch.int32, device=where.device)
