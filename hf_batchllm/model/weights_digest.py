@@ -22,13 +22,18 @@ class Digest:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         numbers: dict[torch.device, list[torch.Tensor]] = {}
+        by_kernel: dict[torch.device, bool] = {}
         self._kinds: list[object] = []
         with torch.no_grad():
             for tensor in tensors:
                 for part in _parts(tensor):
                     self._kinds.append((part.shape, part.stride(), part.dtype, part.device))
-                    if part.numel():
-                        numbers.setdefault(part.device, []).append(_number_of(part))
+                    if not part.numel():
+                        continue
+                    device = part.device
+                    if device not in by_kernel:
+                        by_kernel[device] = device.type == "cuda" and refusal("layers", device) is None
+                    numbers.setdefault(device, []).append(_number_of(part, by_kernel[device]))
             self._numbers = [torch.stack(each) for each in numbers.values()]
 
     def __eq__(self, other: object) -> bool:
@@ -56,9 +61,9 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return parts + [each for each in vars(quantized).values() if isinstance(each, torch.Tensor)] if quantized else parts
 
 
-def _number_of(tensor: torch.Tensor) -> torch.Tensor:  # int64, a single one
+def _number_of(tensor: torch.Tensor, by_kernel: bool) -> torch.Tensor:  # int64, a single one
     flat = _flat(tensor)
-    if tensor.device.type == "cuda" and refusal("layers", tensor.device) is None:
+    if by_kernel:
         from ..kernels.digest_triton import digest
 
         return digest(flat)
