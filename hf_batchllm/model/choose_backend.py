@@ -87,9 +87,9 @@ def state_kernels(config: BatchConfig, device: torch.device) -> StateKernels:
 
 def warn_of_refused(groups: list[str], config: BatchConfig, device: torch.device, notices: Notices) -> None:
     """Say which kernels failed their check, beside those for attention."""
-    if config.backend == "torch" or unusable(device, amd=config.backend == "triton") is not None:
+    if unusable(device, amd=config.backend == "triton") is not None:
         return
-    for group in groups:
+    for group in groups if config.backend != "torch" else ["sampling"]:
         reason = _why_not(group, config, device)
         if reason is not None:
             notices(f"slow {group}", f"{WORK[group]} on {device}: plain PyTorch, which is correct and slow: {reason}")
