@@ -21,6 +21,7 @@ WAYS = {
     "aborted": "import os; os.abort()",
     "out of bounds": "import ctypes; ctypes.string_at(0)",
     "out of resources": "from triton.runtime.errors import OutOfResources as Out; raise Out(9, 8, 'shared memory')",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "no room": "import torch; raise torch.OutOfMemoryError('CUDA out of memory')",
 }
 

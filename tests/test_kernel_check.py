@@ -155,11 +155,14 @@ def test_where_no_child_can_be_started(
 
 
 @plain
-def test_no_room_on_the_gpu_is_no_verdict(checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken(monkeypatch, tmp_path, "no room", "layer_ops_triton.add_rms_norm")
+@pytest.mark.parametrize("way", ["no room", "killed"])
+def test_want_of_memory_is_no_verdict(
+    way: str, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, way, "layer_ops_triton.add_rms_norm")
     with pytest.warns(UserWarning, match="for the first time"):
         reason = trust.refusal("layers", CPU) or ""
-    assert "no room" in reason and "before the model is loaded" in reason
+    assert "no memory for that" in reason and "before the model is loaded" in reason
     assert not list(tmp_path.rglob("*.json"))
 
 

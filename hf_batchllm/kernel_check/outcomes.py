@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PASSED, WRONG, RAISED, CRASHED, HUNG = "passed", "wrong", "raised an error", "crashed", "hung"
-NO_ROOM = "no room on the GPU"  # says nothing of the kernel
+NO_ROOM = "no room"  # in memory; says nothing of the kernel
 
 
 @dataclass(frozen=True)

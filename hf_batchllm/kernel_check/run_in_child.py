@@ -81,7 +81,9 @@ def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator
                     begun = ""
                     yield Outcome.of(line)
             code = child.wait()
-            if code or begun == "start":
+            if code == -getattr(signal, "SIGKILL", 9):  # as systems do where the memory of the host is short
+                yield Outcome(begun or "end", NO_ROOM, "the system killed it")
+            elif code or begun == "start":
                 yield Outcome(begun or "end", CRASHED, _how_it_ended(code, said))
         finally:
             child.kill()

@@ -132,7 +132,7 @@ def checked(group: str, device: torch.device, tell: Callable[[Outcome], None] | 
     failure = first_failure(found)
     if failure is not None and failure.verdict == NO_ROOM:
         return (
-            "the kernels have to be checked on this card first, and there was no room for that on the GPU "
+            "the kernels have to be checked on this card first, and there was no memory for that "
             f"({failure.detail}): run `hf-batchllm check` before the model is loaded"
         )
     return failure
