@@ -142,6 +142,24 @@ def test_a_child_that_cannot_even_begin(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @plain
+def test_others_may_print_in_the_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken(monkeypatch, tmp_path, None)
+    noise = "print('hello'); print('[1]'); print('{}')\nimport atexit; atexit.register(print, 'bye')\n"
+    (tmp_path / "sitecustomize.py").write_text(noise)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = list(run_in_child.outcomes("layers", CPU))
+    assert len(found) == 4 and all(each.verdict == PASSED for each in found)
+
+
+@plain
+@pytest.mark.parametrize("given", ["soon", "0", "-3"])
+def test_a_limit_that_is_none(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_BATCHLLM_CHECK_SECONDS", given)
+    with pytest.raises(ConfigError, match="seconds above 0"):
+        run_in_child.seconds_for_a_case()
+
+
+@plain
 @pytest.mark.parametrize("program", ["", "/nowhere/python"])
 def test_where_no_child_can_be_started(
     program: str, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

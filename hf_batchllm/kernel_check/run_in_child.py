@@ -13,10 +13,11 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
+from ..errors import ConfigError
 from .outcomes import CRASHED, HUNG, NO_ROOM, PASSED, Outcome
 
 _SECONDS = 300.0  # for a case: a slow host takes some seconds to compile a kernel, and a case has up to five
@@ -74,7 +75,9 @@ def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator
                     return
                 if text is None:
                     break
-                line = json.loads(text)
+                line = _read(text)
+                if line is None:  # something else wrote to the pipe, such as a sitecustomize that prints
+                    continue
                 if "begins" in line:
                     begun = line["begins"]
                 else:
@@ -93,9 +96,21 @@ def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator
 
 
 def seconds_for_a_case() -> float:
-    with contextlib.suppress(KeyError, ValueError):
-        return float(os.environ["HF_BATCHLLM_CHECK_SECONDS"])
-    return _SECONDS
+    given = os.environ.get("HF_BATCHLLM_CHECK_SECONDS")
+    if not given:
+        return _SECONDS
+    with contextlib.suppress(ValueError):
+        if (seconds := float(given)) > 0:
+            return seconds
+    raise ConfigError(f"HF_BATCHLLM_CHECK_SECONDS is {given!r}; it is a number of seconds above 0")
+
+
+def _read(text: str) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        line = json.loads(text)
+        if isinstance(line, dict) and ("begins" in line or "case" in line):
+            return line
+    return None
 
 
 def _pass_on(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
