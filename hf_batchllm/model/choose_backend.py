@@ -1,4 +1,4 @@
-"""Which kernels run a call: Triton's where the card has passed their check, plain PyTorch elsewhere.
+"""Which kernels run a call: Triton's where the card has passed their check, torch's own or plain PyTorch elsewhere.
 
 Each group of kernels is asked for by itself: where those for attention cannot be used, fused layers still run.
 """
@@ -18,6 +18,7 @@ from ..notices import Notices
 from ..patches.fused_forwards import FusedKernels
 from ..patches.fused_mixers import MixerKernels
 from ..patches.fusion import Fusion, triton_fused_kernels
+from . import varlen_attention
 from .attention_backend import AttentionBackend
 from .kv_storage import KVStorage
 from .state_step import StateKernels, in_torch
@@ -36,12 +37,21 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
         if config.backend == "triton":
             raise ConfigError(f'`backend="triton"` cannot be used: {refused}')
         reason = refused
-    if device.type != "cpu" or unusable(device) is None:
+    if config.backend != "torch" and varlen_attention.why_not(device) is None:
+        notices(
+            "slow",
+            f"attention on {device} runs through torch's own (torch.nn.attention.varlen), which is slower: {reason}",
+        )
+    elif device.type != "cpu" or unusable(device) is None:
         notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}")
 
 
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:
-    if config.backend == "torch" or _refused(config, device) is not None:
+    if config.backend == "torch":
+        return TorchBackend(storage, device)
+    if _refused(config, device) is not None:
+        if varlen_attention.why_not(device) is None:
+            return varlen_attention.VarlenBackend(storage, device, notices)
         return TorchBackend(storage, device)
     kernels = triton_kernels(interpreted=is_interpreted())
     return TritonBackend(kernels, storage, device, notices, tries_shapes=is_checked(device))
