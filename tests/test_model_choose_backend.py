@@ -12,6 +12,7 @@ import torch
 from hf_batchllm import BatchConfig, ConfigError
 from hf_batchllm.kernel_check import trust
 from hf_batchllm.kernel_check.outcomes import PASSED, WRONG, Outcome
+from hf_batchllm.model import varlen_attention
 from hf_batchllm.model.choose_backend import check_backend
 from hf_batchllm.notices import Notices
 
@@ -29,6 +30,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         "get_device_properties",
         lambda device: SimpleNamespace(name=made["name"], major=made["capability"][0], minor=made["capability"][1]),
     )
+    monkeypatch.setattr(varlen_attention, "why_not", lambda device: "this card is made up")
     monkeypatch.setattr(trust, "_answers", {})
     monkeypatch.setattr(trust, "outcomes", lambda group, device: iter([Outcome("decode", made["verdict"], "why")]))
     monkeypatch.setenv("HF_BATCHLLM_CACHE", str(tmp_path))

@@ -266,10 +266,10 @@ def _tried(device: torch.device) -> str | None:
 
     q, k, v = random(9, 4, 64), random(40, 2, 64), random(40, 2, 64)
     row_ends, key_ends = [0, 3, 9], [0, 17, 40]
-    ends = [torch.tensor(each, dtype=torch.int32, device=device) for each in (row_ends, key_ends)]
+    row_at, key_at = (torch.tensor(each, dtype=torch.int32, device=device) for each in (row_ends, key_ends))
     try:
         for window in (None, -1, 4):
-            out, lse = varlen(q, k, v, *ends, 6, 23, 0.125, window)
+            out, lse = varlen(q, k, v, row_at, key_at, 6, 23, 0.125, window)
             for at in range(2):
                 rows, keys = slice(*row_ends[at : at + 2]), slice(*key_ends[at : at + 2])
                 mask = _mask(rows.stop - rows.start, keys.stop - keys.start, window).to(device)
