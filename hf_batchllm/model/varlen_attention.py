@@ -124,7 +124,8 @@ class VarlenPlan:
 
 def _runs(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     """The numbers of each run [begin, begin + count), one run after the other."""
-    return np.arange(int(count.sum())) + np.repeat(begin - (np.cumsum(count) - count), count)
+    nth: np.ndarray = np.arange(int(count.sum()))
+    return nth + np.repeat(begin - (np.cumsum(count) - count), count)
 
 
 def _slots(ranges: Ranges, low: np.ndarray, high: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
