@@ -124,8 +124,8 @@ class VarlenPlan:
 
 def _runs(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     """The numbers of each run [begin, begin + count), one run after the other."""
-    nth: np.ndarray = np.arange(int(count.sum()))
-    return nth + np.repeat(begin - (np.cumsum(count) - count), count)
+    numbers: np.ndarray = np.arange(int(count.sum())) + np.repeat(begin - (np.cumsum(count) - count), count)
+    return numbers
 
 
 def _slots(ranges: Ranges, low: np.ndarray, high: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
