@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 
 import torch
 
 from ..errors import ConfigError
+from ..kernels.cards import OLDEST
 from ..notices import warn_user
 from .comparing import is_interpreted
 from .outcomes import NO_ROOM, Outcome, first_failure
@@ -29,7 +29,6 @@ WORK = {
     "experts": "mixtures of experts",
     "states": "layers that carry a state",
 }
-_OLDEST = (8, 0)  # compute capability
 _REPORT = "`hf-batchllm check` prints a table for a report"
 _answers: dict[tuple[str, ...], str | None] = {}
 
@@ -82,7 +81,7 @@ def unusable(device: torch.device, *, amd: bool = False) -> str | None:
         if amd:
             return None
         return 'on AMD\'s GPUs nobody has tried the Triton kernels yet: `backend="triton"` checks and uses them'
-    if torch.cuda.get_device_capability(device) < _OLDEST:
+    if torch.cuda.get_device_capability(device) < OLDEST:
         name = torch.cuda.get_device_properties(device).name
         return f"the Triton kernels need compute capability 8.0 (an A100 or RTX 30) or later, and {name} is older"
     return None
@@ -119,14 +118,10 @@ def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
     return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}" if failed else None
 
 
-def checked(group: str, device: torch.device, tell: Callable[[Outcome], None] | None = None) -> Outcome | str | None:
+def checked(group: str, device: torch.device) -> Outcome | str | None:
     """The first case that failed; None if all passed; or why there was no check, in words."""
-    found = []
     try:
-        for outcome in outcomes(group, device):
-            found.append(outcome)
-            if tell is not None:
-                tell(outcome)
+        found = list(outcomes(group, device))
     except CannotStart as error:
         return f"the kernels have to be checked on this card first, and that cannot be done: {error}"
     failure = first_failure(found)

@@ -69,7 +69,7 @@ def without_refused(kernels: FusedKernels, fusion: Fusion, config: BatchConfig, 
 
     A model without such layers does not wait for their check.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not is_checked(device):  # then nothing is refused, and the model need not be searched
         return kernels
     if fusion.has_experts:
         fusion.experts_refused = _why_not("experts", config, device)

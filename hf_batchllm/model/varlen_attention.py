@@ -18,6 +18,7 @@ import torch
 
 from ..kernel_check.comparing import NEAR
 from ..kernels.attention_parts_torch import apply_sinks, attend, merge_part
+from ..kernels.cards import OLDEST
 from ..kernels.ranges import GATE, Readers, Units, make_ranges
 from ..kernels.work_lists import Ranges
 from ..notices import Notices
@@ -29,7 +30,6 @@ from .torch_attention import CascadePlan, Scratch, write_in_torch
 from .transfers import to_device
 
 _MODULE = "torch.nn.attention.varlen"
-_LEAST_CAPABILITY = (8, 0)
 _WIDEST_HEAD = 256
 _GATHERED_BYTES = 256 << 20  # of K and V for a call; a level that reads more takes several calls
 _NEVER = 1e18  # a gate that no prefix passes
@@ -39,7 +39,7 @@ def why_not(device: torch.device) -> str | None:
     """Why torch's attention cannot be used on a device; None if it can. It is tried once, on a few tokens."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "it is for NVIDIA's GPUs"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < OLDEST:
         return "it needs compute capability 8.0"
     if importlib.util.find_spec("torch.nn.attention") is None or importlib.util.find_spec(_MODULE) is None:
         return f"this torch has no {_MODULE}"
