@@ -6,6 +6,7 @@ import copy
 import inspect
 import random
 import warnings
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_a_wrong_one_is_not_trusted(varlen: dict[str, int], monkeypatch: pytest.
     assert tried(CPU) is None
     own, request = varlen_attention._torchs_own()
 
+    @wraps(own)
     def ends_on_the_left(*given: Any, window_size: tuple[int, int], **named: Any) -> Any:
         return own(*given, window_size=(-1, -1), **named)
 
@@ -109,6 +111,17 @@ def test_a_wrong_one_is_not_trusted(varlen: dict[str, int], monkeypatch: pytest.
     assert "failed its check on this card: it is off by" in tried(CPU)
     monkeypatch.setattr(varlen_attention, "_torchs_own", lambda: (failing, request))
     assert "RuntimeError: no kernel image" in tried(CPU)
+
+
+def test_a_torch_that_knows_no_word_for_grouped_heads(varlen: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11: the kernels take grouped heads, and the function has no ``enable_gqa``."""
+
+    def older(*given: Any, return_aux: Any, scale: Any = None, window_size: tuple[int, int] = (-1, -1)) -> Any:
+        return stand_in(*given, return_aux=return_aux, scale=scale, window_size=window_size, enable_gqa=True)
+
+    _, request = varlen_attention._torchs_own()
+    monkeypatch.setattr(varlen_attention, "_torchs_own", lambda: (older, request))
+    assert varlen_attention._tried.__wrapped__(CPU) is None
 
 
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +151,8 @@ def test_cards(capability: tuple[int, int], says: str | None, monkeypatch: pytes
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_natively(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own kernels beside plain PyTorch: log-probabilities of the same tokens."""
-    assert varlen_attention.why_not(torch.device("cuda", 0)) is None
+    reason = varlen_attention.why_not(torch.device("cuda", 0))
+    assert reason is None, reason
     prompts = random_prompts(random.Random(8), 97, "prefix", 12)
     model = copy.deepcopy(build(family)).to("cuda", torch.bfloat16)
     monkeypatch.setattr("hf_batchllm.model.choose_backend._refused", lambda config, device: "Triton is not installed")

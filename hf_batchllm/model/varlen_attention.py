@@ -8,6 +8,7 @@ plain PyTorch takes hundreds. Layers that torch's attention cannot do run in pla
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -231,8 +232,9 @@ def varlen(
     scale: float,
     window: int | None,  # tokens before its own that a row sees, -1: all; None: every row sees all keys of its sequence
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, heads, dim], [rows, heads] float32
-    given: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     attention, request = _torchs_own()
+    grouped = q.shape[1] != k.shape[1] and _asks_for_groups(attention)
+    given: dict[str, Any] = {"enable_gqa": True} if grouped else {}
     out, lse = attention(
         q.contiguous(), k, v, row_ends, key_ends, most_rows, most_keys, scale=scale, return_aux=request(lse=True),
         window_size=(-1, -1) if window is None else (window, 0), **given,
@@ -244,6 +246,12 @@ def _torchs_own() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     return varlen_attn, AuxRequest
+
+
+@cache
+def _asks_for_groups(attention: Callable[..., Any]) -> bool:
+    """Whether heads that share keys are asked for. Torch 2.11 has no word for it: its kernels take them as they come."""
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 @cache
