@@ -250,7 +250,7 @@ def _torchs_own() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @cache
 def _asks_for_groups(attention: Callable[..., Any]) -> bool:
-    """Whether heads that share keys are asked for. Torch 2.11 has no word for it: its kernels take them as they come."""
+    """Whether heads that share keys are asked for. Torch 2.11 has no word for it: its kernels just take them."""
     return "enable_gqa" in inspect.signature(attention).parameters
 
 
