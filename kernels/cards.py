@@ -220,10 +220,12 @@ def card_on(device: torch.device) -> Card:
 
 
 def capability_on(device: torch.device) -> Capability | None:
-    """The compute capability for which Triton compiles; None on a CPU.
+    """The compute capability for which Triton compiles; None on a CPU, and on AMD's cards.
 
     With ``TRITON_OVERRIDE_ARCH=sm80`` Triton compiles as for an A100, whatever the card is.
     """
+    if torch.version.hip is not None:  # it counts MI300 as 9.4, which is nothing like Hopper's 9.0
+        return None
     asked = os.environ.get("TRITON_OVERRIDE_ARCH")
     if asked:
         number = int(asked.removeprefix("sm").rstrip("af"))

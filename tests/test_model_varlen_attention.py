@@ -161,6 +161,6 @@ def test_natively(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("ignore")
         for backend in ("auto", "torch"):
             with BatchGenerator(model, backend=backend) as generator:
-                result = generator.score([(prompt[:-1], prompt[-1:]) for prompt in prompts if len(prompt) > 1])
+                result = generator.score(None, prompts)
                 found.append([score.logprob for score in result])
     assert found[0] == pytest.approx(found[1], abs=0.1)

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(device: torch.device, groups: Sequence[str]) -> int:
-    from ..kernel_check.outcomes import NO_ROOM, PASSED, first_failure
+    from ..kernel_check.outcomes import NO_ROOM, PASSED, UNKNOWN, first_failure
     from ..kernel_check.run_in_child import CannotStart, outcomes
     from ..kernel_check.verdicts import Verdicts, key_of
 
@@ -54,7 +54,7 @@ def _check(device: torch.device, groups: Sequence[str]) -> int:
     for name, value in (key | {"python": platform.python_version(), "system": platform.platform()}).items():
         if value:
             print(f"{name + ':':14}{value}")
-    failed = no_room = 0
+    failed = no_room = not_tried = 0
     for group in groups:
         print(f"\n{group}", flush=True)
         found = []
@@ -66,8 +66,9 @@ def _check(device: torch.device, groups: Sequence[str]) -> int:
         except CannotStart as error:
             raise UsageError(str(error)) from error
         failure = first_failure(found)
-        if failure is not None and failure.verdict == NO_ROOM:
-            no_room += 1
+        if failure is not None and found[-1].verdict in UNKNOWN:
+            no_room += failure.verdict == NO_ROOM
+            not_tried += failure.verdict != NO_ROOM
             continue  # it says nothing of the kernels
         failed += sum(each.verdict != PASSED for each in found)
         try:
@@ -76,11 +77,13 @@ def _check(device: torch.device, groups: Sequence[str]) -> int:
             print(f"  (not remembered: {error})")
     if failed:
         print(f"\n{failed} failed: the library does without these kernels")
+    elif not_tried:
+        print("\nnone failed, but not all could be tried: the lines above say why")
     elif no_room:
         print("\nnone failed, but the GPU's memory was too full to try them all: free some, and ask again")
     else:
         print("\nall passed")
-    return STOPPED if failed or no_room else DONE
+    return STOPPED if failed or no_room or not_tried else DONE
 
 
 def _device(name: str | None, interpreted: bool) -> torch.device:

@@ -1,4 +1,8 @@
-"""Cases of the attention kernels: decode rows and prompts over pages that some of them share."""
+"""Cases of the attention kernels: decode rows and prompts over pages that some of them share, and the writing of pages.
+
+For float32 the twins compute in float64: products of float32 may be rounded more than a kernel's, which depends on
+settings of torch and of the environment (TF32).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels import decode_torch, prefill_torch
+from ..kernels import decode_torch, layer_ops_torch, prefill_torch
 from ..kernels.ranges import Readers, Units, make_chunks, make_ranges
 from ..kernels.work_lists import build_prefill, build_work
 from .comparing import Where, near
+from .errors_in_a_check import in_a_line, is_others_work
 
 _PREFIX = 150  # tokens that most rows share
 _SHARING, _ALONE = 20, 3  # rows
@@ -40,27 +45,36 @@ class Shape:
         return self.heads // self.kv_heads
 
 
-def decode(where: Where, shape: Shape) -> None:
-    """Both tiles: long ones for the shared prefix, short ones for each row's own tokens."""
+def decode(where: Where, shape: Shape, chunk: int = 1, brief: bool = False) -> None:
+    """Both tiles: long ones for the shared prefix, short ones for each row's own tokens.
+
+    ``chunk``: every third reader is a short chunk of a prompt, of so many rows. ``brief``: the launch for many items of
+    a page each.
+    """
     from ..kernels import decode_triton
 
-    own = 1 + np.arange(_SHARING + _ALONE) * 37 % 90
-    lengths = own + np.repeat([_PREFIX, 0], [_SHARING, _ALONE])
+    own = 3 + np.arange(_SHARING + _ALONE) * 37 % 90
+    ends = own + np.repeat([_PREFIX, 0], [_SHARING, _ALONE])
     units = _units(shape, own)
-    rows = len(own)
-    readers = Readers(np.arange(1, rows + 1), np.arange(rows), np.ones(rows, np.int64), lengths)
+    count = np.where(np.arange(len(own)) % 3 == 2, chunk, 1)
+    begin, rows = np.cumsum(count) - count, int(count.sum())
+    nth = np.arange(rows) - np.repeat(begin, count)
+    lengths = np.repeat(ends - count + 1, count) + nth
+    readers = Readers(np.arange(1, len(own) + 1), begin, count, ends)
     ranges = make_ranges(units, readers, page_size=shape.page_size, window=shape.window, gate=0, gate_merged=0)
     work = build_work(
         ranges, lengths, kv_heads=shape.kv_heads, group=shape.group, page_size=shape.page_size, multiprocessors=8,
         window=shape.window, direct=not shape.sinks,
-    ).to(where.device)  # fmt: skip
-    q, k, v, sinks = _tensors(where, shape, units, rows, own)
+    )  # fmt: skip
+    work.brief = brief
+    work = work.to(where.device)
+    given = _tensors(where, shape, units, rows, own)
     seen = torch.from_numpy(lengths.astype(np.int32)).to(where.device)
     results = []
-    for module in (decode_triton, decode_torch):
+    for module, (q, k, v, sinks) in ((decode_triton, given), (decode_torch, _wide(given))):
         out = q.new_full((rows, shape.heads, shape.v_dim), torch.nan)
-        shape_of_parts = work.parts, shape.heads, shape.v_dim + 1
-        parts = torch.full(shape_of_parts, torch.nan, dtype=torch.float32, device=where.device)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        parts = torch.full((work.parts, shape.heads, shape.v_dim + 1), torch.nan, dtype=exact, device=where.device)
         part_out, part_lse = parts[..., :-1].contiguous(), parts[..., -1].contiguous()
         for tile in work.items:
             module.attend_items(
@@ -68,7 +82,7 @@ def decode(where: Where, shape: Shape) -> None:
             )
         if work.merges or shape.sinks:
             module.merge_parts(out, part_out, part_lse, work, sinks=sinks)
-        results.append(out)
+        results.append(out.to(shape.dtype))
     near(results[0], results[1])
 
 
@@ -81,31 +95,63 @@ def prompts(where: Where, shape: Shape) -> None:
     begins = np.cumsum(own) - own
     readers = Readers(np.arange(1, 4), begins, own, own + np.array([_PREFIX, _PREFIX, 0]))
     chunks = make_chunks(units, readers, page_size=shape.page_size)
-    q, k, v, sinks = _tensors(where, shape, units, int(own.sum()), own)
+    given = _tensors(where, shape, units, int(own.sum()), own)
     options = prefill_triton.launch_options(shape.group, shape.qk_dim, shape.v_dim, shape.dtype.itemsize)
-    given: dict[str, Any] = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks}
+    same: dict[str, Any] = {"window": shape.window, "softcap": shape.softcap, "options": options}
     for tile in {options["tile"], options.get("wide", options["tile"])}:
         work = build_prefill(
             chunks, group=shape.group, page_size=shape.page_size, tile=tile, window=shape.window
         ).to(where.device)  # fmt: skip
         results = []
-        for module in (prefill_triton, prefill_torch):
+        for module, (q, k, v, sinks) in ((prefill_triton, given), (prefill_torch, _wide(given))):
             out = q.new_full((len(q), shape.heads, shape.v_dim), torch.nan)
-            module.attend_chunks(q, k, v, out, work, 0.2, options=options, **given)
-            results.append(out)
+            module.attend_chunks(q, k, v, out, work, 0.2, sinks=sinks, **same)
+            results.append(out.to(shape.dtype))
         near(results[0], results[1])
 
 
+def writing(where: Where, rotated: bool) -> None:
+    """K and V go to their slots, q and k turned on their way or as they are."""
+    from ..kernels import layer_ops_triton
+
+    generator, tokens = where.generator(), 37
+    q, k, v = (where.random(generator, tokens, heads, 128) for heads in (8, 2, 2))
+    angle = torch.rand(tokens, 128, generator=generator, dtype=torch.float32, device="cpu") * 6
+    cos, sin = (each.to(where.device, where.half) if rotated else None for each in (angle.cos(), angle.sin()))
+    slots = torch.randperm(2 * tokens, generator=generator, device="cpu")[:tokens].to(where.device)
+    weights = [where.random(generator, 128) if rotated else None for _ in range(2)]
+    results: list[list[torch.Tensor]] = []
+    for module in (layer_ops_triton, layer_ops_torch):
+        caches = [torch.zeros(2 * tokens, 2, 128, dtype=where.half, device=where.device) for _ in range(2)]
+        made = torch.empty_like(q)
+        module.rope_and_write(
+            q, k, v, cos, sin, *caches, slots, q_out=made, q_weight=weights[0], k_weight=weights[1], eps=1e-6
+        )
+        results.append([made, *caches])
+    for ours, twins in zip(*results, strict=True):
+        near(ours, twins)
+
+
+def _kinds(where: Where, shape: Shape) -> dict[str, Callable[[], None]]:
+    """All that a layer's attention may run."""
+    return {
+        "decode": partial(decode, where, shape),
+        "short chunks": partial(decode, where, shape, chunk=3),
+        "prompts": partial(prompts, where, shape),
+    }
+
+
 def tried(device: torch.device, shape: Shape) -> str | None:
-    """Run both cases of a shape in this process; gives what went wrong, in a line. Not while a graph is captured."""
+    """Run the cases of a shape in this process; gives what went wrong, in a line. Not while a graph is captured."""
     where = Where(device)
-    for name, case in (("decode", decode), ("prompts", prompts)):
+    brief = {"many short items": partial(decode, where, shape, brief=True)}
+    for name, case in (_kinds(where, shape) | brief).items():
         try:
-            case(where, shape)
-        except torch.OutOfMemoryError:
-            raise
+            case()
         except Exception as error:
-            return f"{name}, {shape}: " + " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            if is_others_work(error):
+                raise
+            return f"{name}, {shape}: {in_a_line(error)[:200]}"
     return None
 
 
@@ -122,9 +168,18 @@ def _units(shape: Shape, own: np.ndarray, sharing: int = _SHARING) -> Units:
     )
 
 
-def _tensors(
-    where: Where, shape: Shape, units: Units, rows: int, own: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _wide(given: _Tensors) -> _Tensors:
+    """What the twins compute with."""
+    q, k, v, sinks = given
+    if q.dtype != torch.float32:
+        return given
+    return q.double(), k.double(), v.double(), None if sinks is None else sinks.double()
+
+
+def _tensors(where: Where, shape: Shape, units: Units, rows: int, own: np.ndarray) -> _Tensors:
     """q, K, V and sinks. Places of pages that hold no token are NaN: none of it may come into a result."""
     generator = where.generator()
     pages = len(units.page)
@@ -152,8 +207,13 @@ def cases(where: Where) -> dict[str, Callable[[], None]]:
         "heads of 96 and 80, sinks": Shape(6, 3, 96, 80, 128, half, sinks=True),
         "float32": Shape(4, 1, 128, 128, 16, torch.float32),
     }
-    made: dict[str, Callable[[], None]] = {}
+    made: dict[str, Callable[[], None]] = {
+        "rotation and KV cache": partial(writing, where, rotated=True),
+        "KV cache": partial(writing, where, rotated=False),
+    }
     for name, shape in shapes.items():
-        made[f"decode, {name}"] = partial(decode, where, shape)
-        made[f"prompts, {name}"] = partial(prompts, where, shape)
+        made |= {f"{kind}, {name}": case for kind, case in _kinds(where, shape).items()}
+    # Launches of their own, where items are many.
+    for name in list(shapes)[:3]:
+        made[f"many short items, {name}"] = partial(decode, where, shapes[name], brief=True)
     return made

@@ -1,4 +1,4 @@
-"""Runs the cases of a group, and writes a line of JSON before and after each: ``python -m ...child GROUP DEVICE``.
+"""Runs the cases of a group, and writes a line of JSON before and after each: ``python -m ...child GROUP DEVICE CARD``.
 
 It runs in a process of its own, which alone survives a kernel that aborts, hangs or touches memory that is not its own.
 """
@@ -15,28 +15,28 @@ from typing import IO
 import torch
 
 from .comparing import Where, Wrong
+from .errors_in_a_check import in_a_line, is_others_work, verdict_of
 from .groups import GROUPS
-from .outcomes import NO_ROOM, PASSED, RAISED, WRONG
-
-# What PyTorch and CUDA say where other work has the memory, or the whole card.
-_OTHERS_WORK = ("out of memory", "busy or unavailable")
+from .outcomes import NO_ROOM, NOT_TRIED, PASSED, WRONG
+from .which_card import device_with
 
 
 def main(arguments: list[str], to: IO[str]) -> None:
-    """``arguments``: the group, the device, and the names of cases that are passed over."""
-    group, device, *done = arguments
+    """``arguments``: the group, the device, its card's mark, and the names of cases that are passed over."""
+    group, device, mark, *done = arguments
 
     def say(**line: object) -> None:
         print(json.dumps(line), file=to, flush=True)
 
     try:
-        where = Where(torch.device(device))
+        where = Where(device_with(mark, torch.device(device)))
         if where.device.type == "cuda":
             torch.cuda.set_device(where.device)
             torch.zeros(1, dtype=torch.float32, device=where.device)
         cases = GROUPS[group](where)
     except Exception as error:
-        say(case="start", verdict=NO_ROOM if _is_others_work(error) else RAISED, detail=_in_a_line(error))
+        verdict = NO_ROOM if is_others_work(error) else NOT_TRIED
+        say(case="start", verdict=verdict, detail=in_a_line(error))
         return
     for name, case in cases.items():
         if name not in done:
@@ -44,7 +44,7 @@ def main(arguments: list[str], to: IO[str]) -> None:
             began = time.perf_counter()
             verdict, detail = _tried(case, where)
             say(case=name, verdict=verdict, detail=detail, seconds=time.perf_counter() - began)
-    say(begins="")  # so that an end without a word is not taken for a good one
+    say(ends=True)  # without it an end is not taken for a good one
 
 
 def _tried(case: Callable[[], None], where: Where) -> tuple[str, str]:
@@ -55,16 +55,8 @@ def _tried(case: Callable[[], None], where: Where) -> tuple[str, str]:
     except Wrong as error:
         return WRONG, str(error)
     except Exception as error:
-        return NO_ROOM if _is_others_work(error) else RAISED, _in_a_line(error)
+        return verdict_of(error), in_a_line(error)
     return PASSED, ""
-
-
-def _is_others_work(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OTHERS_WORK)
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 if __name__ == "__main__":

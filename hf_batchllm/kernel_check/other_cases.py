@@ -25,6 +25,7 @@ from ..kernels import (
 from ..kernels.experts_torch import Gating
 from ..kernels.gated_ops_torch import NormForm
 from ..kernels.routing_torch import Rule
+from ..kernels.sample_torch import RUNNING, Rows
 from ..kernels.spans import Spans
 from .comparing import Where, near, same
 
@@ -33,24 +34,6 @@ Cases = dict[str, Callable[[], None]]
 
 def layers(where: Where) -> Cases:
     from ..kernels import digest_triton, layer_ops_triton
-
-    def rotation() -> None:
-        generator, tokens = where.generator(), 37
-        q, k, v = (where.random(generator, tokens, heads, 128) for heads in (8, 2, 2))
-        angle = torch.rand(tokens, 128, generator=generator, dtype=torch.float32, device="cpu") * 6
-        cos, sin = (each.to(where.device, where.half) for each in (angle.cos(), angle.sin()))
-        slots = torch.randperm(2 * tokens, generator=generator, device="cpu")[:tokens].to(where.device)
-        weights = [where.random(generator, 128) for _ in range(2)]
-        results: list[list[torch.Tensor]] = []
-        for module in (layer_ops_triton, layer_ops_torch):
-            caches = [torch.zeros(2 * tokens, 2, 128, dtype=where.half, device=where.device) for _ in range(2)]
-            turned = torch.empty_like(q)
-            module.rope_and_write(
-                q, k, v, cos, sin, *caches, slots, q_out=turned, q_weight=weights[0], k_weight=weights[1], eps=1e-6
-            )
-            results.append([turned, *caches])
-        for ours, twins in zip(*results, strict=True):
-            near(ours, twins)
 
     def norm() -> None:
         results = []
@@ -75,7 +58,7 @@ def layers(where: Where) -> Cases:
         )
         same(digest_triton.digest(flat), digest_torch.digest(flat))
 
-    return {"rotation and KV cache": rotation, "norm": norm, "activation": activation, "digest of weights": digest}
+    return {"norm": norm, "activation": activation, "digest of weights": digest}
 
 
 def sampling(where: Where) -> Cases:
@@ -114,7 +97,26 @@ def sampling(where: Where) -> Cases:
         same(results[0][0], results[1][0], "the bits")
         near(results[0][1], results[1][1])
 
-    return {"greedy": greedy, "draws": draws, "cutoffs": cutoffs, "penalties": penalties}
+    def steps() -> None:
+        """Rows of which some end at a token, some at a length, and some for want of a page."""
+        count, page_size = 40, 16
+        number = torch.arange(count, dtype=torch.int32, device="cpu")
+        begun = Rows(
+            token=number.long(), position=number.long() + 8, length=number + 9, slot=number.long() + 100,
+            made=torch.ones_like(number), remaining=1 + number % 5, status=torch.full_like(number, RUNNING),
+            start=number // 16 * 16, pages=torch.stack([number, number + 50, number % 4 - 1], dim=1).contiguous(),
+            produced=torch.full((count, 4), -7, dtype=torch.int64, device="cpu"),
+        )  # fmt: skip
+        eos = torch.tensor([2, 7, -1], device=where.device)
+        both = [begun.to(where.device), Rows(*(each.clone() for each in vars(begun).values())).to(where.device)]
+        for step in range(4):
+            sampled = (number.long() * 3 + step).to(where.device) % 11
+            for module, rows in zip((sample_triton, sample_torch), both, strict=True):
+                module.advance(rows, sampled, eos, page_size)
+        for name, wanted in vars(both[1]).items():
+            same(getattr(both[0], name), wanted, name)
+
+    return {"greedy": greedy, "draws": draws, "cutoffs": cutoffs, "penalties": penalties, "steps of rows": steps}
 
 
 def experts(where: Where) -> Cases:
@@ -139,7 +141,18 @@ def experts(where: Where) -> Cases:
             results.append(module.sum_of_shares(module.down_products(made, down, None, rows), chosen.shares))
         near(*results)
 
-    made: Cases = {}
+    def rows_of_choices() -> None:
+        """Choices that the model's own router made. The order of an expert's rows is free."""
+        generator, tokens = where.generator(), 60
+        chosen = where.random(generator, tokens, count).topk(top).indices
+        x = where.random(generator, tokens, hidden)
+        up = where.random(generator, count, 2 * inter, hidden) / 16
+        tile = experts_triton.rows_of_a_tile(tokens * top, count, where.half)
+        found = [module.rows_of_experts(chosen, count, tile) for module in (routing_triton, routing_torch)]
+        same(found[0].counts, found[1].counts, "the counts")
+        near(*(experts_torch.up_products(x, up, None, rows, top, Gating()) for rows in found))
+
+    made: Cases = {"rows of choices": rows_of_choices}
     for tokens, interleaved in ((5, False), (60, False), (300, False), (900, False), (60, True), (900, True)):
         name = f"{tokens} tokens{', interleaved' if interleaved else ''}"
         made[name] = partial(mixture, tokens, interleaved)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PASSED, WRONG, RAISED, CRASHED, HUNG = "passed", "wrong", "raised an error", "crashed", "hung"
-NO_ROOM = "no room"  # in memory; says nothing of the kernel
+# These say nothing of the kernels: there was no room in memory, or something around them was not as it should be.
+NO_ROOM, NOT_TRIED = "no room", "not tried"
+UNKNOWN = (NO_ROOM, NOT_TRIED)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ..errors import ConfigError
 from ..kernels.cards import OLDEST
 from ..notices import warn_user
 from .comparing import is_interpreted
-from .outcomes import NO_ROOM, Outcome, first_failure
-from .run_in_child import CannotStart, outcomes
+from .outcomes import NO_ROOM, UNKNOWN, Outcome, first_failure
+from .run_in_child import CHECKING, CannotStart, outcomes
 from .verdicts import Verdicts, key_of
 
 # Compute capability, and versions of Triton with which all tests of the kernels have passed on such a card.
@@ -29,7 +29,8 @@ WORK = {
     "experts": "mixtures of experts",
     "states": "layers that carry a state",
 }
-_REPORT = "`hf-batchllm check` prints a table for a report"
+_REPORT = "This is remembered; `hf-batchllm check` checks anew, and prints a table for a report"
+_FIRST = "the kernels have to be checked on this card first, and"
 _answers: dict[tuple[str, ...], str | None] = {}
 
 
@@ -60,9 +61,18 @@ def is_proven(device: torch.device) -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) in PROVEN.get(cards.capability_on(device) or (0, 0), ())
 
 
-def failed_check(group: str, device: torch.device) -> bool:
+def failed_check(group: str, device: torch.device, *, amd: bool = False) -> bool:
     """Whether other kernels may run here, and these may not."""
-    return unusable(device) is None and refusal(group, device) is not None
+    return unusable(device, amd=amd) is None and refusal(group, device, amd=amd) is not None
+
+
+def is_known_good(group: str, device: torch.device) -> bool:
+    """Whether the kernels may run, as far as is known in this process: nothing is checked for this question."""
+    if unusable(device, amd=True) is not None:
+        return False
+    if not is_checked(device):
+        return torch.version.hip is None
+    return _answers.get((group, *key_of(device).values()), "") is None
 
 
 def unusable(device: torch.device, *, amd: bool = False) -> str | None:
@@ -96,6 +106,8 @@ def is_checked(device: torch.device) -> bool:
 
 
 def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
+    if os.environ.get(CHECKING):
+        return f"{_FIRST} this process was started by such a check: `sys.executable` is not Python"
     verdicts = Verdicts()
     with verdicts.alone(key, group):
         failed = verdicts.read(key, group)
@@ -123,11 +135,13 @@ def checked(group: str, device: torch.device) -> Outcome | str | None:
     try:
         found = list(outcomes(group, device))
     except CannotStart as error:
-        return f"the kernels have to be checked on this card first, and that cannot be done: {error}"
+        return f"{_FIRST} that cannot be done: {error}"
     failure = first_failure(found)
-    if failure is not None and failure.verdict == NO_ROOM:
+    if failure is not None and failure.verdict in UNKNOWN:
+        if failure.verdict != NO_ROOM:
+            return f"{_FIRST} that cannot be done: {failure.detail}"
         return (
-            "the kernels have to be checked on this card first, and there was no memory for that "
-            f"({failure.detail}): run `hf-batchllm check` before the model is loaded"
+            f"{_FIRST} there was no memory for that ({failure.detail}): run `hf-batchllm check` before the model is "
+            "loaded"
         )
     return failure

@@ -7,20 +7,24 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from .._version import __version__
 from ..kernels import work_lists
+from ..notices import warn_user
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_SILENT_WAIT, _LONGEST_WAIT = 10.0, 900.0  # seconds, for another process's check
 _HERE, _KERNELS = Path(__file__).resolve().parent, Path(work_lists.__file__).resolve().parent
 
 
@@ -47,7 +51,11 @@ def driver() -> str:
         return Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0].strip()
     if torch.version.hip is not None:
         return f"HIP {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    if not torch.version.cuda:
+        return ""
+    asked = getattr(torch._C, "_cuda_getDriverVersion", None)  # under WSL there is no such file
+    newest = asked() if asked is not None and torch.cuda.is_available() else "unknown"
+    return f"CUDA {torch.version.cuda}, driver for {newest}"
 
 
 @cache
@@ -96,8 +104,22 @@ class Verdicts:
                 with contextlib.suppress(OSError):
                     self.folder.mkdir(parents=True, exist_ok=True)
                     file = stack.enter_context(self.path(key, group).with_suffix(".lock").open("w"))
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                    _lock(file)
             yield
+
+
+def _lock(file: IO[str]) -> None:
+    """Wait for the processes before this one, but not for ever: one may be stopped in the midst of its check."""
+    began, told = time.monotonic(), False
+    while time.monotonic() < began + _LONGEST_WAIT:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.1)
+        if not told and time.monotonic() > began + _SILENT_WAIT:
+            told = True
+            warn_user(f"another process checks the kernels on this card: waiting for its verdict ({file.name})")
 
 
 def default_folder() -> Path:

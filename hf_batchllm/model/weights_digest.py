@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from ..kernel_check.trust import refusal
+from ..kernel_check.trust import is_known_good
 
 _ROW = 1024  # words that are multiplied with a weight each, and added up
 _LANES = 1 << 20  # 4-byte numbers that are worked on at a time where a copy is needed
@@ -32,7 +32,7 @@ class Digest:
                         continue
                     device = part.device
                     if device not in by_kernel:
-                        by_kernel[device] = device.type == "cuda" and refusal("layers", device) is None
+                        by_kernel[device] = device.type == "cuda" and is_known_good("layers", device)
                     numbers.setdefault(device, []).append(_number_of(part, by_kernel[device]))
             self._numbers = [torch.stack(each) for each in numbers.values()]
 
