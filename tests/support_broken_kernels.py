@@ -22,12 +22,22 @@ WAYS = {
     "out of bounds": "import ctypes; ctypes.string_at(0)",
     "out of resources": "from triton.runtime.errors import OutOfResources as Out; raise Out(9, 8, 'shared memory')",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(9)",
+    "no compiler": "raise RuntimeError('Failed to find C compiler. Please specify via CC environment variable')",
+    "missing file": "open('/proc/there/is/no/such/file')",
+    "left": "import os; os._exit(CODE)",
+    "left behind": "import os; left = os.fork(); "
+    "(open('FOLDER/left', 'w').write(str(left)), os.abort()) if left else __import__('time').sleep(600)",
     "no room": "import torch; raise torch.OutOfMemoryError('CUDA out of memory')",
 }
 
 
 def broken(
-    patch: pytest.MonkeyPatch, folder: Path, way: str | None, kernel: str = "decode_triton.attend_items"
+    patch: pytest.MonkeyPatch,
+    folder: Path,
+    way: str | None,
+    kernel: str = "decode_triton.attend_items",
+    code: str = "0",
 ) -> None:
     """From now on each check runs interpreted kernels, of which one is broken; none if ``way`` is None."""
     patch.setenv("TRITON_INTERPRET", "1")
@@ -36,5 +46,6 @@ def broken(
     patch.setenv("HF_BATCHLLM_CACHE", str(folder / "cache"))
     if way is not None:
         text = START.replace("KERNEL", kernel).replace("WAY", WAYS[way])
+        text = text.replace("CODE", code).replace("FOLDER", str(folder))
         (folder / "sitecustomize.py").write_text(text, "utf-8")
         patch.setenv("PYTHONPATH", str(folder))

@@ -28,7 +28,7 @@ def _generated(generator: BatchGenerator, **options: Any) -> list[list[int]]:
     return generator.generate(PROMPTS, max_new_tokens=TOKENS, progress=False, **options).token_ids
 
 
-def _in_fork(work: Callable[[], Any], patience: float = 30) -> Any:
+def _in_fork(work: Callable[[], Any], patience: float = 120) -> Any:
     """What ``work`` gives, or the text of its error, in a forked process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

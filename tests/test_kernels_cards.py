@@ -79,6 +79,8 @@ def test_amds_cards_have_a_row_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     cards.card_on.cache_clear()
     try:
         assert cards.card_on(torch.device("cpu")) == cards.INSTINCT
+        monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "gfx942")
+        assert cards.capability_on(torch.device("cpu")) is None, "so nothing is taken for a Hopper card"
     finally:
         cards.card_on.cache_clear()
 

@@ -147,7 +147,9 @@ def scheduler_for(choice: str | BaseScheduler, device: torch.device) -> BaseSche
 
 def picking_of(job: Job, use: ModelInUse) -> TokenPicking:
     vocabulary = use.architecture.vocab_size
-    return TokenPicking(use.model, use.device, vocabulary, job.options, job.places, job.samples, job.seed)
+    return TokenPicking(
+        use.model, use.device, vocabulary, job.options, job.places, job.samples, job.seed, amd=use.kernels_by_name
+    )
 
 
 def why_by_host(job: Job, outputs: CallOutputs, picking: TokenPicking, depth: int | None = None) -> str | None:

@@ -150,7 +150,13 @@ def experts(where: Where) -> Cases:
         tile = experts_triton.rows_of_a_tile(tokens * top, count, where.half)
         found = [module.rows_of_experts(chosen, count, tile) for module in (routing_triton, routing_torch)]
         same(found[0].counts, found[1].counts, "the counts")
-        near(*(experts_torch.up_products(x, up, None, rows, top, Gating()) for rows in found))
+        down = where.random(generator, count, hidden, inter) / 16
+        shares = torch.full_like(chosen, 1, dtype=where.half) / top
+        results = []
+        for rows in found:
+            made = experts_torch.up_products(x, up, None, rows, top, Gating())
+            results.append(experts_torch.sum_of_shares(experts_torch.down_products(made, down, None, rows), shares))
+        near(results[0], results[1])
 
     made: Cases = {"rows of choices": rows_of_choices}
     for tokens, interleaved in ((5, False), (60, False), (300, False), (900, False), (60, True), (900, True)):

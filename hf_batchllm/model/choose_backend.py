@@ -43,7 +43,9 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
             f"attention on {device} runs through torch's own (torch.nn.attention.varlen), which is slower: {reason}",
         )
     elif device.type != "cpu" or unusable(device) is None:
-        notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}")
+        other = varlen_attention.why_not(device) if config.backend != "torch" else None
+        also = f"; {other}" if other is not None and device.type == "cuda" else ""
+        notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}{also}")
 
 
 def make_backend(config: BatchConfig, device: torch.device, storage: KVStorage, notices: Notices) -> AttentionBackend:

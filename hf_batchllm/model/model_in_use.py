@@ -105,6 +105,11 @@ class ModelInUse:
             self._fused.release()
 
     @property
+    def kernels_by_name(self) -> bool:
+        """Whether kernels were asked for by name, without which none run on AMD's cards."""
+        return self._config.backend == "triton"
+
+    @property
     def fused_summary(self) -> str:
         """For the report; empty where nothing was to be fused."""
         return self._fusion.summary if self._fused is not None else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -266,30 +267,38 @@ def _rows_first(device: torch.device) -> bool:
 
 @cache
 def _tried(device: torch.device) -> str | None:
-    """Hold it against plain PyTorch on a few tokens: whole sequences, and the last rows of longer ones."""
+    """Hold it against plain PyTorch on a few tokens: chunks of prompts, and rows of decoding."""
+    failed = f"{_MODULE} failed its check on this card"
+    for dtype, dim, rows in itertools.product((torch.float16, torch.bfloat16), (64, 128, 256), ([3, 6], [1, 1])):
+        try:
+            error = _error(device, dtype, dim, rows)
+        except Exception as raised:
+            return f"{failed}: {type(raised).__name__}: {' '.join(str(raised).split())[:150]}"
+        if not error < NEAR[dtype]:
+            return f"{failed}: it is off by {error:.1e}"
+    return None
+
+
+def _error(device: torch.device, dtype: torch.dtype, dim: int, count: list[int]) -> float:
+    """The largest part by which results are off, in sequences of ``count`` rows."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        return made.to(device, torch.float16)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
-    q, k, v = random(9, 4, 64), random(40, 2, 64), random(40, 2, 64)
-    row_ends, key_ends = [0, 3, 9], [0, 17, 40]
+    row_ends, key_ends, scale = [0, count[0], sum(count)], [0, 17, 40], dim**-0.5
+    q, k, v = random(sum(count), 4, dim), random(40, 2, dim), random(40, 2, dim)
     row_at, key_at = (torch.tensor(each, dtype=torch.int32, device=device) for each in (row_ends, key_ends))
-    try:
-        for window in (None, -1, 4):
-            out, lse = varlen(q, k, v, row_at, key_at, 6, 23, 0.125, window)
-            for at in range(2):
-                rows, keys = slice(*row_ends[at : at + 2]), slice(*key_ends[at : at + 2])
-                mask = _mask(rows.stop - rows.start, keys.stop - keys.start, window).to(device)
-                want, want_lse = attend(q[rows].float(), k[keys].float(), v[keys].float(), 0.125, mask=mask)
-                for ours, theirs in ((out[rows], want), (lse[rows], want_lse)):
-                    error = float((ours.float() - theirs).norm() / theirs.norm())
-                    if not error < NEAR[torch.float16]:
-                        return f"{_MODULE} failed its check on this card: it is off by {error:.1e}"
-    except Exception as error:
-        return f"{_MODULE} failed its check on this card: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
-    return None
+    errors = []
+    for window in (None, -1, 4):
+        out, lse = varlen(q, k, v, row_at, key_at, max(count), 23, scale, window)
+        for at in range(2):
+            rows, keys = slice(*row_ends[at : at + 2]), slice(*key_ends[at : at + 2])
+            mask = _mask(rows.stop - rows.start, keys.stop - keys.start, window).to(device)
+            want, want_lse = attend(q[rows].double(), k[keys].double(), v[keys].double(), scale, mask=mask)
+            for ours, theirs in ((out[rows], want), (lse[rows], want_lse)):
+                errors.append(float((ours.double() - theirs).norm() / theirs.norm()))
+    return max(errors) if all(each == each for each in errors) else float("nan")
 
 
 def _mask(rows: int, keys: int, window: int | None) -> torch.Tensor:  # [rows, keys]

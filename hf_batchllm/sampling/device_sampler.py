@@ -134,7 +134,14 @@ def why_not_on_device(options: Options, model: nn.Module) -> str | None:
 
 
 def why_picked_by_host(
-    kinds: Sequence[Options], model: nn.Module, device: torch.device, depth: int, penalised: int, vocabulary: int
+    kinds: Sequence[Options],
+    model: nn.Module,
+    device: torch.device,
+    depth: int,
+    penalised: int,
+    vocabulary: int,
+    *,
+    amd: bool = False,
 ) -> str | None:
     """Why tokens are picked by the host; None if they are picked on the device.
 
@@ -142,10 +149,10 @@ def why_picked_by_host(
     """
     if not kinds:  # no prompt can be run
         return None
-    if device.type == "cuda" and failed_check("sampling", device):  # its twins fit into no CUDA graph
+    if device.type == "cuda" and failed_check("sampling", device, amd=amd):  # its twins fit into no CUDA graph
         return "the kernels that pick tokens failed their check on this card"
     # On a CPU, sampled tokens have a noise of their own.
-    if not may_pick_on(device) and (depth == 1 or any(options.do_sample for options in kinds)):
+    if not may_pick_on(device, amd) and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
     if penalised * vocabulary > 8 * _SEEN_BYTES:
         return (
@@ -159,9 +166,9 @@ def why_picked_by_host(
     return None
 
 
-def may_pick_on(device: torch.device) -> bool:
+def may_pick_on(device: torch.device, amd: bool = False) -> bool:
     """Whether sampled tokens are picked on the device where the options allow it."""
-    return device.type == "cuda" and not failed_check("sampling", device)
+    return device.type == "cuda" and not failed_check("sampling", device, amd=amd)
 
 
 def penalised_by(options: Options) -> bool:

@@ -48,7 +48,8 @@ def torch_sampling() -> SamplingKernels:
     )
 
 
-def sampling_kernels(device: torch.device) -> SamplingKernels:
-    if device.type == "cuda" and refusal("sampling", device) is None:
+def sampling_kernels(device: torch.device, amd: bool = False) -> SamplingKernels:
+    """``amd``: whether kernels were asked for by name, without which none run on AMD's cards."""
+    if device.type == "cuda" and refusal("sampling", device, amd=amd) is None:
         return triton_sampling()
     return torch_sampling()

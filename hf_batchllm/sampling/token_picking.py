@@ -29,6 +29,7 @@ class TokenPicking:
     places: Sequence[int]
     samples: Sequence[int]
     seed: Seeds | None
+    amd: bool = False  # whether kernels were asked for by name, without which none run on AMD's cards
 
     @property
     def different_options(self) -> list[Options]:
@@ -52,14 +53,14 @@ class TokenPicking:
         """Why the host picks the tokens; None if the device does."""
         different = self.different_options
         return why_picked_by_host(
-            different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary
+            different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary, amd=self.amd
         )
 
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
-        kernels = sampling_kernels(self.device) if may_pick_on(self.device) else None
+        kernels = sampling_kernels(self.device, self.amd) if may_pick_on(self.device, self.amd) else None
         return HostSampler(self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels)
 
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
-        kernels = sampling_kernels(self.device)
+        kernels = sampling_kernels(self.device, self.amd)
         return SeatedSampler(requests, self.options, self.seed, self.device, kernels), kernels.advance
