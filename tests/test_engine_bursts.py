@@ -131,7 +131,7 @@ def test_a_row_that_has_ended_reads_and_writes_nothing_more(
 def test_sampled_tokens_are_the_same_in_bursts_of_any_length(
     options: dict[str, Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
     prompts = mixed_prompts(2)
     options |= {"max_new_tokens": 25, "do_sample": True, "seed": 3, "eos_token_id": [3, 4, 5], "progress": False}
     drawn = [

@@ -131,7 +131,7 @@ def test_sampled_tokens_depend_on_the_seed_alone(
     options: dict[str, Any], watched: list[Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Picked on the device: however many steps are on their way, whatever shares a step, with graphs and without."""
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
     prompts = mixed_prompts(2)
     options |= {"max_new_tokens": NEW_TOKENS, "eos_token_id": [3, 4, 5, 6], "progress": False}
     configs: list[dict[str, Any]] = [
@@ -150,7 +150,7 @@ def test_sampled_tokens_depend_on_the_seed_alone(
 
 
 def test_logits_that_are_no_numbers_are_an_error(graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
     model = build("llama")
     generator = BatchGenerator(model, steps_per_sync=4)
     handle = model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * float("nan"))

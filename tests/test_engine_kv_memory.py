@@ -46,7 +46,7 @@ def test_the_cache_takes_what_steps_leave(
     prompts = mixed_prompts(6)
     tight(device, prompts, 0.9)
     monkeypatch.setattr("hf_batchllm.engine.call_memory.picking_bytes", lambda *_, **__: 0)
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
     device.step = device.size // 4
     generator = BatchGenerator(build(FAMILY), page_size=PAGE, max_batch_tokens=100, cuda_graphs=graphs)
     result = generate(generator, prompts)
@@ -119,7 +119,7 @@ def test_steps_grow_with_the_sequences_that_the_cache_holds(
 def test_what_is_known_is_not_tried_again(
     device: Device, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_: None)
+    monkeypatch.setattr("hf_batchllm.sampling.token_picking.why_picked_by_host", lambda *_, **__: None)
     prompts = mixed_prompts(6)
     tight(device, prompts, 1.5)
     model = copy.deepcopy(build(FAMILY))

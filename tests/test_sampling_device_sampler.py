@@ -313,7 +313,7 @@ def test_arguments_that_pick_tokens_are_named() -> None:
 
 @plain
 def test_one_prompt_that_needs_the_host_takes_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.device_sampler.failed_check", lambda group, device: False)
+    monkeypatch.setattr("hf_batchllm.sampling.device_sampler.failed_check", lambda group, device, **_: False)
     model, device = build(FAMILY), torch.device("cuda")
     plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
     odd = resolved(typical_p=0.5)
