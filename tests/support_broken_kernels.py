@@ -25,6 +25,8 @@ WAYS = {
     "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(9)",
     "no compiler": "raise RuntimeError('Failed to find C compiler. Please specify via CC environment variable')",
     "missing file": "open('/proc/there/is/no/such/file')",
+    "no headers": "import subprocess; print('fatal error: Python.h: No such file', file=sys.stderr, flush=True);"
+    "raise subprocess.CalledProcessError(1, ['gcc', 'main.c', '-O3'])",
     "left": "import os; os._exit(CODE)",
     "left behind": "import os; left = os.fork(); "
     "(open('FOLDER/left', 'w').write(str(left)), os.abort()) if left else __import__('time').sleep(600)",

@@ -66,11 +66,11 @@ def _check(device: torch.device, groups: Sequence[str]) -> int:
         except CannotStart as error:
             raise UsageError(str(error)) from error
         failure = first_failure(found)
-        if failure is not None and found[-1].verdict in UNKNOWN:
-            no_room += failure.verdict == NO_ROOM
-            not_tried += failure.verdict != NO_ROOM
+        no_room += sum(each.verdict == NO_ROOM for each in found)
+        not_tried += sum(each.verdict in UNKNOWN and each.verdict != NO_ROOM for each in found)
+        if failure is not None and failure.verdict in UNKNOWN:
             continue  # it says nothing of the kernels
-        failed += sum(each.verdict != PASSED for each in found)
+        failed += sum(each.verdict not in (PASSED, *UNKNOWN) for each in found)
         try:
             verdicts.write(key, group, "" if failure is None else str(failure))
         except OSError as error:

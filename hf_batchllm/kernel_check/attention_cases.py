@@ -110,31 +110,50 @@ def prompts(where: Where, shape: Shape) -> None:
         near(results[0], results[1])
 
 
-def writing(where: Where, rotated: bool) -> None:
-    """K and V go to their slots, q and k turned on their way or as they are."""
+def writing(where: Where, shape: Shape, turn: str = "llama", part: float = 1.0, more: bool = False) -> None:
+    """K and V go to their slots, q and k turned on their way and as they are.
+
+    ``turn``, ``part``: how, and which part of a head. ``more``: with norms of all three, and a factor of q.
+    """
     from ..kernels import layer_ops_triton
 
-    generator, tokens = where.generator(), 37
-    q, k, v = (where.random(generator, tokens, heads, 128) for heads in (8, 2, 2))
-    angle = torch.rand(tokens, 128, generator=generator, dtype=torch.float32, device="cpu") * 6
-    cos, sin = (each.to(where.device, where.half) if rotated else None for each in (angle.cos(), angle.sin()))
-    slots = torch.randperm(2 * tokens, generator=generator, device="cpu")[:tokens].to(where.device)
-    weights = [where.random(generator, 128) if rotated else None for _ in range(2)]
-    results: list[list[torch.Tensor]] = []
-    for module in (layer_ops_triton, layer_ops_torch):
-        caches = [torch.zeros(2 * tokens, 2, 128, dtype=where.half, device=where.device) for _ in range(2)]
-        made = torch.empty_like(q)
-        module.rope_and_write(
-            q, k, v, cos, sin, *caches, slots, q_out=made, q_weight=weights[0], k_weight=weights[1], eps=1e-6
+    generator, tokens, slots_there = where.generator(), 19, 38
+    q, k, v = (
+        where.random(generator, tokens, heads, dim, dtype=shape.dtype)
+        for heads, dim in (
+            (shape.heads, shape.qk_dim), (shape.kv_heads, shape.qk_dim), (shape.kv_heads, shape.v_dim)
         )
-        results.append([made, *caches])
-    for ours, twins in zip(*results, strict=True):
-        near(ours, twins)
+    )  # fmt: skip
+    rotary = int(shape.qk_dim * part) // 2 * 2
+    angle = torch.rand(tokens, rotary // 2, generator=generator, dtype=torch.float32, device="cpu") * 6
+    angle = angle if turn == "gpt_oss" else torch.cat([angle, angle], dim=1)
+    if turn == "cohere":
+        angle = angle[:, : rotary // 2].repeat_interleave(2, dim=1)
+    tables = [each.to(where.device, shape.dtype) for each in (angle.cos(), angle.sin())]
+    slots = torch.randperm(slots_there, generator=generator, device="cpu")[:tokens].to(where.device)
+    norms: dict[str, Any] = {}
+    if more:
+        weights = [where.random(generator, shape.qk_dim, dtype=shape.dtype) for _ in range(2)]
+        factor = where.random(generator, tokens, dtype=shape.dtype)
+        norms = {"q_weight": weights[0], "k_weight": weights[1], "v_norm": True, "q_factor": factor}
+    for cos, sin in ([*tables], [None, None]):
+        results: list[list[torch.Tensor]] = []
+        for module in (layer_ops_triton, layer_ops_torch):
+            caches = [
+                torch.zeros(slots_there, shape.kv_heads, dim, dtype=shape.dtype, device=where.device)
+                for dim in (shape.qk_dim, shape.v_dim)
+            ]
+            made = torch.empty_like(q)
+            module.rope_and_write(q, k, v, cos, sin, *caches, slots, q_out=made, turn=turn, **norms)
+            results.append([made, *caches])
+        for ours, twins in zip(*results, strict=True):
+            near(ours, twins)
 
 
 def _kinds(where: Where, shape: Shape) -> dict[str, Callable[[], None]]:
     """All that a layer's attention may run."""
     return {
+        "KV cache": partial(writing, where, shape),
         "decode": partial(decode, where, shape),
         "short chunks": partial(decode, where, shape, chunk=3),
         "prompts": partial(prompts, where, shape),
@@ -207,13 +226,14 @@ def cases(where: Where) -> dict[str, Callable[[], None]]:
         "heads of 96 and 80, sinks": Shape(6, 3, 96, 80, 128, half, sinks=True),
         "float32": Shape(4, 1, 128, 128, 16, torch.float32),
     }
-    made: dict[str, Callable[[], None]] = {
-        "rotation and KV cache": partial(writing, where, rotated=True),
-        "KV cache": partial(writing, where, rotated=False),
-    }
+    made: dict[str, Callable[[], None]] = {}
     for name, shape in shapes.items():
         made |= {f"{kind}, {name}": case for kind, case in _kinds(where, shape).items()}
     # Launches of their own, where items are many.
     for name in list(shapes)[:3]:
         made[f"many short items, {name}"] = partial(decode, where, shapes[name], brief=True)
+    plain = next(iter(shapes.values()))
+    made["KV cache, norms of q, k and v"] = partial(writing, where, plain, more=True)
+    for turn in layer_ops_torch.TURNS:
+        made[f"KV cache, half turned as in {turn}"] = partial(writing, where, plain, turn, part=0.5)
     return made

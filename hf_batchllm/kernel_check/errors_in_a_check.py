@@ -27,4 +27,7 @@ def is_others_work(error: Exception) -> bool:
 
 
 def in_a_line(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        command = error.cmd[0] if isinstance(error.cmd, list) and error.cmd else error.cmd
+        return f"{command} failed (are Python's headers installed, as in python3-dev?)"
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

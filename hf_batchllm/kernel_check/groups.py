@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import attention_cases, other_cases
+from . import attention_cases, expert_cases, layer_cases, sampling_cases, state_cases
 from .comparing import Where
 
 GROUPS: dict[str, Callable[[Where], dict[str, Callable[[], None]]]] = {
     "attention": attention_cases.cases,
-    "layers": other_cases.layers,
-    "sampling": other_cases.sampling,
-    "experts": other_cases.experts,
-    "states": other_cases.states,
+    "layers": layer_cases.layers,
+    "sampling": sampling_cases.sampling,
+    "experts": expert_cases.experts,
+    "states": state_cases.states,
 }

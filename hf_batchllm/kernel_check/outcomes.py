@@ -27,4 +27,6 @@ class Outcome:
 
 
 def first_failure(outcomes: list[Outcome]) -> Outcome | None:
-    return next((each for each in outcomes if each.verdict != PASSED), None)
+    """What a kernel failed at, if one did; else what kept a case from being tried."""
+    failures = [each for each in outcomes if each.verdict != PASSED]
+    return min(failures, key=lambda each: each.verdict in UNKNOWN, default=None)

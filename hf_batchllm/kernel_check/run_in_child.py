@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,9 +61,9 @@ def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator
     with _file_for_errors() as said:
         try:
             child = subprocess.Popen(
-                command, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True,
+                command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
                 start_new_session=True,
-            )  # fmt: skip
+            )  # fmt: skip  # its stdin ends when this process does, however that ends: then the child ends, too
         except OSError as error:
             raise CannotStart(f"{command[0]} cannot be started: {error}") from error
         assert child.stdout is not None
@@ -90,13 +91,19 @@ def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator
                     begun = line["begins"]
                 else:
                     begun = ""
-                    yield Outcome.of(line)
+                    outcome = Outcome.of(line)
+                    if outcome.verdict == NOT_TRIED:  # what a compiler wrote says more than its exit code
+                        outcome = replace(outcome, detail=" ".join([outcome.detail, *_error_said(said)])[:300])
+                    yield outcome
                     if line["case"] == _START:
                         return
             code = _end(child)
             yield Outcome(begun or _END, _verdict_of_end(code, begun), _how_it_ended(code, said))
         finally:
             _end(child)
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
             reader.join(timeout=_PATIENCE)
             if not reader.is_alive():  # else a process that the child has left behind holds the pipe
                 child.stdout.close()
@@ -190,6 +197,12 @@ def _pass_on(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
     for line in stream:
         lines.put(line)
     lines.put(None)
+
+
+def _error_said(said: IO[str]) -> list[str]:
+    """The first line in which a compiler names an error."""
+    said.seek(0)
+    return [line.strip() for line in said.read().splitlines() if "error:" in line][:1]
 
 
 def _how_it_ended(code: int | None, said: IO[str]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+from functools import cache
 
 import torch
 
@@ -15,6 +17,7 @@ from ..errors import ConfigError
 from ..kernels.cards import OLDEST
 from ..notices import warn_user
 from .comparing import is_interpreted
+from .errors_in_a_check import in_a_line
 from .outcomes import NO_ROOM, UNKNOWN, Outcome, first_failure
 from .run_in_child import CHECKING, CannotStart, outcomes
 from .verdicts import Verdicts, key_of
@@ -32,6 +35,7 @@ WORK = {
 _REPORT = "This is remembered; `hf-batchllm check` checks anew, and prints a table for a report"
 _FIRST = "the kernels have to be checked on this card first, and"
 _answers: dict[tuple[str, ...], str | None] = {}
+_no_checks: dict[tuple[str, ...], str] = {}  # cards on which nothing can be checked by this process, and why
 
 
 def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | None:
@@ -41,12 +45,13 @@ def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | Non
     """
     if (reason := unusable(device, amd=amd)) is not None:
         return reason
-    if not is_checked(device):
+    if _asked() == "never":
         return None
     key = key_of(device)
     known = (group, *key.values())
     if known not in _answers:
-        _answers[known] = _found(group, device, key)
+        # On a card that is trusted, somebody may have had it checked by hand.
+        _answers[known] = _found(group, device, key) if is_checked(device) else _kept(group, key)
     return _answers[known]
 
 
@@ -71,7 +76,7 @@ def is_known_good(group: str, device: torch.device) -> bool:
     if unusable(device, amd=True) is not None:
         return False
     if not is_checked(device):
-        return torch.version.hip is None
+        return torch.version.hip is None and refusal(group, device) is None
     return _answers.get((group, *key_of(device).values()), "") is None
 
 
@@ -79,30 +84,61 @@ def unusable(device: torch.device, *, amd: bool = False) -> str | None:
     """Why no kernel can be used on a device."""
     if device.type != "cuda" and not is_interpreted():
         return f"the Triton kernels need a CUDA GPU, and the model is on {device}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (`pip install triton`)"
-    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
-        return "this Triton is too old (`pip install -U triton`)"
+    hip = torch.version.hip is not None
+    if device.type == "cuda" and not hip and torch.cuda.get_device_capability(device) < OLDEST:
+        name = torch.cuda.get_device_properties(device).name
+        return f"the Triton kernels need compute capability 8.0 (an A100 or RTX 30) or later, and {name} is older"
+    if (reason := _no_triton()) is not None:
+        return reason
     if device.type != "cuda":
         return None
     if is_interpreted():
         return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it and start anew"
-    if torch.version.hip is not None:
-        if amd:
-            return None
+    if hip and not amd:
         return 'on AMD\'s GPUs nobody has tried the Triton kernels yet: `backend="triton"` checks and uses them'
-    if torch.cuda.get_device_capability(device) < OLDEST:
-        name = torch.cuda.get_device_properties(device).name
-        return f"the Triton kernels need compute capability 8.0 (an A100 or RTX 30) or later, and {name} is older"
     return None
+
+
+def _no_triton() -> str | None:
+    """Why Triton cannot be used here, whatever the card is."""
+    try:
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed (`pip install triton`)"
+        if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+            return "this Triton is too old (`pip install -U triton`)"
+    except (ImportError, OSError, ValueError) as error:
+        return f"Triton cannot be imported: {in_a_line(error)}"
+    if is_interpreted() or _asked() == "never" or _has_compiler(os.environ.get("CC") or "gcc", os.environ.get("PATH")):
+        return None
+    return "Triton needs a C compiler, and there is none here (install gcc, or have CC name one)"
+
+
+@cache
+def _has_compiler(compiler: str, path: str | None) -> bool:
+    """Triton compiles a part of each launch in C."""
+    return any(shutil.which(each, path=path) for each in (compiler, "clang"))
 
 
 def is_checked(device: torch.device) -> bool:
     """Whether kernels are to be checked on this device: HF_BATCHLLM_CHECK may say `always` or `never`."""
+    asked = _asked()
+    return asked == "always" or (not asked and not is_proven(device))
+
+
+def _asked() -> str:
     asked = os.environ.get("HF_BATCHLLM_CHECK", "")
     if asked not in ("", "always", "never"):
         raise ConfigError(f"HF_BATCHLLM_CHECK is {asked!r}; it may be `always` or `never`")
-    return asked == "always" or (not asked and not is_proven(device))
+    return asked
+
+
+def _kept(group: str, key: dict[str, str]) -> str | None:
+    failed = Verdicts().read(key, group)
+    return _in_words(key, failed) if failed else None
+
+
+def _in_words(key: dict[str, str], failed: str) -> str:
+    return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}"
 
 
 def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
@@ -112,12 +148,16 @@ def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
     with verdicts.alone(key, group):
         failed = verdicts.read(key, group)
         if failed is None:
+            card = tuple(key.values())
+            if card in _no_checks:
+                return _no_checks[card]
             warn_user(
-                f"the kernels for {WORK[group]} are tried on {key['card']} for the first time: this may take a minute, "
-                "and is remembered"
+                f"the kernels for {WORK[group]} are tried on {key['card']} for the first time: this may take a minute"
             )
             found = checked(group, device)
             if isinstance(found, str):
+                # The same would come of the check of every other group.
+                _no_checks[card] = found
                 return found
             failed = "" if found is None else str(found)
             try:
@@ -127,7 +167,7 @@ def _found(group: str, device: torch.device, key: dict[str, str]) -> str | None:
                     f"the outcome of the check cannot be remembered, so each process checks anew: {error}. "
                     "HF_BATCHLLM_CACHE may name another folder"
                 )
-    return f"on this card ({key['card']}) a kernel failed its check: {failed}. {_REPORT}" if failed else None
+    return _in_words(key, failed) if failed else None
 
 
 def checked(group: str, device: torch.device) -> Outcome | str | None:
@@ -138,10 +178,9 @@ def checked(group: str, device: torch.device) -> Outcome | str | None:
         return f"{_FIRST} that cannot be done: {error}"
     failure = first_failure(found)
     if failure is not None and failure.verdict in UNKNOWN:
-        if failure.verdict != NO_ROOM:
-            return f"{_FIRST} that cannot be done: {failure.detail}"
-        return (
-            f"{_FIRST} there was no memory for that ({failure.detail}): run `hf-batchllm check` before the model is "
-            "loaded"
-        )
+        where = "run `hf-batchllm check` before the model is loaded"
+        if failure.verdict == NO_ROOM:
+            return f"{_FIRST} there was no memory for that ({failure.detail}): {where}"
+        hint = f". {where[0].upper()}{where[1:]}" if "busy or unavailable" in failure.detail else ""
+        return f"{_FIRST} that cannot be done: {failure.detail}{hint}"
     return failure

@@ -94,6 +94,8 @@ class Verdicts:
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
             json.dump({"key": key, "group": group, "failed": failed}, file, indent=1)
+        with contextlib.suppress(OSError):
+            os.chmod(file.name, 0o644)  # the folder may be one that several people share
         os.replace(file.name, self.path(key, group))
 
     @contextlib.contextmanager

@@ -43,8 +43,8 @@ def check_backend(config: BatchConfig, device: torch.device, notices: Notices) -
             f"attention on {device} runs through torch's own (torch.nn.attention.varlen), which is slower: {reason}",
         )
     elif device.type != "cpu" or unusable(device) is None:
-        other = varlen_attention.why_not(device) if config.backend != "torch" else None
-        also = f"; {other}" if other is not None and device.type == "cuda" else ""
+        other = varlen_attention.failure(device) if config.backend != "torch" else None
+        also = "" if other is None else f". Torch's own attention cannot be used either: {other}"
         notices("slow", f"attention on {device} runs in plain PyTorch, which is correct and slow: {reason}{also}")
 
 
@@ -101,10 +101,14 @@ def warn_of_refused(groups: list[str], config: BatchConfig, device: torch.device
     """Say which kernels failed their check, beside those for attention."""
     if unusable(device, amd=config.backend == "triton") is not None:
         return
+    by_reason: dict[str, list[str]] = {}
     for group in groups if config.backend != "torch" else ["sampling"]:
         reason = _why_not(group, config, device)
         if reason is not None:
-            notices(f"slow {group}", f"{WORK[group]} on {device}: plain PyTorch, which is correct and slow: {reason}")
+            by_reason.setdefault(reason, []).append(group)
+    for reason, alike in by_reason.items():
+        work = ", ".join(WORK[group] for group in alike)
+        notices(f"slow {alike}", f"{work} on {device}: plain PyTorch, which is correct and slow: {reason}")
 
 
 def _refused(config: BatchConfig, device: torch.device) -> str | None:

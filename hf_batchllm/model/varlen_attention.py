@@ -43,9 +43,20 @@ def why_not(device: torch.device) -> str | None:
         return "it is for NVIDIA's GPUs"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return "it needs compute capability 8.0"
-    if importlib.util.find_spec("torch.nn.attention") is None or importlib.util.find_spec(_MODULE) is None:
+    if not _is_there():
         return f"this torch has no {_MODULE}"
     return _tried(device)
+
+
+def failure(device: torch.device) -> str | None:
+    """Why it failed, where it could be tried and was not as it should be."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
+        return None
+    return _tried(device) if _is_there() else None
+
+
+def _is_there() -> bool:
+    return importlib.util.find_spec("torch.nn.attention") is not None and importlib.util.find_spec(_MODULE) is not None
 
 
 @dataclass(frozen=True)

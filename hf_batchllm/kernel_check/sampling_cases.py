@@ -1,0 +1,116 @@
+"""Cases of picking tokens: the best one, draws, cutoffs, penalties, and going on to the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..kernels import penalties_torch, sample_torch, top_k_top_p_torch
+from ..kernels.sample_torch import RUNNING, Rows
+from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from .comparing import Where, Wrong, near, same
+
+_ROWS, _VOCABULARY = 8, 5003
+_CUTS: tuple[dict[str, Any], ...] = (
+    {"top_k": 40},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.02},
+)
+# Of rows that sample each in its own way, one of which takes the best token.
+_RECIPES = (Recipe(temperature=0.0), Recipe(1.3, 0.8, 40), Recipe(1.1, 0.7, top_p=0.9), Recipe(temperature=1.2))
+
+
+def sampling(where: Where) -> dict[str, Callable[[], None]]:
+    from ..kernels import penalties_triton, sample_triton, top_k_top_p_triton
+
+    numbers = torch.arange(_ROWS, device=where.device)
+
+    def logits(dtype: torch.dtype | None = None) -> torch.Tensor:
+        return where.random(where.generator(), _ROWS, _VOCABULARY, dtype=dtype) * 2
+
+    def by_row() -> RowRecipes:
+        return RowRecipes(RecipeTable(_RECIPES, _VOCABULARY, where.device), (numbers % len(_RECIPES)).int())
+
+    def greedy() -> None:
+        same(sample_triton.greedy(logits()), sample_torch.greedy(logits()))
+
+    def drawn(temperature: float | RowRecipes, seed: torch.Tensor, threshold: torch.Tensor | None = None) -> None:
+        given = seed, numbers, numbers % 3, 5 * numbers
+        results = [
+            module.gumbel_sample(logits(), temperature, *given, threshold=threshold)
+            for module in (sample_triton, sample_torch)
+        ]
+        same(results[0], results[1], "the tokens", but=1)
+        if threshold is not None:
+            picked = logits().gather(1, results[0][:, None])[:, 0].float()
+            if bool((picked < threshold).any()):
+                raise Wrong("a token that was cut off was drawn")
+
+    def draws(cut: bool) -> None:
+        threshold = top_k_top_p_torch.cutoffs(logits(), temperature=0.8, top_k=5) if cut else None
+        drawn(0.8, torch.tensor([7], device=where.device), threshold)
+
+    def draws_by_row() -> None:
+        threshold = top_k_top_p_torch.cutoffs(logits(), by_row=by_row())
+        drawn(by_row(), 7 + numbers, threshold)
+
+    def cutoffs(given: dict[str, Any]) -> None:
+        results = [module.cutoffs(logits(), **given) for module in (top_k_top_p_triton, top_k_top_p_torch)]
+        same(results[0], results[1], "the cutoffs", but=1)
+
+    def penalties(each_its_own: bool) -> None:
+        """``each_its_own``: penalties of each row, and tokens that may not come yet."""
+        tokens = torch.arange(0, _VOCABULARY, 610, device=where.device)[:_ROWS]
+        given: dict[str, Any] = {"penalty": 1.3}
+        if each_its_own:
+            eos = torch.tensor([[2, 7]] * len(_RECIPES), device=where.device)
+            given = {"by_row": by_row(), "eos": eos, "made": numbers.int(), "minimum": (numbers * 0 + 4).int()}
+        results = []
+        for module in (penalties_triton, penalties_torch):
+            seen = torch.zeros(_ROWS, -(-_VOCABULARY // 32), dtype=torch.int32, device=where.device)
+            module.mark_seen(seen, tokens, _VOCABULARY)
+            results.append((seen, module.penalise(logits(torch.float32), seen=seen, **given)))
+        same(results[0][0], results[1][0], "the bits")
+        near(results[0][1], results[1][1])
+
+    def steps(sets: bool) -> None:
+        """Rows of which some end at a token, some at a length, and some for want of a page.
+
+        ``sets``: of tokens that end a row there are several, and each row has one of them.
+        """
+        count, page_size = 40, 16
+        number = torch.arange(count, dtype=torch.int32, device="cpu")
+        begun = Rows(
+            token=number.long(), position=number.long() + 8, length=number + 9, slot=number.long() + 100,
+            made=torch.ones_like(number), remaining=1 + number % 5, status=torch.full_like(number, RUNNING),
+            start=number // 16 * 16, pages=torch.stack([number, number + 50, number % 4 - 1], dim=1).contiguous(),
+            produced=torch.full((count, 4), -7, dtype=torch.int64, device="cpu"),
+        )  # fmt: skip
+        eos = torch.tensor([[2, 7, -1], [5, -1, -1]] if sets else [2, 7, -1], device=where.device)
+        which = (number % 2).to(where.device) if sets else None
+        both = [begun.to(where.device), Rows(*(each.clone() for each in vars(begun).values())).to(where.device)]
+        for step in range(4):
+            sampled = (number.long() * 3 + step).to(where.device) % 11
+            for module, rows in zip((sample_triton, sample_torch), both, strict=True):
+                module.advance(rows, sampled, eos, page_size, which)
+        for name, wanted in vars(both[1]).items():
+            same(getattr(both[0], name), wanted, name)
+
+    made: dict[str, Callable[[], None]] = {
+        "greedy": greedy,
+        "draws": partial(draws, cut=False),
+        "draws of what is left": partial(draws, cut=True),
+        "draws, rows of their own": draws_by_row,
+        "cutoffs, rows of their own": lambda: cutoffs({"by_row": by_row()}),
+        "penalties": partial(penalties, each_its_own=False),
+        "penalties, rows of their own": partial(penalties, each_its_own=True),
+        "steps of rows": partial(steps, sets=False),
+        "steps of rows, ends of their own": partial(steps, sets=True),
+    }
+    for options in _CUTS:
+        made[f"cutoffs, {', '.join(options)}"] = partial(cutoffs, {"temperature": 0.7, **options})
+    return made

@@ -1,0 +1,234 @@
+"""What a check found is remembered, for as long as nothing changes that it depends on."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_broken_kernels import broken
+from support_kernel_check import CPU, KEY
+from support_kernel_check import checking as checking  # a fixture
+from support_kernel_check import nothing_remembered as nothing_remembered  # a fixture of all tests here
+from support_kernels import INTERPRETED, plain
+
+from hf_batchllm import BatchConfig, ConfigError
+from hf_batchllm.kernel_check import run_in_child, trust, verdicts
+from hf_batchllm.kernel_check.groups import GROUPS
+from hf_batchllm.kernel_check.outcomes import NO_ROOM, PASSED, WRONG, Outcome
+from hf_batchllm.kernel_check.verdicts import Verdicts
+from hf_batchllm.model.choose_backend import warn_of_refused
+from hf_batchllm.notices import Notices
+
+
+@plain
+def test_a_verdict_is_reused_by_later_processes(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    with pytest.warns(UserWarning, match="for the first time"):
+        assert trust.refusal("layers", CPU) is None
+    monkeypatch.setattr(trust, "_answers", {})  # another process
+    monkeypatch.setattr(trust, "outcomes", lambda *given: pytest.fail("checked again"))
+    assert trust.refusal("layers", CPU) is None
+
+
+@plain
+@pytest.mark.parametrize("changed", KEY)
+def test_a_verdict_is_forgotten_when_anything_changes(changed: str, tmp_path: Path) -> None:
+    kept = Verdicts(tmp_path)
+    kept.write(KEY, "layers", "norm: wrong")
+    assert kept.read(KEY, "layers") == "norm: wrong"
+    assert kept.read(KEY, "attention") is None
+    assert kept.read(KEY | {changed: "another"}, "layers") is None
+
+
+@plain
+def test_the_key_holds_all_that_matters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key = verdicts.key_of(CPU)
+    assert set(KEY) | {"library"} <= set(key) and key["torch"] == torch.__version__
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
+    assert verdicts.key_of(CPU) != key
+    monkeypatch.setattr(verdicts, "_HERE", tmp_path)  # another check
+    assert verdicts.sources.__wrapped__() != key["sources"]
+
+
+@plain
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {}}', "null", '{"failed": ""}'])
+def test_a_damaged_file_counts_as_none(text: str, tmp_path: Path) -> None:
+    kept = Verdicts(tmp_path)
+    kept.write(KEY, "layers", "")
+    assert kept.read(KEY, "layers") == ""
+    kept.path(KEY, "layers").write_text(text)
+    assert kept.read(KEY, "layers") is None
+
+
+@plain
+def test_a_folder_that_cannot_be_written_to_is_told_of(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    monkeypatch.setattr(trust, "outcomes", lambda *given: iter([Outcome("norm", PASSED)]))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert trust.refusal("layers", CPU) is None
+        assert trust.refusal("layers", CPU) is None, "this process remembers"
+    said = [str(each.message) for each in heard]
+    assert len(said) == 2 and "cannot be remembered" in said[1] and "HF_BATCHLLM_CACHE" in said[1]
+
+
+@plain
+def test_processes_that_begin_together_check_once(
+    checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, tmp_path, None)
+    ran = []
+
+    def slow(*given: Any) -> Any:
+        ran.append(given)
+        time.sleep(0.3)
+        return iter([Outcome("norm", WRONG, "off by far")])
+
+    monkeypatch.setattr(trust, "outcomes", slow)
+    found: list[str | None] = []
+    key = verdicts.key_of(CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads = [threading.Thread(target=lambda: found.append(trust._found("layers", CPU, key))) for _ in range(3)]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+    assert len(ran) == 1 and len(set(found)) == 1 and "off by far" in str(found[0])
+
+
+@plain
+@pytest.mark.skipif(verdicts.fcntl is None, reason="this system has no locks on files")
+def test_a_process_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(verdicts, "_SILENT_WAIT", 0.2)
+    monkeypatch.setattr(verdicts, "_LONGEST_WAIT", 0.6)
+    kept, began = Verdicts(tmp_path), time.monotonic()
+    with kept.alone(KEY, "layers"), pytest.warns(UserWarning, match="another process"), kept.alone(KEY, "layers"):
+        assert 0.5 < time.monotonic() - began < 5
+
+
+@plain
+def test_a_question_that_starts_no_check(checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A digest of the weights may be computed otherwise: it does not wait for a check."""
+    broken(monkeypatch, tmp_path, None)
+    monkeypatch.setattr(trust, "outcomes", lambda *given: iter([Outcome("norm", PASSED)]))
+    assert not trust.is_known_good("layers", CPU)
+    with pytest.warns(UserWarning, match="for the first time"):
+        assert trust.refusal("layers", CPU) is None
+    assert trust.is_known_good("layers", CPU) and not trust.is_known_good("experts", CPU)
+
+
+@plain
+def test_amds_cards_run_what_was_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_batchllm.sampling import device_sampler, sampling_kernels
+
+    gpu, asked = torch.device("cuda", 0), []
+
+    def refusal(group: str, device: torch.device, *, amd: bool = False) -> str | None:
+        asked.append(amd)
+        return None if amd else "nobody has tried"
+
+    monkeypatch.setattr(sampling_kernels, "refusal", refusal)
+    monkeypatch.setattr(trust, "refusal", refusal)
+    monkeypatch.setattr(trust, "unusable", lambda device, amd=False: None if amd else "nobody has tried")
+    assert sampling_kernels.sampling_kernels(gpu, amd=True) == sampling_kernels.triton_sampling()
+    assert sampling_kernels.sampling_kernels(gpu) == sampling_kernels.torch_sampling()
+    assert device_sampler.may_pick_on(gpu, amd=True)
+    assert asked == [True, False, True]
+
+
+@plain
+def test_a_verdict_by_hand_counts_on_a_card_that_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Somebody has run `hf-batchllm check` there. No check is started for the question."""
+    monkeypatch.setenv("HF_BATCHLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(trust, "unusable", lambda device, amd=False: None)
+    monkeypatch.setattr(trust, "is_proven", lambda device: True)
+    monkeypatch.setattr(trust, "outcomes", lambda *given: pytest.fail("checked"))
+    assert trust.refusal("layers", CPU) is None
+    Verdicts().write(verdicts.key_of(CPU), "layers", "norm: wrong")
+    monkeypatch.setattr(trust, "_answers", {})
+    assert "norm: wrong" in (trust.refusal("layers", CPU) or "") and not trust.is_known_good("layers", CPU)
+    assert trust.refusal("sampling", CPU) is None
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
+    assert trust.refusal("layers", CPU) is None
+
+
+@plain
+@pytest.mark.parametrize("end", ["start", "norm", None])
+def test_one_cause_around_the_kernels_is_met_once(
+    end: str | None, checking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would be the same for each group: one child, and one warning of a check."""
+    broken(monkeypatch, tmp_path, None)
+    begun = []
+
+    def outcomes(group: str, device: Any) -> Any:
+        begun.append(group)
+        if end is None:
+            raise run_in_child.CannotStart("there is no Python")
+        return iter([Outcome(end, NO_ROOM, "OutOfMemoryError")])
+
+    monkeypatch.setattr(trust, "outcomes", outcomes)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        reasons = {trust.refusal(group, CPU) for group in GROUPS}
+        notices = Notices()
+        warn_of_refused(["layers", "sampling", "states"], BatchConfig(backend="triton"), CPU, notices)
+    assert len(reasons) == 1 and len(begun) == 1
+    said = [str(each.message) for each in heard]
+    assert len(said) == 2 and said[1].startswith("fused layers, picking tokens, layers that carry a state on cpu")
+
+
+@plain
+def test_a_verdict_can_be_read_by_others(tmp_path: Path) -> None:
+    """The folder may be one that a group shares."""
+    kept = Verdicts(tmp_path)
+    kept.write(KEY, "layers", "")
+    assert kept.path(KEY, "layers").stat().st_mode & 0o777 == 0o644
+
+
+@plain
+@pytest.mark.parametrize("error", [ImportError("no libtriton"), ValueError("triton.__spec__ is None")])
+def test_a_broken_triton_is_told_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_find(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr("importlib.util.find_spec", broken_find)
+    assert f"cannot be imported: {type(error).__name__}" in str(trust._no_triton())
+
+
+@plain
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels need no compiler")
+def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert trust._no_triton() is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "C compiler" in str(trust._no_triton())
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")  # all launches may be in Triton's cache
+    assert trust._no_triton() is None
+
+
+@plain
+@pytest.mark.parametrize(
+    ("capability", "version", "proven"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.8.0", False), ((8, 0), "3.6.0", False), ((12, 0), "3.6.0", False)],
+)
+def test_what_the_projects_tests_have_run_on_is_trusted(
+    capability: tuple[int, int], version: str, proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_BATCHLLM_CHECK", raising=False)
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr("hf_batchllm.kernels.cards.capability_on", lambda device: capability)
+    assert trust.is_checked(torch.device("cuda")) != proven
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "never")
+    assert not trust.is_checked(torch.device("cuda"))
+    monkeypatch.setenv("HF_BATCHLLM_CHECK", "sometimes")
+    with pytest.raises(ConfigError, match="`always` or `never`"):
+        trust.is_checked(torch.device("cuda"))
