@@ -60,7 +60,7 @@ def test_budgets_page_sizes_and_backends_change_nothing(
 
 
 def test_a_page_size_that_the_kernels_cannot_do_is_said() -> None:
-    with pytest.warns(UserWarning, match="attention on cuda.*plain PyTorch.*`page_size` of 16, 32, 64 or 128, not 100"):
+    with pytest.warns(UserWarning, match="attention on cuda.*slow.*`page_size` of 16, 32, 64 or 128, not 100"):
         BatchGenerator(on_gpu("llama"), page_size=100)
     with pytest.raises(ConfigError, match="not 100"):
         BatchGenerator(on_gpu("llama"), page_size=100, backend="triton")
