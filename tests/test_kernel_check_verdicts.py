@@ -17,12 +17,13 @@ from support_kernel_check import nothing_remembered as nothing_remembered  # a f
 from support_kernels import INTERPRETED, plain
 
 from hf_batchllm import BatchConfig, ConfigError
-from hf_batchllm.kernel_check import run_in_child, trust, verdicts
+from hf_batchllm.kernel_check import trust, verdicts
 from hf_batchllm.kernel_check.groups import GROUPS
 from hf_batchllm.kernel_check.outcomes import NO_ROOM, PASSED, WRONG, Outcome
 from hf_batchllm.kernel_check.verdicts import Verdicts
 from hf_batchllm.model.choose_backend import warn_of_refused
 from hf_batchllm.notices import Notices
+from hf_batchllm.python_child import CannotStart
 
 
 @plain
@@ -173,7 +174,7 @@ def test_one_cause_around_the_kernels_is_met_once(
     def outcomes(group: str, device: Any) -> Any:
         begun.append(group)
         if end is None:
-            raise run_in_child.CannotStart("there is no Python")
+            raise CannotStart("there is no Python")
         return iter([Outcome(end, NO_ROOM, "OutOfMemoryError")])
 
     monkeypatch.setattr(trust, "outcomes", outcomes)

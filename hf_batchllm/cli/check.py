@@ -47,8 +47,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(device: torch.device, groups: Sequence[str]) -> int:
     from ..kernel_check.outcomes import NO_ROOM, PASSED, UNKNOWN, first_failure
-    from ..kernel_check.run_in_child import CannotStart, outcomes
+    from ..kernel_check.run_in_child import outcomes
     from ..kernel_check.verdicts import Verdicts, key_of
+    from ..python_child import CannotStart
 
     key, verdicts = key_of(device), Verdicts()
     for name, value in (key | {"python": platform.python_version(), "system": platform.platform()}).items():

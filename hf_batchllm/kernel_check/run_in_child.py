@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing.spawn
 import os
 import queue
 import signal
@@ -15,12 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from ..errors import ConfigError
+from ..python_child import CannotStart, python_path, python_program
 from .outcomes import CRASHED, HUNG, NO_ROOM, NOT_TRIED, PASSED, UNKNOWN, Outcome
 from .which_card import mark_of
 
@@ -29,13 +28,8 @@ _SECONDS_TO_START = 60.0  # at least, whatever a case is given
 _PATIENCE = 10.0  # seconds, with a process that was killed
 _START, _END = "start", "end"
 _NO_CASES = (_START, _END)  # after these there is nothing that another child could go on with
-_ROOT = Path(__file__).resolve().parents[2]  # what the library is imported from
 _CHILD = f"{__package__}.child"
 CHECKING = "HF_BATCHLLM_CHECKING"  # in the environment of a child
-
-
-class CannotStart(Exception):
-    """No child process can be started here."""
 
 
 def outcomes(group: str, device: torch.device, *, to_the_end: bool = False) -> Iterator[Outcome]:
@@ -57,7 +51,7 @@ def outcomes(group: str, device: torch.device, *, to_the_end: bool = False) -> I
 
 
 def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator[Outcome]:
-    command = [_python(), "-P", "-m", _CHILD, group, str(device), mark_of(device), *done]
+    command = [python_program(), "-P", "-m", _CHILD, group, str(device), mark_of(device), *done]
     with _file_for_errors() as said:
         try:
             child = subprocess.Popen(
@@ -109,27 +103,14 @@ def _of_one_child(group: str, device: torch.device, done: list[str]) -> Iterator
                 child.stdout.close()
 
 
-def _python() -> str:
-    """The program that is to run the child."""
-    if getattr(sys, "frozen", False):
-        raise CannotStart("this program is frozen into one file, which cannot start Python")
-    program = os.fsdecode(multiprocessing.spawn.get_executable() or "")
-    if not program:
-        raise CannotStart("Python does not know its own program (`sys.executable` is empty)")
-    return program
-
-
 def _environment() -> dict[str, str]:
     """The child finds the modules that this process finds, but nothing in the current folder."""
     folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     here = {os.path.realpath(os.getcwd()), os.path.dirname(os.path.realpath(sys.argv[0] if sys.argv else ""))}
     folders += [each for each in sys.path if os.path.isabs(each) and os.path.realpath(each) not in here]
-    first = next((each for each in folders if (Path(each) / __name__.partition(".")[0]).is_dir()), None)
-    if first is None or Path(first).resolve() != _ROOT:
-        folders.insert(0, str(_ROOT))
     # Products of float32 are not to be rounded to TF32, as NVIDIA's containers have it.
     exact = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
-    return os.environ | exact | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)), CHECKING: "1"}
+    return os.environ | exact | {"PYTHONPATH": python_path(folders), CHECKING: "1"}
 
 
 def _file_for_errors() -> IO[str]:

@@ -16,10 +16,11 @@ import torch
 from ..errors import ConfigError
 from ..kernels.cards import OLDEST
 from ..notices import warn_user
+from ..python_child import CannotStart
 from .comparing import is_interpreted
 from .errors_in_a_check import in_a_line
 from .outcomes import NO_ROOM, UNKNOWN, Outcome, first_failure
-from .run_in_child import CHECKING, CannotStart, outcomes
+from .run_in_child import CHECKING, outcomes
 from .verdicts import Verdicts, key_of
 
 # Compute capability, and versions of Triton with which all tests of the kernels have passed on such a card.
