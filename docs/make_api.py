@@ -34,8 +34,26 @@ version to the next. The options of `generate` are in [generate.md](generate.md)
 [files.md](files.md).
 """
 _CHAPTERS = {
-    "Generating and scoring": ["BatchGenerator", "BatchConfig", "accelerated", "plan_prompts", "run_file"],
-    "Results": ["BatchResult", "Generation", "ScoreResult", "Score", "RunReport", "SharingPlan", "FileReport"],
+    "Generating and scoring": [
+        "BatchGenerator",
+        "GeneratorPool",
+        "BatchConfig",
+        "accelerated",
+        "plan_prompts",
+        "run_file",
+    ],
+    "Results": [
+        *(
+            "BatchResult",
+            "Generation",
+            "ScoreResult",
+            "Score",
+            "RunReport",
+            "WorkerReport",
+            "SharingPlan",
+            "FileReport",
+        ),
+    ],
     "Schedulers": ["BaseScheduler"],
     "Errors": [
         "BatchLLMError",
@@ -45,6 +63,7 @@ _CHAPTERS = {
         "GenerationInterrupted",
         "GeneratorBusyError",
         "OptionValueError",
+        "PoolError",
         "PromptError",
         "PromptsTypeError",
         "TokenizerError",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         GenerationInterrupted,
         GeneratorBusyError,
         OptionValueError,
+        PoolError,
         PromptError,
         PromptsTypeError,
         TokenizerError,
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     from .integrations.accelerated import accelerated
     from .planning.base_scheduler import BaseScheduler
     from .planning.sharing import plan_prompts
+    from .pool.generator_pool import GeneratorPool
     from .results.generations import BatchResult, Generation
-    from .results.run_report import RunReport
+    from .results.run_report import RunReport, WorkerReport
     from .results.scores import Score, ScoreResult
     from .results.sharing_plan import SharingPlan
 
@@ -56,7 +58,9 @@ _HOME = {  # public name -> the module that holds it
     "Generation": "results.generations",
     "GenerationInterrupted": "errors",
     "GeneratorBusyError": "errors",
+    "GeneratorPool": "pool.generator_pool",
     "OptionValueError": "errors",
+    "PoolError": "errors",
     "PromptError": "errors",
     "PromptsTypeError": "errors",
     "RunReport": "results.run_report",
@@ -66,6 +70,7 @@ _HOME = {  # public name -> the module that holds it
     "TokenizerError": "errors",
     "UnsupportedModelError": "errors",
     "UnsupportedOptionError": "errors",
+    "WorkerReport": "results.run_report",
     "accelerated": "integrations.accelerated",
     "plan_prompts": "planning.sharing",
     "run_file": "files.run_file",
@@ -84,7 +89,9 @@ __all__ = [
     "Generation",
     "GenerationInterrupted",
     "GeneratorBusyError",
+    "GeneratorPool",
     "OptionValueError",
+    "PoolError",
     "PromptError",
     "PromptsTypeError",
     "RunReport",
@@ -94,6 +101,7 @@ __all__ = [
     "TokenizerError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "WorkerReport",
     "__version__",
     "accelerated",
     "plan_prompts",

@@ -110,6 +110,10 @@ class GeneratorBusyError(BatchLLMError, RuntimeError):
     """The generator is running another call, or it is closed."""
 
 
+class PoolError(BatchLLMError, RuntimeError):
+    """All processes of a ``GeneratorPool`` are gone, or hold different models."""
+
+
 class CacheMemoryError(BatchLLMError, MemoryError):
     """Too little memory is free for the smallest useful KV cache."""
 

@@ -377,10 +377,11 @@ class BatchGenerator:
         with self._turns.take(turn, self._new_call) as call:
             yield call
 
-    def _new_call(self) -> Call:
+    def _new_call(self, **of_several: Any) -> Call:
+        """``of_several``: what a call has that several processes run together."""
         self.last_report = None
         self.architecture = self._kv.architecture = look_again(self.architecture, self.model)
-        return Call(self.model, self.architecture, self.config, self._kv, self._notices, self._fusion)
+        return Call(self.model, self.architecture, self.config, self._kv, self._notices, self._fusion, **of_several)
 
     # -- results -----------------------------------------------------------------------------------------------
 

@@ -95,11 +95,13 @@ class Drive:
         oldest = min(self.unfinished(), key=lambda request: request.rank, default=None)
         had = oldest.computed if oldest is not None else 0
         step = self.scheduler.next()
-        assert (step is None) == (oldest is None)
+        assert (step is None) == (not self.unfinished())
         self.cache.check_integrity(self.unfinished())
         if step is None or oldest is None:
             return None
-        if not self.lineup.cached_tokens:  # a prefix from an earlier call may have to be cut down, once
+        if (
+            not self.lineup.cached_tokens and not oldest.done
+        ):  # a prefix from an earlier call may have to be cut down, once
             assert oldest.computed >= had, "the oldest was preempted"
         self.check(step)
         self.steps.append(step)

@@ -22,6 +22,7 @@ ROOMS = (  # from the top down
     "files",
     "lm_eval",
     "integrations",
+    "pool",
     "generator",
     "engine",
     "sampling",

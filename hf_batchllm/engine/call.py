@@ -20,8 +20,9 @@ from ..notices import Notices
 from ..patches.fusion import Fusion
 from ..planning.base_scheduler import scheduler_name
 from ..planning.call_plan import CallPlan
+from ..planning.claims import Claims
 from ..planning.lineup import Lineup
-from ..planning.requests_and_prefixes import Branch, Request
+from ..planning.requests_and_prefixes import Branch, FinishReason, Request
 from ..planning.step import Step
 from ..results.run_report import RunReport
 from ..wording import counted, shown_size
@@ -65,13 +66,16 @@ class Call:
         kv: KVMemory,
         notices: Notices,
         fusion: Fusion,
+        claims: Claims | None = None,  # where several processes run the call
+        began: float | None = None,  # when the call did, if that was elsewhere
     ) -> None:
         self._config = config
+        self._claims = claims
         self._kv = kv
         self._notices = notices
         self._use = ModelInUse(model, architecture, config, fusion, notices)
         self.timekeeper = Timekeeper(ahead=architecture.device.type == "cuda")
-        self._began = time.time()  # the same moment, as ``generate`` measures ``max_time``
+        self._began = began or time.time()  # the same moment, as ``generate`` measures ``max_time``
         self._stage = Stage.NEW
         self._adapters: AdapterTurns | None = None
         self._wiring: Wiring | None = None
@@ -230,6 +234,9 @@ class Call:
         if len(requests) < len(self.lineup.requests):
             self.engine.endings.take_turn(requests)
         before = scheduler.preemptions if turn else 0
+        scheduler.claims = self._claims
+        if self._claims is not None and not scheduler.asks_claims:
+            requests = [request for request in requests if self._claimed(request, self._claims)]
         scheduler.start(requests, self.cache, self._memory.step_tokens)
         if self.engine.smaller.most is not None:
             scheduler.limit_steps(self.engine.smaller.most)
@@ -237,6 +244,14 @@ class Call:
             self._earlier_preemptions += before
         if self._ahead is not None:
             self._ahead.start(requests, self._memory.step_tokens)
+
+    def _claimed(self, request: Request, claims: Claims) -> bool:
+        """For a scheduler that does not ask."""
+        if claims.take(request.index):
+            return True
+        request.end(FinishReason.WITHDRAWN)
+        self.cache.retire(request)
+        return False
 
     def _fed(self, feed: Feed, watch: Callable[[Step, int], None] | None) -> Iterator[Request]:
         def told(step: Step, new_tokens: int) -> None:

@@ -183,9 +183,13 @@ class JobChecks:
         if not any(options.do_sample for options in resolved):
             seeds = None
         elif seeds is None:
-            seeds = int(torch.randint(2**63 - 1, (), device="cpu").item())
+            seeds = self._drawn_seed()
         can_stop = [rules[place].can_stop for place in places]
         return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed)
+
+    def _drawn_seed(self) -> int:
+        """Where a call samples and was given no seed."""
+        return int(torch.randint(2**63 - 1, (), device="cpu").item())
 
     def scores(
         self,

@@ -23,6 +23,7 @@ from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
 from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
+from ..model.weights_fingerprint import fingerprint
 from ..results.generations import Generation
 from ..sampling.host_sampler import NothingToDrawError
 from .file_report import FileReport
@@ -36,7 +37,6 @@ from .store.open_output import kept_in
 from .store.output import Output
 from .store.run_record import RunRecord
 from .store.sources import Source, record_key
-from .weights_fingerprint import fingerprint
 
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
 _MIN_LOGPROBS = 20  # of each token: the most that OpenAI's interface returns

@@ -20,6 +20,9 @@ class LeftOut:
     def __repr__(self) -> str:
         return "<left out>"
 
+    def __reduce__(self) -> str:
+        return "LEFT_OUT"  # there is one, in another process too
+
 
 LEFT_OUT: Any = LeftOut()
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from .claims import Claims
 from .paged_cache import PagedCache
 from .requests_and_prefixes import Request
 from .step import Step
@@ -35,6 +36,16 @@ class BaseScheduler(ABC):
 
     Otherwise each request still gets a token when ``max_time`` is over, as in ``generate``.
     """
+
+    claims: Claims | None = None
+    """Is set before ``start()`` where several processes run a call together.
+
+    A scheduler that ``asks_claims`` asks ``claims.take(request.index)`` just before a request begins. If the answer is
+    no, it calls ``request.end(FinishReason.WITHDRAWN)`` and ``cache.retire(request)``, and forgets the request.
+    """
+
+    asks_claims: bool = False
+    """Whether it does. Otherwise all requests of a call are this process's from the start."""
 
     @abstractmethod
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:

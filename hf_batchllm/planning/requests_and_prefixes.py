@@ -115,6 +115,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     TIME = "time"
     ERROR = "error"
+    WITHDRAWN = "withdrawn"  # another process runs it: nothing is made of it here
 
 
 class Request(Unit):

@@ -34,6 +34,7 @@ class QueueScheduler(BaseScheduler):
 
     runs_ahead = True
     ends_waiting = True
+    asks_claims = True
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         self.cache = cache
@@ -41,7 +42,7 @@ class QueueScheduler(BaseScheduler):
         self.waiting = deque(self._ordered(requests))
         self.running: dict[Request, None] = {}  # oldest first; a dict, so that one can leave from the middle
         self.preemptions = 0
-        self._some_gave_up = False
+        self._some_gave_up = self._withdrew = False
         self._at_work_now: set[Unit] = set()  # units with a chunk in the step that is being made
 
     def limit_steps(self, tokens: int | None) -> None:
@@ -58,10 +59,24 @@ class QueueScheduler(BaseScheduler):
             self._some_gave_up = True  # many requests do so at once: `_empty_step` takes them out together
         self.cache.retire(request)
 
+    def _take_next(self) -> Request | None:
+        """The next request of the queue, which is to enter now; None if another process has it by now."""
+        request = self.waiting.popleft()
+        if self.claims is None or self.claims.take(request.index):
+            return request
+        self._withdraw(request)
+        self._withdrew = True
+        return None
+
+    def _withdraw(self, request: Request) -> None:
+        request.end(FinishReason.WITHDRAWN)
+        self.cache.retire(request)
+
     def _empty_step(self) -> Step:
         if self._some_gave_up:
             self.waiting = deque(request for request in self.waiting if not request.done)
             self._some_gave_up = False
+        self._withdrew = False
         self._at_work_now.clear()
         return Step()
 
@@ -161,6 +176,8 @@ class QueueScheduler(BaseScheduler):
         request.computed += 1
 
     def _checked(self, step: Step) -> Step | None:
+        if self._withdrew and not step.tokens:
+            return self.next()  # room, and tokens for this step, were counted on that are another's now
         if step.rows or step.chunks:
             if self.cache.slots is not None:
                 step.copies = self.cache.slots.copies()
@@ -226,10 +243,12 @@ class GroupScheduler(QueueScheduler):
                 self._full = not self._fits(self.waiting[0], forecast)
                 if self._full:
                     break
-                request = self.waiting.popleft()
-                self._enter(request)
-                forecast.add(request)
-                budget -= self._fill(request, step, budget)
+                newcomer = self._take_next()
+                if newcomer is None:
+                    continue
+                self._enter(newcomer)
+                forecast.add(newcomer)
+                budget -= self._fill(newcomer, step, budget)
         return self._checked(step)
 
     def _at_work(self) -> tuple[list[Request], list[Request]]:
@@ -255,7 +274,7 @@ class GroupScheduler(QueueScheduler):
         return missing > self.cache.free_pages + self.cache.droppable_pages
 
     def finish(self, request: Request) -> None:
-        if request.finish_reason is not FinishReason.TIME:
+        if request.finish_reason is not FinishReason.TIME:  # none that was withdrawn comes here
             self._lifetimes.learn(request)
         self._full = False
         super().finish(request)
@@ -360,10 +379,12 @@ class FifoScheduler(QueueScheduler):
                 if budget <= 0:
                     break
         while budget > 0 and self.waiting and self._fits(self.waiting[0]):
-            request = self.waiting.popleft()
-            self._enter(request)
-            self.cache.reserve(request, request.max_length)
-            budget -= self._fill(request, step, budget)
+            newcomer = self._take_next()
+            if newcomer is None:
+                continue
+            self._enter(newcomer)
+            self.cache.reserve(newcomer, newcomer.max_length)
+            budget -= self._fill(newcomer, step, budget)
         if not step.tokens:
             ready = [request for request in self.running if not request.exhausted][:budget]
             for request in sorted(ready, key=lambda request: request.rank):

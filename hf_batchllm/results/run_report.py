@@ -11,6 +11,22 @@ from .timeline import Timeline
 
 
 @dataclass(frozen=True)
+class WorkerReport:
+    """What one process of a GeneratorPool did in a call.
+
+    pieces: parts of the list of which it ran something. read_tokens, new_tokens: that it ran over, and generated.
+    busy: the share of the call's time in which it had work. lost: how it ended, if it did not come to the end.
+    """
+
+    device: str
+    pieces: int
+    read_tokens: int
+    new_tokens: int
+    busy: float
+    lost: str = ""
+
+
+@dataclass(frozen=True)
 class RunReport:
     """How a call went.
 
@@ -37,7 +53,10 @@ class RunReport:
     idle_tokens: tokens run for answers that had already ended.
     scored_tokens: in a call of ``score``, the tokens whose log-probability was asked for. Its sequences are the
         continuations, each with its context; all of their tokens but the last count as prompt tokens.
-    timeline: what the steps ran over as time went by, and where the time went (a Timeline).
+    timeline: what the steps ran over as time went by, and where the time went (a Timeline); None in a pool.
+    workers: of a GeneratorPool, what each process did. Its memory is the sum over all of them; ``device_memory`` is the
+        most on one device.
+    parted_tokens: tokens of prefixes that several processes computed, beyond the first time.
     """
 
     sequences: int
@@ -64,6 +83,8 @@ class RunReport:
     device_memory: int = 0
     scored_tokens: int = 0
     timeline: Timeline | None = field(default=None, repr=False)
+    workers: tuple[WorkerReport, ...] = ()
+    parted_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,6 +115,12 @@ class RunReport:
             lines.insert(3, f"time       {self.timeline.longest_phases}")
         if self.plan.why_nothing:
             lines.insert(2, f"shared     {self.plan.why_nothing}")
+        for number, worker in enumerate(self.workers):
+            what = f"{worker.read_tokens:,} prompt tokens, {worker.new_tokens:,} new ones"
+            said = f"{worker.device}: {what} in {counted(worker.pieces, 'piece')}, busy {worker.busy:.0%}"
+            lines.append(f"{'' if number else 'processes':11}{said}{f', {worker.lost}' if worker.lost else ''}")
+        if self.parted_tokens:
+            lines.append(f"parted     {self.parted_tokens:,} tokens of prefixes were computed in several processes")
         if self.scored_tokens:
             lines.append(f"scores     read from {len(self.plan.order):,} sequences that were run")
         if self.device_memory:

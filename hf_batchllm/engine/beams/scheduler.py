@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...planning.expected_length import ExpectedLength
 from ...planning.paged_cache import PagedCache
-from ...planning.requests_and_prefixes import Request
+from ...planning.requests_and_prefixes import FinishReason, Request
 from ...planning.scheduler import QueueScheduler
 from ...planning.step import Step
 from .group import BeamGroup
@@ -55,7 +55,10 @@ class BeamScheduler(QueueScheduler):
         if budget > 0 and self.waiting:
             promised = self._promised()
             while budget > 0 and self.waiting and self._fits(self.groups[self.waiting[0]], promised):
-                group = self.groups[self.waiting.popleft()]
+                root = self._take_next()
+                if root is None:
+                    continue
+                group = self.groups[root]
                 self._enter(group.root)
                 group.restore()
                 self._promise(promised, group)
@@ -73,6 +76,11 @@ class BeamScheduler(QueueScheduler):
         else:
             self._some_gave_up = True
         group.end()
+
+    def _withdraw(self, request: Request) -> None:
+        super()._withdraw(request)
+        for answer in self.groups[request].answers:
+            answer.end(FinishReason.WITHDRAWN)
 
     def _has_prefill(self, group: BeamGroup) -> bool:
         """Whether more has to be computed than a token for each beam."""

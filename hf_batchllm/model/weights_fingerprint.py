@@ -1,4 +1,4 @@
-"""Recognises the model that a run was begun with."""
+"""Recognises a model: the one that a run was begun with, or the one that another process has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
-from ..model.float64 import in_float64
+from .float64 import in_float64
 
 _VALUES_READ = 8  # at two places of each parameter: training changes nearly all values
 

@@ -1,0 +1,90 @@
+"""What loads the model in a worker: by path or name, or by a function of the user's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..config import BatchConfig
+from ..errors import ConfigError
+from ..inputs.tokenizer import check_tokenizer
+from ..wording import a_kind
+
+if TYPE_CHECKING:
+    from .part_generator import PartGenerator
+
+_MODEL_IS = "a path or name for from_pretrained, or a function that loads the model and returns it"
+
+
+@dataclass(frozen=True)
+class ByName:
+    """``options``: of from_pretrained."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.name, **{"dtype": "auto", **self.options}).eval()
+
+
+@dataclass(frozen=True)
+class LoadGenerator:
+    """Makes a worker's generator. ``load``: gives a model, or a model and its tokenizer."""
+
+    load: Callable[[], Any]
+    tokenizer: Any  # an object, a path or name, or None
+    config: BatchConfig
+    device: str
+
+    def __call__(self) -> PartGenerator:
+        import torch
+        from torch import nn
+        from transformers.utils import logging
+
+        from .part_generator import PartGenerator
+
+        logging.disable_progress_bar()  # as many as there are workers would be drawn over each other
+        made, tokenizer = self.load(), self.tokenizer
+        if isinstance(made, tuple) and len(made) == 2:
+            made, own = made
+            tokenizer = own if tokenizer is None else tokenizer
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"the function that loads the model returned {a_kind(made)}: it must return a model")
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        if self.device != "cpu" and all(each.device.type == "cpu" for each in made.parameters()):
+            made = made.to(torch.device(self.device))
+        return PartGenerator(made, tokenizer, self.config)
+
+
+def loader_for(model: Any, options: Mapping[str, Any] | None) -> Callable[[], Any]:
+    """What gives the model in each worker; ConfigError for what cannot be sent there."""
+    from torch import nn
+
+    if isinstance(model, str | os.PathLike):
+        return ByName(os.fspath(model), dict(options or {}))
+    if options:
+        raise ConfigError("`model_options` go with a path or name: a function loads the model with its own")
+    if isinstance(model, nn.Module):
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or "path/or/name"
+        raise ConfigError(
+            "a pool loads the model in processes of its own, and this one is in this process: pass where it comes "
+            f"from, as in GeneratorPool({name!r}), or a function that loads it "
+            "(for changed weights, save_pretrained first)"
+        )
+    if not callable(model):
+        raise ConfigError(f"`model` is {a_kind(model)}: it is {_MODEL_IS}")
+    return model  # type: ignore[no-any-return]
+
+
+def sendable_tokenizer(tokenizer: Any) -> Any:
+    if isinstance(tokenizer, str | os.PathLike):
+        return os.fspath(tokenizer)
+    check_tokenizer(tokenizer)
+    return tokenizer

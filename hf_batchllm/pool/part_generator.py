@@ -1,0 +1,137 @@
+"""The generator of a worker: it checks a whole call for the pool, and runs parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from ..engine.adapter_turns import AdapterTurns
+from ..engine.call import Call
+from ..engine.extra_outputs import ExtraOutputs
+from ..engine.interrupts import Turn
+from ..engine.job import Job, JobChecks
+from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
+from ..errors import OptionValueError
+from ..generator import BatchGenerator
+from ..inputs.prompts import Prompt
+from ..kernels.cards import card_on
+from ..model.model_in_use import ModelInUse
+from ..planning.pieces import TokenCosts
+from ..planning.requests_and_prefixes import Request
+from ..planning.sharing import plan_sharing
+from ..planning.step import Step
+from ..results.generations import Generation
+from ..results.run_report import RunReport
+from ..results.scores import Score
+from ..sampling.stop_rules import StopRules, rules_of_each
+from .piece_claims import PieceClaims
+
+Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
+_NO_PLAN = plan_sharing([])
+
+
+class PartChecks(JobChecks):
+    def _drawn_seed(self) -> int:
+        return 0  # the pool draws one, from the random numbers of the process that calls it
+
+
+class PartGenerator(BatchGenerator):
+    _kind_of_checks = PartChecks
+    _at_hand = False
+    _of_the_call: dict[str, Any] = {}  # noqa: RUF012 -- replaced, never changed
+
+    def _new_call(self, **of_several: Any) -> Call:
+        return super()._new_call(**self._of_the_call, **of_several)
+
+    # -- what the pool asks of one worker ------------------------------------------------------------------------
+
+    def checked_job(
+        self,
+        prompts: Sequence[Any],
+        config: Any,
+        seed: Any,
+        on_error: str,
+        options: dict[str, Any],
+        names: Sequence[str] | None,
+    ) -> tuple[Job, list[Prompt]]:
+        """The checked call of ``generate``, and its good prompts as the plan takes them. ``names``: of prompts."""
+        self._refuse_if_closed()
+        with self._named(names):
+            job = self._checks.job(self.architecture, prompts, config, seed, on_error, options)
+        if job.feed is not None:
+            raise OptionValueError("streamer", "follows one sequence, and a pool runs many: use BatchGenerator")
+        # Workers find their own rules, which may hold tables of the whole vocabulary; the pool knows the prompts.
+        return replace(job, rules=[], passed=None), self._keyed(job)
+
+    def checked_scores(self, given: tuple[Any, ...]) -> tuple[ScoreJob, list[Prompt]]:
+        """The checked call of ``score``, and the sequences to run as the plan takes them."""
+        self._refuse_if_closed()
+        job = ScoreJob.of(self._checks.scores(self.architecture, *given))
+        return job, self._keyed(job.job)
+
+    def token_costs(self) -> TokenCosts:
+        """What reading keys and values costs beside running a token, on this card with this model."""
+        device, weights = self.architecture.device, sum(each.numel() for each in self.model.parameters())
+        if device.type != "cuda" or not weights:
+            return TokenCosts()
+        card = card_on(device)
+        token = 2 * weights / card.operations
+        return TokenCosts(self.architecture.kv_bytes_per_token / card.bytes / token)
+
+    @contextmanager
+    def _named(self, names: Sequence[str] | None) -> Iterator[None]:
+        if names is None:
+            yield
+        else:
+            with self._notices.naming(names.__getitem__):
+                yield
+
+    def _keyed(self, job: Job) -> list[Prompt]:
+        use = ModelInUse(self.model, self.architecture, self.config, self._fusion, self._notices)
+        adapters = AdapterTurns(use, job.adapters)
+        try:
+            return adapters.keyed(job.prompts, job.places)
+        finally:
+            adapters.restore()
+
+    # -- parts of a call -----------------------------------------------------------------------------------------
+
+    def run_part(
+        self,
+        begin: Begin,
+        claims: PieceClaims,
+        began: float,
+        deliver: Callable[[list[Any]], None],
+        watch: Callable[[Step, int], None],
+    ) -> RunReport | None:
+        """Run what is claimed. ``watch`` may raise a KeyboardInterrupt to break the part off."""
+
+        def body(turn: Turn) -> None:
+            with self._taking(turn) as call:
+                finish = begin(call)
+                try:
+                    for request in call.run(watch):
+                        if claims.take(request.index):  # it may have ended before it had begun, for want of time
+                            deliver(finish(request))
+                finally:
+                    self.last_report = call.report()
+
+        self._of_the_call = {"claims": claims, "began": began}
+        try:
+            self._turns.run(body)
+        finally:
+            self._of_the_call = {}
+        report = self.last_report
+        return None if report is None else replace(report, plan=_NO_PLAN)
+
+    def rules_of(self, job: Job) -> list[StopRules]:
+        known = self._checks.known_strings
+        return rules_of_each(self.model, job.options, self._tokenizer.required, False, self._notices, known)
+
+    def generation_of(self, request: Request, call: Call, outputs: ExtraOutputs) -> Generation:
+        return self._generation(request, call, outputs)
+
+    def scores_of(self, request: Request, call: Call, outputs: ScoreOutputs) -> list[Score]:
+        return list(outputs.scores(request, self._tokenizer.decode, call.adapter_for(request.index)))

@@ -1,0 +1,56 @@
+"""The bar over a call of a pool: how much of its cost is behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from ..inputs.preparing import bars_shown, open_bar
+from .pool_call import PoolCall
+
+_LONG = 32  # results: from here on a bar is shown unasked
+_FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
+
+
+@contextmanager
+def pool_bar(
+    results: int, noun: str, prompt_tokens: int, saving: float, workers: int, wanted: bool | None
+) -> Iterator[Callable[[PoolCall, int], None]]:
+    """The function that comes is told of the call now and then, and of the number of results that there are."""
+    shown = bars_shown(wanted, results >= _LONG)
+    what = f"{results:,} {noun} on {workers} processes"
+    with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=what) as bar:
+        yield _Shown(bar, results, prompt_tokens, saving).update
+        bar.refresh()
+
+
+class _Shown:
+    def __init__(self, bar: tqdm, results: int, prompt_tokens: int, saving: float) -> None:
+        self._bar = bar
+        self._results = results
+        self._prompt_tokens = prompt_tokens
+        self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
+        self._shown = 0.0
+
+    def update(self, call: PoolCall, finished: int) -> None:
+        now = time.perf_counter()
+        if self._bar.disable or (now - self._shown < self._bar.mininterval and finished < self._results):
+            return
+        self._shown = now
+        shares = call.shares.values()
+        read = min(sum(share.read + share.read_now for share in shares), self._prompt_tokens)
+        written = sum(share.written + share.written_now for share in shares)
+        done = min(1.0, call.share_done)
+        left = call.seconds * (1 - done) / done if done else 0.0
+        clock = f"[{tqdm.format_interval(call.seconds)}<{tqdm.format_interval(left)}]" if done else ""
+        rate = (read + written) / max(call.seconds, 1e-9)
+        self._bar.set_description_str(
+            f"{clock} read {read:,} / {self._prompt_tokens:,} · written {written:,} · {rate:,.0f} tok/s · "
+            f"{finished:,} / {self._results:,} done{self._saved}",
+            refresh=False,
+        )
+        self._bar.n = max(self._bar.n, done)
+        self._bar.refresh()

@@ -1,0 +1,74 @@
+"""The report of a pool's call: one for the whole, and what each worker did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..results.run_report import RunReport, WorkerReport
+from ..results.scores import Score
+from ..results.sharing_plan import SharingPlan
+from .pool_call import PoolCall, Share
+from .work import Work
+
+_ADDED = (
+    *("computed_tokens", "recomputed_tokens", "cached_tokens", "model_tokens", "steps", "preemptions", "idle_tokens"),
+    *("peak_memory", "kv_memory"),  # each worker has memory of its own
+)
+_SAID = ("fused", "graphs", "states")  # alike in all workers, or nearly
+
+
+@dataclass
+class Tally:
+    """What results hold, counted as they come."""
+
+    finished: int = 0
+    new_tokens: int = 0
+    scored_tokens: int = 0
+
+    def add(self, result: Any) -> None:
+        self.finished += 1
+        if isinstance(result, Score):
+            self.scored_tokens += len(result.token_ids)
+        else:
+            self.new_tokens += len(result.token_ids)
+
+
+def report_of(
+    call: PoolCall, plan: SharingPlan, work: Work, tally: Tally, expected: int, planning_seconds: float
+) -> RunReport:
+    """``expected``: results of the whole call."""
+    reports = [report for share in call.shares.values() for report in share.reports]
+    sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _ADDED}
+    said: dict[str, Any] = {
+        name: next((text for report in reports if (text := getattr(report, name))), "") for name in _SAID
+    }
+    computed, total, over = sums["computed_tokens"], work.prompt_tokens, not call.is_open
+    return RunReport(
+        sequences=expected,
+        finished=tally.finished,
+        prompt_tokens=total,
+        saving=1 - computed / total if over and total else plan.saving,
+        new_tokens=tally.new_tokens,
+        scored_tokens=tally.scored_tokens,
+        seconds=planning_seconds + call.seconds,
+        planning_seconds=planning_seconds,
+        seed=work.job.seed,
+        plan=plan,
+        device_memory=max((report.device_memory for report in reports), default=0),
+        workers=tuple(_of_worker(worker.device.name, share, call) for worker, share in call.shares.items()),
+        parted_tokens=max(0, computed - plan.computed_tokens) if over else 0,
+        **sums,
+        **said,
+    )
+
+
+def _of_worker(name: str, share: Share, call: PoolCall) -> WorkerReport:
+    return WorkerReport(
+        device=name,
+        pieces=len(share.ran),
+        read_tokens=share.read + share.read_now,
+        new_tokens=share.written + share.written_now,
+        busy=min(1.0, share.seconds / max(call.seconds, 1e-9)),
+        lost=share.lost,
+    )

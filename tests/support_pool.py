@@ -1,0 +1,70 @@
+"""What tests of a pool share: small models in processes of their own, some of which are late, slow or lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_batchllm.pool.crew import NUMBER
+
+
+@dataclass(frozen=True)
+class Load:
+    """Loads the family's model, in each process by itself. Numbers are those of processes."""
+
+    family: str = "llama"
+    late: Mapping[int, float] = field(default_factory=dict)  # seconds before it begins to load
+    slow: Mapping[int, float] = field(default_factory=dict)  # seconds that each step takes longer
+    fails: Mapping[int, BaseException] = field(default_factory=dict)
+    fails_at_work: Mapping[int, BaseException] = field(default_factory=dict)  # in its second step
+    other_weights: tuple[int, ...] = ()
+
+    def __call__(self) -> Any:
+        from support_families import build
+
+        number = int(os.environ[NUMBER])
+        time.sleep(self.late.get(number, 0.0))
+        if number in self.fails:
+            raise self.fails[number]
+        model = build(self.family)
+        if number in self.other_weights:
+            torch.nn.init.ones_(model.lm_head.weight)
+        if number in self.slow:
+            seconds = self.slow[number]
+            model.register_forward_pre_hook(lambda *given: time.sleep(seconds))
+        if number in self.fails_at_work:
+            steps = []
+
+            def failing(*given: Any) -> None:
+                steps.append(1)
+                if len(steps) > 1:
+                    raise self.fails_at_work[number]
+
+            model.register_forward_pre_hook(failing)
+        return model
+
+
+def is_running(process_id: int) -> bool:
+    state = Path(f"/proc/{process_id}/stat")
+    try:
+        return state.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def none_left_behind() -> Iterator[list[int]]:
+    """The processes whose numbers are put into the list have ended a little after the block."""
+    started: list[int] = []
+    yield started
+    until = time.monotonic() + 20
+    while any(map(is_running, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [each for each in started if is_running(each)]
