@@ -9,7 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_batchllm.files.records.line_configs import LineConfigs
+from hf_batchllm.files.record_engine import RecordEngine
+from hf_batchllm.files.records.line_configs import LineConfig, LineConfigs
 from hf_batchllm.files.records.prompt_records import BadPromptRecord
 from hf_batchllm.files.records.record_reader import RecordReader
 from hf_batchllm.files.records.result_lines import ResultWriter
@@ -66,21 +67,21 @@ def run_lines(
         where=source.where,
         note=more.get("note"),
     )
+    generator = generator.gen if isinstance(generator, RecordEngine) else generator
     configs = LineConfigs.of(generator)
     lines, errors = [], 0
     for number, raw in enumerate(source.records(range(source.count))):
         record = reader.read(number, raw)
-        why = None if isinstance(record, BadPromptRecord) else configs.problem(record.settings)
-        if isinstance(record, BadPromptRecord) or why is not None:
+        resolved = None if isinstance(record, BadPromptRecord) else configs.resolve(record.settings)
+        if isinstance(record, BadPromptRecord) or not isinstance(resolved, LineConfig):
             errors += 1
-            lines.append(writer.error(record, KEY, why))
+            lines.append(writer.error(record, KEY, resolved))
             continue
         wanted = {} if record.settings.logprobs is None else {"logprobs": record.settings.logprobs}
         seed = record.settings.seed if record.settings.seed is not None else number
-        config = configs.config(record.settings)
         with generator._notices.naming(lambda place, number=number: source.where(number)):
             found = generator.generate(
-                [record.prompt], [config], seed=seed, on_error="record", progress=False, **wanted
+                [record.prompt], [resolved.config], seed=seed, on_error="record", progress=False, **wanted
             )
         errors += found[0].error is not None
         lines.append(writer.result(record, KEY, list(found)))

@@ -13,7 +13,7 @@ from support_file_stand_ins import KEY, run_lines
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, Generation
-from hf_batchllm.files.records.line_configs import LineConfigs, settings_in_config
+from hf_batchllm.files.records.line_configs import LineConfig, LineConfigs, settings_in_config
 from hf_batchllm.files.records.prompt_records import ALL_FIELDS, BadPromptRecord, PromptRecord, RecordLayout
 from hf_batchllm.files.records.record_reader import RecordReader
 from hf_batchllm.files.records.result_layout import identify
@@ -182,7 +182,7 @@ def test_other_fields_are_the_users_own(generator: BatchGenerator) -> None:
     assert (
         good({"prompt": "x", "seed": 4}, RecordLayout(keep=("seed",))).settings.seed == 4
     )  # kept, and a setting still
-    assert "`constraints` is not supported" in LineConfigs.of(generator).problem(read_settings({"constraints": ["x"]}))
+    assert "`constraints` is not supported" in LineConfigs.of(generator).resolve(read_settings({"constraints": ["x"]}))
 
 
 def test_cells_are_text_and_an_empty_one_says_nothing() -> None:
@@ -322,10 +322,11 @@ def test_a_model_that_samples_by_itself_gives_several_answers(
     generator: BatchGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = LineConfigs.of(generator)
-    assert "greedy" in (configs.problem(GenerationSettings({"num_return_sequences": 2})) or "")
+    assert "greedy" in configs.resolve(GenerationSettings({"num_return_sequences": 2}))
     monkeypatch.setattr(generator.model.generation_config, "do_sample", True)
     configs = LineConfigs.of(generator)
     settings = GenerationSettings({"num_return_sequences": 2, "max_new_tokens": 2})
-    assert configs.problem(settings) is None
-    assert configs.config(settings) is configs.config(GenerationSettings(dict(settings.options)))
-    assert len(generator.generate([[5, 6]], [configs.config(settings)])) == 2
+    resolved = configs.resolve(settings)
+    assert isinstance(resolved, LineConfig) and resolved.samples == 2
+    assert resolved is configs.resolve(GenerationSettings(dict(settings.options)))
+    assert len(generator.generate([[5, 6]], [resolved.config])) == 2

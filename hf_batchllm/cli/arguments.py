@@ -155,7 +155,12 @@ def _add_model(group: Any) -> None:
         help="cpu, cuda, cuda:1, mps (a Mac's GPU), xpu (Intel's); auto (the default): a CUDA or ROCm GPU if there is "
         "one, else cpu",
     )
-    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
+    group.add_argument(
+        "--gpus",
+        metavar="N",
+        help="several GPUs, a process with a whole model on each: how many, or their numbers, as in 0,2",
+    )
+    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (with --gpus, of each process)")
     _add_code(group, "the model")
 
 

@@ -8,19 +8,21 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
-from ..errors import BatchLLMError
+from ..errors import BatchLLMError, ConfigError
 from ..files.records.settings import GenerationSettings
-from ..notices import Notices
 from .argument_values import FirstRecords
 from .hub_names import check_hub_name
 from .messages import UsageError, reason
 from .peft_adapters import base_of, has_tokenizer, is_peft_folder, with_adapters
 
 if TYPE_CHECKING:
+    from ..files.record_engine import RecordEngine
     from ..generator import BatchGenerator
+    from ..pool.generator_pool import GeneratorPool
 
 
 _OTHER_KIND = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+?)(?:Config)?'>")
@@ -65,53 +67,83 @@ class Loader:
         check_tokenizer_name(asked.tokenizer)
         self._names_checked = True
 
-    def __call__(self) -> BatchGenerator:
+    def __call__(self) -> RecordEngine:
         self.called = True
         asked = self._asked
         self.check_names()
         self._stack.enter_context(quiet_transformers())
         with bars_of_loading(not asked.quiet):
-            generator = self._load()
+            engine = self._load()
         self.loaded = True
-        return generator
+        return engine
 
-    def _load(self) -> BatchGenerator:
-        asked = self._asked
-        device = _device(asked.device)
-        if asked.threads:
-            import torch
+    def _load(self) -> RecordEngine:
+        from ..files.record_engine import RecordEngine
+        from ..files.records.line_configs import problem_in_silence
 
-            torch.set_num_threads(asked.threads)
         stop_strings = self._base.options.get("stop_strings")
         needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
-        tokenizer = load_tokenizer(asked, needed)
-        if self._first.only_chats and not self._base.brings_template:
-            check_template(tokenizer, asked.tokenizer or asked.model, self._first.place)
-        model = with_adapters(load_model(asked, device), asked, self._adapters, device)
-        return self._generator(model, tokenizer)
-
-    def _generator(self, model: Any, tokenizer: Any) -> BatchGenerator:
-        from ..files.records.line_configs import LineConfigs
-        from ..generator import BatchGenerator
-        from ..inputs.preparing import bars_wanted
-
+        chats = self._first.place if self._first.only_chats and not self._base.brings_template else None
+        load = ModelLoader(self._asked, self._adapters, needed, chats)
         try:
-            generator = BatchGenerator(model, tokenizer, self._config)
+            engine = RecordEngine(self._pool(load) if self._asked.gpus else self._generator(load))
+        except UsageError:
+            raise
         except BatchLLMError as error:
             raise UsageError(f"--model {self._asked.model}: {error}") from error
-        # Without warnings: lines may bring settings that the command line lacks.
-        strings = generator._checks.known_strings
-        with bars_wanted(False):
-            why = LineConfigs(model, generator._tokenizer.required, _Silence(), strings).problem(self._base)
+        why = engine.ask(problem_in_silence, self._base)
         if why is not None:
-            generator.close()
+            engine.close()
             raise UsageError(why)
-        return generator
+        return engine
+
+    def _generator(self, load: ModelLoader) -> BatchGenerator:
+        from ..generator import BatchGenerator
+
+        return BatchGenerator(*load(_device(self._asked.device)), self._config)
+
+    def _pool(self, load: ModelLoader) -> GeneratorPool:
+        from ..pool.generator_pool import GeneratorPool
+
+        try:
+            return GeneratorPool(load, config=self._config, gpus=gpus_from(self._asked.gpus))
+        except ConfigError as error:
+            raise UsageError(f"--gpus {self._asked.gpus}: {error}") from error
 
 
-class _Silence(Notices):
-    def __call__(self, kind: str, message: str) -> None:
-        pass
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loads the model and its tokenizer: in this process, or in each of a pool.
+
+    needed: what needs a tokenizer, for the error. first_chat: the place of the first chat, where all prompts are chats
+    and none brings a template.
+    """
+
+    asked: argparse.Namespace
+    adapters: dict[str, str]
+    needed: str
+    first_chat: str | None
+
+    def __call__(self, device: Any = None) -> tuple[Any, Any]:
+        """``device``: None for the one that a process of a pool has."""
+        with quiet_transformers():
+            asked = self.asked
+            if device is None:
+                device = _device("auto")
+            if asked.threads:
+                import torch
+
+                torch.set_num_threads(asked.threads)
+            tokenizer = load_tokenizer(asked, self.needed)
+            if self.first_chat is not None:
+                check_template(tokenizer, asked.tokenizer or asked.model, self.first_chat)
+            return with_adapters(load_model(asked, device), asked, self.adapters, device), tokenizer
+
+
+def gpus_from(text: str) -> int | list[str]:
+    """Of ``--gpus``: a number, or a list of them."""
+    names = [each.strip() for each in text.split(",") if each.strip()]
+    return int(names[0]) if len(names) == 1 and "," not in text and names[0].isdecimal() else names
 
 
 def check_tokenizer_name(name: str | None) -> None:

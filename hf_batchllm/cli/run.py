@@ -44,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
             base, layout = settings_from(asked), layout_from(asked)
             options = _run_options(asked, base.seed)
             _check_target(asked)
+            if asked.gpus and asked.device != "auto":
+                raise UsageError("--gpus and --device both say where the model runs: keep one of them")
             source = open_source(asked.source, asked.format, note=console.note)
             try:
                 reader = reader_from(asked, source, layout, base)

@@ -74,6 +74,11 @@ def whole_run(records: int, before: int, shown: bool) -> Iterator[WholeRun]:
             _whole_run.reset(token)
 
 
+def run_of_calls() -> WholeRun | None:
+    """The run that this call is a part of, if it is one."""
+    return _whole_run.get()
+
+
 class Progress:
     """Expects how long the rest of a call takes, and says what it is at: reading prompts, or writing answers.
 

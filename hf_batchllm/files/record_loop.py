@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +18,17 @@ import numpy as np
 
 from ..engine.progress import WholeRun, whole_run
 from ..errors import FilesError, InputFileError, PromptError
-from ..generator import BatchGenerator
-from ..inputs.base_model import base_model
-from ..inputs.long_prompts import context_of
 from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
-from ..model.weights_fingerprint import fingerprint
 from ..results.generations import Generation
 from ..sampling.host_sampler import NothingToDrawError
 from .file_report import FileReport
-from .records.line_configs import LineConfigs
+from .record_engine import RecordEngine
+from .records.line_configs import LineConfig
 from .records.prompt_records import OPENAI, BadPromptRecord, PromptRecord
 from .records.record_reader import RecordReader
 from .records.result_lines import ResultWriter
+from .records.settings import GenerationSettings
 from .records.token_texts import TokenTexts
 from .run_options import RunOptions
 from .store.open_output import kept_in
@@ -45,7 +43,7 @@ _MOST_PROBLEMS_SHOWN = 8  # bad records spelled out in an error
 
 
 def run_records(
-    gen: BatchGenerator | Callable[[], BatchGenerator],
+    gen: RecordEngine | Callable[[], RecordEngine],
     source: Source,
     target: str,
     *,
@@ -57,7 +55,7 @@ def run_records(
     note: Callable[[str], None],
     loading_seconds: float = 0.0,  # in which the library was loaded, where that is part of the run
 ) -> FileReport:
-    """``gen``: a generator, or a function that makes one and is called only if there are records to run."""
+    """``gen``: what runs them, or a function that makes it and is called only if there are records to run."""
     limit, began, loading = options.limit, time.perf_counter(), 0.0
     with ExitStack() as opened:
         asked = RunRecord(settings=dict(identity), seed=options.seed)
@@ -71,27 +69,27 @@ def run_records(
         if options.on_error == "raise":
             _refuse_bad_records(reader, source, todo)
         if len(todo):
-            if isinstance(gen, BatchGenerator):
-                generator = gen
+            if isinstance(gen, RecordEngine):
+                engine = gen
             else:
                 there = f"{report.before:,} of {report.records:,} results are there; " if report.before else ""
                 note(f"{there}loading {model_name}")
                 loads = time.perf_counter()
-                generator = gen()
+                engine = gen()
                 loading = time.perf_counter() - loads
                 report.loading_seconds = loading_seconds + loading
-                opened.callback(generator.close)
-            output.confirm_weights(fingerprint(generator.model))
+                opened.callback(engine.close)
+            output.confirm_weights(engine.facts.fingerprint)
             writer = ResultWriter(
                 reader.dialect,
-                tokens=TokenTexts(generator._tokenizer.found()),
+                tokens=TokenTexts(engine.tokenizer),
                 token_ids=options.token_ids,
                 model=model_name,
                 where=source.where,
                 created=int(datetime.datetime.fromisoformat(record.created).timestamp()),
                 note=note,
             )
-            run = _FileRun(generator, source, output, reader, writer, options, record.seed or 0, report)
+            run = _FileRun(engine, source, output, reader, writer, options, record.seed or 0, report)
             try:
                 run.run_windows(todo)
             except Exception as error:
@@ -132,7 +130,7 @@ def _refusal(headline: str, problems: Sequence[str], count: int) -> InputFileErr
 
 @dataclass
 class _FileRun:
-    generator: BatchGenerator
+    engine: RecordEngine
     source: Source
     output: Output
     reader: RecordReader
@@ -142,8 +140,7 @@ class _FileRun:
     report: FileReport
 
     def __post_init__(self) -> None:
-        self._configs = LineConfigs.of(self.generator)
-        self._context = context_of(base_model(self.generator.model).config)
+        self._context = self.engine.facts.context
         self._keys: dict[int, str] = {}  # of the records of this window that have no result yet
         self._whole: WholeRun | None = None
         self._failed_alone = 0  # records, before the first good result
@@ -166,12 +163,12 @@ class _FileRun:
                 self._write_error(record)
                 continue
             settings = record.settings
-            why = self._configs.problem(settings)
-            if why is not None:
-                self._write_error(record, self.reader.why(raw, settings, why))
+            resolved = self.engine.resolved(settings)
+            if isinstance(resolved, str):
+                self._write_error(record, self.reader.why(raw, settings, resolved))
                 continue
             # The model's own config may ask for beams, too.
-            beams = self._configs.beams(settings) > 1
+            beams = resolved.beams > 1
             # All records of a call get as many log-probabilities as the record that asks for most.
             call_key = beams, *settings.call_key, max(settings.logprobs or 0, _MIN_LOGPROBS)
             calls.setdefault(call_key, []).append(record)
@@ -191,22 +188,22 @@ class _FileRun:
             options["logprobs"] = max(wanted)
         options |= as_lists([each.prompt_options for each in settings])
         waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
+        configs = [self._resolved(each) for each in settings]
         try:
-            with self.generator._notices.naming(lambda place: self.source.where(records[place].number)):
-                generations: Any = self.generator.stream(  # a generator, which has close()
-                    [record.prompt for record in records],
-                    [self._configs.config(each) for each in settings],
-                    seed=[self._seed_of(record) for record in records],
-                    on_error=self.options.on_error,
-                    progress=not self._whole.bar.disable,
-                    **options,
-                )
-            with closing(generations):
+            with self.engine.stream(
+                [record.prompt for record in records],
+                [each.config for each in configs],
+                [self._seed_of(record) for record in records],
+                self.options.on_error,
+                not self._whole.bar.disable,
+                lambda place: self.source.where(records[place].number),
+                options,
+            ) as generations:
                 for generation in generations:
                     place = generation.index
                     samples = waiting.setdefault(place, [])
                     samples.append(generation)
-                    if len(samples) == self._configs.samples(settings[place]):
+                    if len(samples) == configs[place].samples:
                         del waiting[place]
                         self._write_result(records[place], sorted(samples, key=lambda sample: sample.sample))
         except NothingToDrawError as error:
@@ -217,7 +214,13 @@ class _FileRun:
                 f"{self.source.where(records[place].number)}: the prompt {why}" for place, why in error.problems.items()
             ]
             raise _refusal(f"{self.source.name} has prompts that cannot be run:", problems, len(problems)) from error
-        self.report.add(self.generator.last_report)
+        self.report.add(self.engine.last_report)
+
+    def _resolved(self, settings: GenerationSettings) -> LineConfig:
+        """Of a record without a problem."""
+        resolved = self.engine.resolved(settings)
+        assert isinstance(resolved, LineConfig), resolved
+        return resolved
 
     def _without(self, error: NothingToDrawError, left: Sequence[PromptRecord]) -> None:
         """Runs the rest of a call in two halves, until the records that fail stand alone."""

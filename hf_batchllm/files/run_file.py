@@ -1,4 +1,4 @@
-"""``run_file``: from a file of prompts to a file of results, with a model object."""
+"""``run_file``: from a file of prompts to a file of results, with a generator or a pool that is there already."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from transformers import GenerationConfig
 
 from ..errors import FilesError
 from ..generator import BatchGenerator
-from ..inputs.adapters import active_adapters
-from ..inputs.base_model import base_model
-from ..inputs.config_names import with_known_names
 from ..inputs.named_options import shows_options
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
+from ..pool.generator_pool import GeneratorPool
 from ..wording import a_kind
 from .file_report import FileReport
 from .first_records import check_first_records, make_reader
+from .record_engine import RecordEngine
 from .record_loop import run_records
 from .records.line_configs import settings_in_config
 from .records.prompt_records import ALL_FIELDS, RecordLayout
 from .records.run_identity import run_identity
-from .records.setting_names import NAMES
 from .records.settings import read_settings
 from .records.templates import Template
 from .run_options import RunOptions
@@ -34,7 +32,7 @@ from .store.sources import open_source
 @shows_options
 @with_short_tracebacks
 def run_file(
-    gen: BatchGenerator,
+    gen: BatchGenerator | GeneratorPool,
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     generation_config: GenerationConfig | None = None,
@@ -85,7 +83,7 @@ def run_file(
         above 0 means sampling. Options of prompts (``tools``, ``chat_template_kwargs``, ``max_prompt_tokens``, ...) are
         settings, too.
     """
-    if not isinstance(gen, BatchGenerator):
+    if not isinstance(gen, BatchGenerator | GeneratorPool):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(
@@ -93,10 +91,9 @@ def run_file(
             "name, as in run_file(gen, source, target, max_new_tokens=100)"
         )
     base = read_settings({**settings, "seed": seed})
+    engine = RecordEngine(gen)
     if generation_config is not None:
-        own = base_model(gen.model).generation_config
-        known = with_known_names(generation_config, own, gen._notices)
-        base = base.over(settings_in_config(known or generation_config))
+        base = base.over(settings_in_config(engine.known_config(generation_config)))
     options = RunOptions(
         output_format=output_format,
         token_ids=token_ids,
@@ -121,34 +118,23 @@ def run_file(
     with open_source(source, format, note=warn_user) as opened:
         reader = make_reader(opened, layout, base)
         check_first_records(reader, opened, limit)
-        inner = base_model(gen.model)
-        model_name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
-        model = {"model": model_name, "dtype": str(inner.dtype).removeprefix("torch.")}
-        identity = run_identity(model, layout, base, reader.dialect, token_ids, **_model_state(gen))
+        facts = engine.facts
+        model = {"model": facts.name, "dtype": facts.dtype}
+        identity = run_identity(model, layout, base, reader.dialect, token_ids, **facts.state)
         try:
             with options.open_output(os.fspath(target), opened, warn_user) as output:
                 return run_records(
-                    gen,
+                    engine,
                     opened,
                     os.fspath(target),
                     output=output,
                     reader=reader,
                     options=options,
                     identity=identity,
-                    model_name=model_name,
+                    model_name=facts.name,
                     note=warn_user,
                 )
         except KeyboardInterrupt:
             place = kept_in(os.fspath(target), output_format)
             kept = f": the finished results are {place}, and the same call continues from them" if place else ""
             raise KeyboardInterrupt(f"interrupted{kept}") from None
-
-
-def _model_state(gen: BatchGenerator) -> dict[str, Any]:
-    """What else results depend on: state of the model that a notebook may change between calls."""
-    inner = base_model(gen.model)
-    config = {} if inner.generation_config is None else inner.generation_config.to_diff_dict()
-    return {
-        "generation_config": {name: value for name, value in config.items() if name in NAMES and value is not None},
-        "active_adapters": sorted(active_adapters(gen.model)) or None,
-    }

@@ -167,11 +167,31 @@ class GeneratorPool:
         **generate_kwargs: Unpack[GenerateOptions],
     ) -> Iterator[Generation]:
         """As ``generate``, but each result as soon as it is finished. Prompts and options are checked at once."""
+        return self._stream_named(
+            None, prompts, generation_config, seed=seed, on_error=on_error, progress=progress, **generate_kwargs
+        )
+
+    def _stream_named(
+        self,
+        names: Sequence[str] | None,  # of the prompts, in warnings
+        prompts: Any,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        *,
+        seed: Seeds | None,
+        on_error: str,
+        progress: bool | None,
+        **options: Any,
+    ) -> Iterator[Generation]:
         check_progress(progress)
         began = time.perf_counter()
         with self._taking():
-            work = self._generate_work(prompts, generation_config, seed, on_error, dict(generate_kwargs))
+            work = self._generate_work(prompts, generation_config, seed, on_error, options, names)
         return self._streamed(work, on_error == "raise", progress or False, time.perf_counter() - began)
+
+    def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
+        """``function(generator, *given)``, as a worker finds it."""
+        with self._taking():
+            return self._lead.ask(function, *given)
 
     def _streamed(self, work: Work, strict: bool, progress: bool, planning_seconds: float) -> Iterator[Any]:
         with self._taking():
@@ -277,7 +297,13 @@ class GeneratorPool:
             raise
 
     def _generate_work(
-        self, prompts: Any, config: Any, seed: Any, on_error: str, options: dict[str, Any], names: Any = None
+        self,
+        prompts: Any,
+        config: Any,
+        seed: Any,
+        on_error: str,
+        options: dict[str, Any],
+        names: Sequence[str] | None = None,
     ) -> GenerateWork:
         if take_padded(prompts, options) is not None:
             raise ValueError("a pool takes a list of prompts: pass the rows of a tensor as a list, without padding")

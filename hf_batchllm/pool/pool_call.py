@@ -122,6 +122,14 @@ class PoolCall:
         return bool(self._missing)
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """Of prompts and of answers, that have been run."""
+        shares = self.shares.values()
+        return sum(each.read + each.read_now for each in shares), sum(
+            each.written + each.written_now for each in shares
+        )
+
+    @property
     def share_done(self) -> float:
         """Of the whole cost, as far as results have come."""
         return 1 - self._cost_open / self._whole if self._whole else 1.0

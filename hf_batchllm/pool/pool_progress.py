@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from ..engine.progress import WholeRun, run_of_calls
 from ..inputs.preparing import bars_shown, open_bar
 from .pool_call import PoolCall
 
@@ -20,6 +21,10 @@ def pool_bar(
     results: int, noun: str, prompt_tokens: int, saving: float, workers: int, wanted: bool | None
 ) -> Iterator[Callable[[PoolCall, int], None]]:
     """The function that comes is told of the call now and then, and of the number of results that there are."""
+    whole = run_of_calls()
+    if whole is not None:
+        yield _Shown(whole.bar, results, prompt_tokens, saving, whole).update
+        return
     shown = bars_shown(wanted, results >= _LONG)
     what = f"{results:,} {noun} on {workers} processes"
     with open_bar(shown, total=1.0, bar_format=_FORMAT, desc=what) as bar:
@@ -28,8 +33,11 @@ def pool_bar(
 
 
 class _Shown:
-    def __init__(self, bar: tqdm, results: int, prompt_tokens: int, saving: float) -> None:
+    def __init__(
+        self, bar: tqdm, results: int, prompt_tokens: int, saving: float, whole: WholeRun | None = None
+    ) -> None:
         self._bar = bar
+        self._whole = whole
         self._results = results
         self._prompt_tokens = prompt_tokens
         self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
@@ -40,17 +48,19 @@ class _Shown:
         if self._bar.disable or (now - self._shown < self._bar.mininterval and finished < self._results):
             return
         self._shown = now
-        shares = call.shares.values()
-        read = min(sum(share.read + share.read_now for share in shares), self._prompt_tokens)
-        written = sum(share.written + share.written_now for share in shares)
-        done = min(1.0, call.share_done)
-        left = call.seconds * (1 - done) / done if done else 0.0
-        clock = f"[{tqdm.format_interval(call.seconds)}<{tqdm.format_interval(left)}]" if done else ""
-        rate = (read + written) / max(call.seconds, 1e-9)
-        self._bar.set_description_str(
-            f"{clock} read {read:,} / {self._prompt_tokens:,} · written {written:,} · {rate:,.0f} tok/s · "
-            f"{finished:,} / {self._results:,} done{self._saved}",
-            refresh=False,
-        )
-        self._bar.n = max(self._bar.n, done)
+        read, written = call.tokens
+        read = min(read, self._prompt_tokens)
+        passed, share = call.seconds, min(1.0, call.share_done)
+        left = passed * (1 - share) / share if share else 0.0
+        rate = (read + written) / max(passed, 1e-9)
+        done = f"{finished:,} / {self._results:,} done"
+        if (whole := self._whole) is not None:
+            if share:
+                share, left = whole.place(share, left)
+            passed = whole.clock() - whole.began
+            done = f"{whole.done:,} / {whole.records:,} done"
+        clock = f"[{tqdm.format_interval(passed)}<{tqdm.format_interval(left) if share else '?'}]"
+        said = f"read {read:,} / {self._prompt_tokens:,} · written {written:,} · {rate:,.0f} tok/s"
+        self._bar.set_description_str(f"{clock} {said} · {done}{self._saved}", refresh=False)
+        self._bar.n = max(self._bar.n, min(share, 1.0))
         self._bar.refresh()

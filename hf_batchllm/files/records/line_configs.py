@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,12 +19,13 @@ from ...inputs.adapters import adapter_of_each
 from ...inputs.base_model import base_model
 from ...inputs.option_conflicts import check_beams
 from ...inputs.options import Options
+from ...inputs.preparing import bars_wanted
 from ...inputs.resolve_options import resolve_options
 from ...notices import Notices
 from ...sampling.stop_rules import rules_of
 from ...sampling.stop_strings import PreparedStopStrings
 from .setting_names import NAMES
-from .settings import GenerationSettings
+from .settings import GenerationSettings, ResolutionKey
 
 if TYPE_CHECKING:
     from ...generator import BatchGenerator
@@ -33,13 +35,15 @@ _MOST_REMEMBERED = 4096  # combinations of settings
 _TOKEN_SEQUENCES = ("sequence_bias", "bad_words_ids")  # transformers would refuse bad ids in the middle of a call
 _DEVICE_ERRORS = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))  # no setting is to blame
 _FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")
-Key = tuple[str, int | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Resolved:
+class LineConfig:
+    """``samples``, ``beams``: with the defaults of the model's own config."""
+
     config: GenerationConfig
-    options: Options  # with the defaults of the model's own config
+    samples: int  # sequences of a record
+    beams: int
 
 
 class LineConfigs:
@@ -56,45 +60,25 @@ class LineConfigs:
         self._tokenizer = tokenizer
         self._notices = notices or Notices()
         self._strings = strings or PreparedStopStrings()
-        self._known: dict[Key, _Resolved | str] = {}
+        self._known: dict[ResolutionKey, LineConfig | str] = {}
         self._finds_strings = False
 
     @classmethod
-    def of(cls, generator: BatchGenerator) -> LineConfigs:
-        """Shares the generator's notices, so that each of them is given once, and its stop strings."""
-        strings = generator._checks.known_strings
-        return cls(generator.model, generator._tokenizer.required, generator._notices, strings)
+    def of(cls, generator: BatchGenerator, notices: Notices | None = None) -> LineConfigs:
+        """Shares the generator's stop strings, and its notices, so that each of them is given once."""
+        notices = notices or generator._notices
+        return cls(generator.model, generator._tokenizer.required, notices, generator._checks.known_strings)
 
-    def config(self, settings: GenerationSettings) -> GenerationConfig:
-        """For settings without a problem. Equal settings share one config."""
-        return self._resolved(settings).config
-
-    def samples(self, settings: GenerationSettings) -> int:
-        """How many sequences a record gets."""
-        return self._resolved(settings).options.num_return_sequences
-
-    def beams(self, settings: GenerationSettings) -> int:
-        return self._resolved(settings).options.num_beams
-
-    def problem(self, settings: GenerationSettings) -> str | None:
-        """Why the model cannot use these settings; None if it can."""
-        resolved = self._resolve(settings)
-        return resolved if isinstance(resolved, str) else None
-
-    def _resolved(self, settings: GenerationSettings) -> _Resolved:
-        resolved = self._resolve(settings)
-        assert isinstance(resolved, _Resolved), resolved
-        return resolved
-
-    def _resolve(self, settings: GenerationSettings) -> _Resolved | str:
-        key = (repr(sorted(settings.options.items())), settings.logprobs, settings.adapter)
+    def resolve(self, settings: GenerationSettings) -> LineConfig | str:
+        """What comes of them; or why the model cannot use them. Equal settings share one config."""
+        key = settings.resolution_key
         if key not in self._known:
             if len(self._known) >= _MOST_REMEMBERED:
                 self._known.clear()
             self._known[key] = self._resolve_anew(settings)
         return self._known[key]
 
-    def _resolve_anew(self, settings: GenerationSettings) -> _Resolved | str:
+    def _resolve_anew(self, settings: GenerationSettings) -> LineConfig | str:
         try:
             rest = {name: value for name, value in settings.options.items() if name != "num_return_sequences"}
             config = GenerationConfig(**rest)
@@ -117,7 +101,7 @@ class LineConfigs:
             return ("" if known else f"has settings that cannot be used: {type(error).__name__}: ") + " ".join(
                 str(error).split()
             )
-        return _Resolved(config, options)
+        return LineConfig(config, options.num_return_sequences, options.num_beams)
 
     def _check_tokens(self, settings: GenerationSettings, options: Options) -> None:
         given = settings.options
@@ -130,6 +114,28 @@ class LineConfigs:
             for token in tokens:
                 if not 0 <= token < vocabulary:
                     raise ValueError(f"`{name}` has token {token}, outside the model's vocabulary of {vocabulary:,}")
+
+
+_OF: WeakKeyDictionary[BatchGenerator, LineConfigs] = WeakKeyDictionary()
+
+
+def line_config(generator: BatchGenerator, settings: GenerationSettings) -> LineConfig | str:
+    """As ``LineConfigs.resolve``, with what the generator's earlier lines had."""
+    if generator not in _OF:
+        _OF[generator] = LineConfigs.of(generator)
+    return _OF[generator].resolve(settings)
+
+
+class _Silence(Notices):
+    def __call__(self, kind: str, message: str) -> None:
+        pass
+
+
+def problem_in_silence(generator: BatchGenerator, settings: GenerationSettings) -> str | None:
+    """Why the model cannot use these settings. Without warnings: lines may bring settings that these lack."""
+    with bars_wanted(False):
+        found = LineConfigs.of(generator, _Silence()).resolve(settings)
+    return found if isinstance(found, str) else None
 
 
 def settings_in_config(config: GenerationConfig) -> GenerationSettings:

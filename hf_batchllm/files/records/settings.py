@@ -32,6 +32,9 @@ class SettingError(BatchLLMError, ValueError):
         super().__init__(f"`{name}` {why}")
 
 
+ResolutionKey = tuple[str, int | None, str | None]
+
+
 @dataclass(frozen=True)
 class GenerationSettings:
     """The settings given in one place: a line, the command line, a config. Only those that were given."""
@@ -43,6 +46,11 @@ class GenerationSettings:
     prompt_options: Mapping[str, Any] = field(default_factory=dict)  # how the prompt becomes tokens
     implies_sampling: str | None = None  # an option that has no effect without sampling, and so asks for it
     written: Mapping[str, str] = field(default_factory=dict, compare=False)  # options under another name: that name
+
+    @property
+    def resolution_key(self) -> ResolutionKey:
+        """Where this is equal, the model makes the same of the settings."""
+        return repr(sorted(self.options.items())), self.logprobs, self.adapter
 
     @property
     def call_key(self) -> tuple[bool, bool, bool]:

@@ -1,0 +1,123 @@
+"""What runs the records of a file: a generator of this process, or a pool of several.
+
+What has to look at the model is a function of a generator. A pool has one of its workers call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..generator import BatchGenerator
+from ..inputs.adapters import active_adapters
+from ..inputs.base_model import base_model
+from ..inputs.config_names import with_known_names
+from ..inputs.long_prompts import context_of
+from ..model.weights_fingerprint import fingerprint
+from ..pool.generator_pool import GeneratorPool
+from ..results.generations import Generation
+from ..results.run_report import RunReport
+from .records.line_configs import LineConfig, line_config
+from .records.setting_names import NAMES
+from .records.settings import GenerationSettings
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """``state``: what else results depend on, which a notebook may change between calls."""
+
+    name: str
+    dtype: str
+    context: int | None  # tokens that it was made for
+    fingerprint: str
+    state: dict[str, Any]
+
+
+class RecordEngine:
+    def __init__(self, gen: BatchGenerator | GeneratorPool) -> None:
+        self.gen = gen
+        self._known: dict[Any, LineConfig | str] = {}
+
+    def ask(self, function: Callable[..., Any], *given: Any) -> Any:
+        """``function(generator, *given)``."""
+        return function(self.gen, *given) if isinstance(self.gen, BatchGenerator) else self.gen._ask(function, *given)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        facts: ModelFacts = self.ask(_facts)
+        return facts
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """For the texts of tokens; None if there is none on this machine."""
+        return self.ask(_tokenizer)
+
+    def known_config(self, config: GenerationConfig) -> GenerationConfig:
+        """``config`` with names from elsewhere in the words of transformers."""
+        known: GenerationConfig = self.ask(_known_config, config)
+        return known
+
+    def resolved(self, settings: GenerationSettings) -> LineConfig | str:
+        """What comes of the settings of a line; or why the model cannot use them."""
+        if isinstance(self.gen, BatchGenerator):
+            return line_config(self.gen, settings)  # it remembers them itself
+        key = settings.resolution_key
+        if key not in self._known:
+            self._known[key] = self.ask(line_config, settings)
+        return self._known[key]
+
+    @contextmanager
+    def stream(
+        self,
+        prompts: Sequence[Any],
+        configs: Sequence[GenerationConfig],
+        seeds: Sequence[int],
+        on_error: str,
+        progress: bool,
+        name: Callable[[int], str],
+        options: dict[str, Any],
+    ) -> Iterator[Iterator[Generation]]:
+        """``name``: of a prompt, in warnings."""
+        given = {"seed": list(seeds), "on_error": on_error, "progress": progress, **options}
+        if isinstance(self.gen, BatchGenerator):
+            with self.gen._notices.naming(name):
+                stream: Any = self.gen.stream(prompts, configs, **given)
+        else:
+            stream = self.gen._stream_named([name(place) for place in range(len(prompts))], prompts, configs, **given)
+        with closing(stream):
+            yield stream
+
+    @property
+    def last_report(self) -> RunReport | None:
+        return self.gen.last_report
+
+    def close(self) -> None:
+        self.gen.close()
+
+
+def _facts(generator: BatchGenerator) -> ModelFacts:
+    inner = base_model(generator.model)
+    config = {} if inner.generation_config is None else inner.generation_config.to_diff_dict()
+    return ModelFacts(
+        name=getattr(inner.config, "_name_or_path", "") or type(inner).__name__,
+        dtype=str(inner.dtype).removeprefix("torch."),
+        context=context_of(inner.config),
+        fingerprint=fingerprint(generator.model),
+        state={
+            "generation_config": {name: value for name, value in config.items() if name in NAMES and value is not None},
+            "active_adapters": sorted(active_adapters(generator.model)) or None,
+        },
+    )
+
+
+def _tokenizer(generator: BatchGenerator) -> Any:
+    return generator._tokenizer.found()
+
+
+def _known_config(generator: BatchGenerator, config: GenerationConfig) -> GenerationConfig:
+    return with_known_names(config, base_model(generator.model).generation_config, generator._notices) or config
