@@ -290,6 +290,18 @@ def test_ours_alone_and_a_setting_of_the_engine(capsys: pytest.CaptureFixture[st
     assert "0.0% saved" in said and "generate" not in said.replace("to generate", "") and "sorted" in said
 
 
+def test_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their share is that of as many floors."""
+    file = tmp_path / "figures.json"
+    more = ["--rivals", "none", "--no-pieces", "--gpus", "cpu,cpu", "--floor", "--runs", "1", "--json", str(file)]
+    assert bench.main([*SMALL, *more]) == 0
+    said = capsys.readouterr().out
+    assert "hf_batchllm, 2 processes" in said and "in which they were started" in said and "busy" in said
+    one, two = json.loads(file.read_text())["contenders"]
+    assert two["share_of_floor"] == pytest.approx(two["floor_seconds"] / two["seconds"] / 2)
+    assert one["share_of_floor"] == pytest.approx(one["floor_seconds"] / one["seconds"])
+
+
 def test_a_rival_on_a_part_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([*SMALL, "--rivals", "generate", "--rival-requests", "3", "--no-pieces"]) == 0
     assert "same tokens as model.generate: 3 of 3 prompts" in capsys.readouterr().out
@@ -328,6 +340,8 @@ def test_a_rival_that_fails_is_reported_as_such(
         (["--degrees", "1,2", "--rivals", "generate,generate_batch"], "--rivals generate_batch has no place"),
         (["--steps-per-sync", "1,2", "--rivals", "generate"], "--rivals has no place in the table of --steps-per-sync"),
         (["--steps-per-sync", "1,2", "--rival-runs", "2"], "--rival-runs has no place"),
+        (["--degrees", "1,2", "--gpus", "2"], "--gpus has no place in the table of --degrees: leave it out"),
+        (["--gpus", "2", "--stop-after", "9"], "leave out one"),
         (["--json", "/tmp"], "--json /tmp is a folder: name a file in it"),
         (["--off-new", "10"], "without graphs of --steps-per-sync"),
         (["--steps-per-sync", "1,2", "--set", "cuda_graphs=false"], "sets cuda_graphs itself: leave out --set"),

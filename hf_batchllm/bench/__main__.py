@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..pool.devices import gpus_from
 from . import json_output, printed_tables
 from .ablation import ablate, variants_of
 from .arguments import read_arguments
@@ -25,6 +26,7 @@ from .gpu_busy import GpuBusy, gpu_busy
 from .measuring import Floors, Measurement, Reads, agreement, is_greedy, measure
 from .model_alone import time_model_alone
 from .models import end_at_random, load_model
+from .on_gpus import OnGpus, load_on
 from .parameter_sweeps import sweep_degrees, sweep_steps_per_sync
 from .plot import plot
 from .plot_steps import draw_steps
@@ -76,6 +78,7 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     # Answers of many lengths mean steps of many sizes: timing each of them would take too long.
     wanted = not asked.no_pieces and not isinstance(workload, Mix) and not asked.stop_after
     alone = time_model_alone(model, sizes) if wanted else None
+    several = _measure_on_gpus(model, asked, workload, vocabulary, rows) if asked.gpus else None
     tried = _measure_rivals(model, asked, workload, vocabulary, rows)
     reads = None
     if floors is not None and floors.shape is not None:
@@ -103,8 +106,30 @@ def _contenders(model: PreTrainedModel, asked: argparse.Namespace) -> dict[str, 
     if tried:
         print(printed_tables.batch_sizes_tried(tried))
     print(f"\n{report}")
+    if several is not None:
+        print(f"\n{several}")
     assert report is not None
     return json_output.contenders_figures(workload, rows, report, alone, same, tried, reads, busy)
+
+
+def _measure_on_gpus(
+    model: PreTrainedModel,
+    asked: argparse.Namespace,
+    workload: Workload | Mix,
+    vocabulary: int,
+    rows: list[Measurement],
+) -> str:
+    """Adds the pool's measurement to ``rows``. Gives what is to be said of it."""
+    dtype = next(model.parameters()).dtype
+    config = asked.config or (None if asked.model else "tiny")
+    load = partial(load_on, load_model, asked.model, config, dtype)
+    pool = OnGpus(model, load, gpus_from(asked.gpus), asked.fields)
+    try:
+        rows.append(measure(pool, workload, workload.prompts(vocabulary), asked.runs))
+        rows[-1].peak_bytes = 0 if pool.report is None else pool.report.device_memory
+    finally:
+        pool.close()
+    return f"{pool.name}, after {pool.start_seconds:.1f} s in which they were started:\n{pool.report}"
 
 
 def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> GpuBusy | None:

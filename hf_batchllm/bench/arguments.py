@@ -104,7 +104,11 @@ def _refuse_conflicts(asked: argparse.Namespace) -> None:
         raise ValueError(f"{given[0]} and {given[1]} are two tables: ask for one of them")
     if given:
         (table,) = given
-        unused = {"--no-pieces": asked.no_pieces, "--rivals generate_batch": "generate_batch" in (asked.rivals or ())}
+        unused = {
+            "--no-pieces": asked.no_pieces,
+            "--gpus": asked.gpus,
+            "--rivals generate_batch": "generate_batch" in (asked.rivals or ()),
+        }
         if not asked.degrees:
             numbers = {"--rival-requests": asked.rival_requests, "--rival-runs": asked.rival_runs}
             unused |= {"--rivals": asked.rivals, "--batch-sizes": asked.batch_sizes} | numbers
@@ -121,6 +125,8 @@ def _refuse_conflicts(asked: argparse.Namespace) -> None:
         other = "--shared 0" if asked.shared == 0 else "--degree 1"
         other = other if asked.workload == "rfc" else f"--workload {asked.workload}"
         raise ValueError(f"--ablation is about prompts that share prefixes: leave out {other}")
+    if asked.gpus and asked.stop_after:
+        raise ValueError("--gpus loads the model in other processes, where --stop-after does nothing: leave out one")
     if asked.max_running and "admission" not in (asked.ablation or ()):
         raise ValueError("--max-running is about the row admission of --ablation: ask for it")
     if asked.requests and len(asked.requests) != 1 and len(asked.requests) != len(asked.degrees or [0]):
@@ -143,7 +149,7 @@ def _refuse_conflicts(asked: argparse.Namespace) -> None:
         unused = {"--steps-per-sync": asked.steps_per_sync, "--ablation": asked.ablation, "--rivals": asked.rivals}
         unused |= {"--rival-requests": asked.rival_requests, "--rival-runs": asked.rival_runs, "--runs": asked.runs}
         unused |= {"--batch-sizes": asked.batch_sizes, "--no-pieces": asked.no_pieces, "--floor": asked.floor}
-        unused["--plot"] = asked.plot
+        unused |= {"--plot": asked.plot, "--gpus": asked.gpus}
         if given := [name for name, value in unused.items() if value]:
             raise ValueError(f"--profile measures nothing else: leave out {given[0]}")
     if asked.trace and (given := [name for name, value in {**tables, "--profile": asked.profile}.items() if value]):
@@ -288,6 +294,12 @@ def _add_work(work: Any) -> None:
 
 
 def _add_measuring(measuring: Any) -> None:
+    measuring.add_argument(
+        "--gpus",
+        metavar="N",
+        help="a GeneratorPool beside one process: how many GPUs, or their numbers, as in 0,1. Its share is of as many "
+        "floors",
+    )
     measuring.add_argument(
         "--runs",
         type=_positive,

@@ -14,6 +14,7 @@ from .contenders import Ours, Prompts, Tokens, end_tokens
 from .floor import Floor, Shape, floor_of
 from .machine_rates import Rates, measure_rates
 from .matrices import Matrices, NoFloorError, matrices_of
+from .on_gpus import OnGpus
 from .recording_scheduler import StepSize
 from .routing_shares import with_measured_shares
 from .timing import free_memory, timed
@@ -35,6 +36,7 @@ class Measurement:
     error: str = ""
     peak_bytes: int = 0  # of the device, weights included; 0 on a CPU, where PyTorch does not count
     floor: Floor | None = None
+    processes: int = 1  # that ran it, each on a machine of its own as far as the floor goes
 
     @property
     def requests(self) -> int:
@@ -54,7 +56,7 @@ class Measurement:
 
     @property
     def share_of_floor(self) -> float | None:
-        return self.floor.seconds / self.seconds if self.floor and self.runs else None
+        return self.floor.seconds / self.processes / self.seconds if self.floor and self.runs else None
 
     def times_faster_than(self, other: Measurement) -> float:
         """Compares new tokens per second: a rival that got fewer prompts may have had longer or shorter answers."""
@@ -80,13 +82,13 @@ class Measurement:
 
 def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: int) -> Measurement:
     device = contender.model.device
-    row = Measurement(contender.name, workload)
+    row = Measurement(contender.name, workload, processes=getattr(contender, "processes", 1))
     print(f"{contender.name} ...", end=" ", flush=True)
     free_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        few, new = WARM_UP.get(device.type, BRIEF_WARM_UP) if isinstance(contender, Ours) else BRIEF_WARM_UP
+        few, new = WARM_UP.get(device.type, BRIEF_WARM_UP) if isinstance(contender, Ours | OnGpus) else BRIEF_WARM_UP
         answers = workload.answers
         contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # kernels are compiled
         for _ in range(runs):

@@ -103,6 +103,7 @@ class Loader:
         return BatchGenerator(*load(_device(self._asked.device)), self._config)
 
     def _pool(self, load: ModelLoader) -> GeneratorPool:
+        from ..pool.devices import gpus_from
         from ..pool.generator_pool import GeneratorPool
 
         try:
@@ -138,12 +139,6 @@ class ModelLoader:
             if self.first_chat is not None:
                 check_template(tokenizer, asked.tokenizer or asked.model, self.first_chat)
             return with_adapters(load_model(asked, device), asked, self.adapters, device), tokenizer
-
-
-def gpus_from(text: str) -> int | list[str]:
-    """Of ``--gpus``: a number, or a list of them."""
-    names = [each.strip() for each in text.split(",") if each.strip()]
-    return int(names[0]) if len(names) == 1 and "," not in text and names[0].isdecimal() else names
 
 
 def check_tokenizer_name(name: str | None) -> None:

@@ -79,3 +79,9 @@ def _gpus_there() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def gpus_from(text: str) -> int | list[str]:
+    """From a command line: a number of GPUs, or a list of their numbers."""
+    names = [each.strip() for each in text.split(",") if each.strip()]
+    return int(names[0]) if len(names) == 1 and "," not in text and names[0].isdecimal() else names

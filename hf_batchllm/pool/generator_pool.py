@@ -240,6 +240,11 @@ class GeneratorPool:
             )
             return plan
 
+    def wait(self) -> None:
+        """Until all processes have loaded the model, or are lost. A call does not need that: late ones join it."""
+        with self._taking():
+            self._lead.everybody()
+
     def close(self) -> None:
         """End the processes, and give back all of their memory."""
         if self._running:

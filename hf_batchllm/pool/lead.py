@@ -27,6 +27,12 @@ class Lead:
                 raise none_left(self._crew)
             self._next_event()
 
+    def everybody(self) -> None:
+        """Waits for all that are not lost."""
+        while any(not worker.ready for worker in self._crew.alive):
+            self._next_event()
+        self.worker()
+
     def ask(self, function: Callable[..., Any], *given: Any, what: str = "this") -> Any:
         """``function(generator, *given)``, as the worker finds it. ``what``: what of the user's is sent."""
         self._questions += 1
