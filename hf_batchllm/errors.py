@@ -48,7 +48,7 @@ class BatchLLMError(Exception):
 
 
 def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    error = kind.__new__(kind)
+    error = BaseException.__new__(kind)  # MemoryError's own does not make classes derived from it
     error.args = args
     return error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_batchllm.pool.crew import NUMBER
+from hf_batchllm.pool.worker_handle import NUMBER
 
 
 @dataclass(frozen=True)

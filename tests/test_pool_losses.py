@@ -31,7 +31,7 @@ from hf_batchllm import (
     GeneratorPool,
     PoolError,
 )
-from hf_batchllm.pool.crew import WorkerHandle
+from hf_batchllm.pool.worker_handle import WorkerHandle
 
 PROMPTS = random_prompts(random.Random(4), 97, "nested", 60)
 GIVEN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "progress": False}

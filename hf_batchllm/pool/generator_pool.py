@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from ..config import BatchConfig
 from ..engine.unfinished import Finished, FinishedGenerations, attach, note_of
@@ -22,6 +23,7 @@ from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from ..inputs.option_checks import check_progress
 from ..inputs.padded_batch import take_padded
+from ..inputs.preparing import bars_wanted
 from ..inputs.prompts import as_list
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
@@ -36,7 +38,7 @@ from .asked import decoded, plan_of, tokenizer_of
 from .crew import Crew
 from .devices import WorkerDevice, worker_devices
 from .lead import Lead
-from .loaders import LoadGenerator, loader_for, sendable_tokenizer
+from .loaders import ByName, LoadGenerator, loader_for, sendable_tokenizer
 from .part_generator import PartGenerator
 from .pool_call import PoolCall
 from .pool_progress import pool_bar
@@ -89,7 +91,9 @@ class GeneratorPool:
         self._notices = Notices()
         self.last_report: RunReport | None = None
         self.interrupted: BatchResult | ScoreResult | None = None
-        self._tokenizer: Any = None
+        named = tokenizer if isinstance(tokenizer, str) else load.name if isinstance(load, ByName) else None
+        self._tokenizer_name = None if tokenizer is not None and not isinstance(tokenizer, str) else named
+        self._tokenizer: Any = None if isinstance(tokenizer, str) else tokenizer
         self._running = self._closed = False
         self._calls = 0
 
@@ -118,9 +122,11 @@ class GeneratorPool:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the one saved beside the model; None if there is neither."""
-        if self._tokenizer is None:
-            with self._taking():
-                self._tokenizer = self._lead.ask(tokenizer_of)
+        if self._tokenizer is None and self._tokenizer_name is not None:
+            with contextlib.suppress(Exception):
+                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name)
+        elif self._tokenizer is None:
+            self._tokenizer = self._ask(tokenizer_of)
         return self._tokenizer
 
     # -- the public calls ----------------------------------------------------------------------------------------
@@ -219,7 +225,10 @@ class GeneratorPool:
         def body() -> ScoreResult:
             nonlocal finished
             began = time.perf_counter()
-            given = contexts, continuations, choices, on_error, adapter, chat_options
+            lists = (
+                _listed(each) if isinstance(each, Iterator) else each for each in (contexts, continuations, choices)
+            )
+            given = *lists, on_error, adapter, chat_options
             job, keyed = self._lead.ask(PartGenerator.checked_scores, given, what="what is to be scored")
             work = ScoreWork(job, keyed, self._config)
             finished, took = work.finished(), time.perf_counter() - began
@@ -236,7 +245,7 @@ class GeneratorPool:
         """What these prompts share, and what that would save. Runs no model."""
         with self._taking():
             plan: SharingPlan = self._lead.ask(
-                plan_of, as_list(prompts), adapter, prompt_options, what="a prompt or an option"
+                plan_of, _listed(as_list(prompts)), adapter, prompt_options, what="a prompt or an option"
             )
             return plan
 
@@ -256,8 +265,9 @@ class GeneratorPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None or not self._running:
-            self.close()
+        if kind is not None:
+            self._running = False  # a stream may be open, and the error goes on
+        self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a GeneratorPool holds processes of its own, so it cannot be copied or pickled")
@@ -280,6 +290,7 @@ class GeneratorPool:
             raise GeneratorBusyError("this GeneratorPool is closed: make a new one")
         if self._running:
             raise GeneratorBusyError(f"{_STILL_RUNNING}. One call at a time")
+        self._crew.check()
         self._running = True
         try:
             yield
@@ -312,8 +323,7 @@ class GeneratorPool:
     ) -> GenerateWork:
         if take_padded(prompts, options) is not None:
             raise ValueError("a pool takes a list of prompts: pass the rows of a tensor as a list, without padding")
-        listed = as_list(prompts)
-        listed = listed if isinstance(listed, list | tuple) else list(listed)
+        listed = _listed(as_list(prompts))
         given = listed, config, seed, on_error, options, names
         job, keyed = self._lead.ask(PartGenerator.checked_job, *given, what="a prompt or an option of this call")
         if job.seed is not None and seed is None:  # of this process's random numbers, as one process would
@@ -331,17 +341,18 @@ class GeneratorPool:
         """Results as they come. The report is in ``finished`` afterwards."""
         self._calls += 1
         began = time.perf_counter()
-        plan = work.plan()
-        self._label(plan, work)
-        self._lead.worker()
-        assert self._crew.loaded is not None
-        split = work.split(len(self._crew.alive), self._crew.loaded.costs)
+        with bars_wanted(progress):
+            plan = work.plan
+            self._label(plan, work)
+            self._lead.worker()
+            assert self._crew.loaded is not None
+            workers = self._crew.alive
+            split = work.split(len(workers), self._crew.loaded.costs)
         planning_seconds += time.perf_counter() - began
-        call = PoolCall(self._calls, self._crew, work, split, self._notices, strict)
+        call = PoolCall(self._calls, self._crew, workers, work, split, self._notices, strict)
         tally, noun = Tally(), "scores" if isinstance(work, ScoreWork) else "results"
-        workers = len(self._crew.alive)
         try:
-            with pool_bar(finished.expected, noun, plan.computed_tokens, plan.saving, workers, progress) as show:
+            with pool_bar(finished.expected, noun, plan.computed_tokens, plan.saving, len(workers), progress) as show:
                 for result in call.results(lambda: show(call, tally.finished)):
                     tally.add(result)
                     yield result
@@ -364,6 +375,11 @@ class GeneratorPool:
             return None
         text: str | None = self._lead.ask(decoded, [ids])[0]
         return text
+
+
+def _listed(prompts: Any) -> list[Any] | tuple[Any, ...]:
+    """As what can be sent: a generator cannot."""
+    return prompts if isinstance(prompts, list | tuple) else list(prompts)
 
 
 class _Nothing(FinishedGenerations):

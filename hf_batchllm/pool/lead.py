@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PoolError
-from .crew import Crew, WorkerHandle
-from .messages import Answered, Ask, Died, packed_for_worker
+from .crew import Crew
+from .messages import Answered, Ask, Blame, Died, Failed, Parcel
+from .worker_handle import WorkerHandle
 
 _EVENTS_EVERY = 0.5  # seconds, after which processes are looked after if nothing comes
 
@@ -18,40 +18,37 @@ class Lead:
         self._questions = 0
 
     def worker(self) -> WorkerHandle:
-        """Waits for the first one that has loaded the model."""
+        """One that has loaded the model, and has nothing to do if there is such a one. Waits for the first."""
         while True:
-            for worker in self._crew.alive:
-                if worker.ready:
-                    return worker
-            if not self._crew.alive:
-                raise none_left(self._crew)
+            self._crew.check()
+            there = [worker for worker in self._crew.alive if worker.ready]
+            if there:
+                return next((worker for worker in there if worker.free), there[0])
             self._next_event()
 
     def everybody(self) -> None:
         """Waits for all that are not lost."""
         while any(not worker.ready for worker in self._crew.alive):
             self._next_event()
-        self.worker()
+        self._crew.check()
 
     def ask(self, function: Callable[..., Any], *given: Any, what: str = "this") -> Any:
         """``function(generator, *given)``, as the worker finds it. ``what``: what of the user's is sent."""
+        content = Parcel.of((function, given), what)
         self._questions += 1
-        message = packed_for_worker(Ask(self._questions, function, given), what)
         asked: WorkerHandle | None = None
         while True:
             if asked is None or asked.dead:
                 asked = self.worker()
-                asked.at_work = True
-                asked.post(message)
+                asked.begin(Ask(self._questions, content))
             event = self._next_event()
-            if event is None or getattr(event[1], "question", None) != self._questions:
+            if event is None or event[0] is not asked or getattr(event[1], "question", None) != self._questions:
                 continue
-            asked.at_work = False
             answer = event[1]
             if isinstance(answer, Answered):
-                return answer.value
-            if not answer.fatal:
-                raise answer.error
+                return answer.value.open()
+            if isinstance(answer, Failed) and answer.blame is not Blame.DEVICE:  # else another one is asked
+                raise answer.opened()
 
     def _next_event(self) -> tuple[WorkerHandle, Any] | None:
         event = self._crew.next_event(_EVENTS_EVERY)
@@ -59,10 +56,3 @@ class Lead:
             worker, died = event
             self._crew.notices(f"lost {worker.number}", f"{worker.name} {died.why}: the pool goes on without it")
         return event
-
-
-def none_left(crew: Crew) -> BaseException:
-    """The error where no worker is left: what the first one failed with, if any had the time to say so."""
-    if crew.errors:
-        return crew.errors[0]
-    return PoolError("no process of the pool is left: " + "; ".join(dict.fromkeys(crew.lost)))

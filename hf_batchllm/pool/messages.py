@@ -1,41 +1,96 @@
-"""What a pool and its workers tell each other: whole Python objects, one after the other."""
+"""What a pool and its workers tell each other: Python objects, one after the other.
+
+What is the user's, or comes of it, is in a ``Parcel``: a message can be read even where its parcel cannot be opened.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 from ..errors import ConfigError
 from ..planning.pieces import TokenCosts
 from ..results.run_report import RunReport
 
+
+@dataclass(frozen=True)
+class Parcel:
+    data: bytes
+    what: str  # it is, for errors
+
+    @classmethod
+    def of(cls, content: Any, what: str) -> Parcel:
+        try:
+            return cls(_packed(content), what)
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(f"{what} cannot be sent to another process ({why}){_hint()}") from error
+
+    def open(self) -> Any:
+        try:
+            return pickle.loads(self.data)
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(f"{self.what} cannot be read in another process ({why}){_hint()}") from error
+
+
+def _packed(content: Any) -> bytes:
+    if importlib.util.find_spec("cloudpickle") is None:
+        into = io.BytesIO()
+        _ByName(into, pickle.HIGHEST_PROTOCOL).dump(content)
+        return into.getvalue()
+    import cloudpickle  # type: ignore[import-untyped]
+
+    # Functions and classes of a notebook or a script go by what they are, not by their name.
+    return bytes(cloudpickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+class _ByName(pickle.Pickler):
+    """Says at once what another process would not find."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in a script or a notebook")
+        return NotImplemented
+
+
+def _hint() -> str:
+    if importlib.util.find_spec("cloudpickle") is not None or "cloudpickle" in sys.modules:
+        return ""
+    return ". With the package cloudpickle (`pip install cloudpickle`) what a script or a notebook defines can be sent"
+
+
 # -- to a worker ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Load:
-    """The first message. ``load`` gives the generator."""
+    """The first message. In it: what gives the generator."""
 
-    load: Callable[[], Any]
+    load: Parcel
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Call ``function(generator, *given)``, and say what it gives."""
+    """Call ``function(generator, *given)``, and say what it gives. In it: the function, and what it is given."""
 
     question: int
-    function: Callable[..., Any]
-    given: tuple[Any, ...] = ()
+    content: Parcel
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run a part of a call. ``part`` has a method ``results``; ``pieces``: numbers of units, of each piece."""
+    """Run a part of a call. In it: a ``Part``. ``pieces``: numbers of units, of each piece."""
 
     call: int
-    part: Any
+    part: Parcel
     pieces: dict[int, list[int]]
     began: float  # when the call did, as time.time() has it
 
@@ -76,17 +131,41 @@ class Ready:
 @dataclass(frozen=True)
 class Answered:
     question: int
-    value: Any
+    value: Parcel
+
+
+class Blame(Enum):
+    """What an error comes of."""
+
+    USERS = "the call"  # it would come in every process
+    MEMORY = "memory"  # other processes may have more
+    DEVICE = "the device"  # the process is of no further use, or has no model
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An error in what was asked last. ``fatal``: the worker is of no further use."""
+    """An error in what was asked last, which has ended."""
 
-    error: BaseException
-    fatal: bool
+    error: Parcel
+    text: str  # of the error, where it cannot be opened
+    blame: Blame
     call: int | None = None  # in which it happened
     question: int | None = None
+
+    def opened(self) -> BaseException:
+        try:
+            error = self.error.open()
+        except ConfigError:
+            error = None
+        return error if isinstance(error, BaseException) else RuntimeError(self.text)
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Prompts, or places, that do not fit into the worker's memory, and why."""
+
+    call: int
+    problems: dict[Any, str]
 
 
 @dataclass(frozen=True)
@@ -114,14 +193,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Done:
-    """A part has been run, or was broken off."""
+    """A part has been run, or was broken off; nothing more comes of it."""
 
     call: int
     report: RunReport | None  # without its plan
     seconds: float  # that it took
     read: int  # tokens, as in Progress
     written: int
-    problems: dict[int, str] = field(default_factory=dict)  # units that do not fit into memory, and why
 
 
 @dataclass(frozen=True)
@@ -141,27 +219,3 @@ class Died:
     """Not a message of the worker: nothing more will come of it."""
 
     why: str
-
-
-def packed(message: Any) -> bytes:
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ImportError:
-        pickler: Any = pickle
-    else:
-        pickler = cloudpickle  # functions and classes of a notebook or a script go by what they are, not by their name
-    return bytes(pickler.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def packed_for_worker(message: Any, what: str) -> bytes:
-    """``what``: what of the user's is in it, for the error if it cannot be sent."""
-    try:
-        return packed(message)
-    except Exception as error:
-        hint = ""
-        try:
-            import cloudpickle  # noqa: F401
-        except ImportError:
-            hint = ". With the package cloudpickle (`pip install cloudpickle`) functions of a notebook can be sent, too"
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"{what} cannot be sent to another process ({why}){hint}") from error

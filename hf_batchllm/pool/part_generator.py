@@ -105,8 +105,8 @@ class PartGenerator(BatchGenerator):
         began: float,
         deliver: Callable[[list[Any]], None],
         watch: Callable[[Step, int], None],
-    ) -> RunReport | None:
-        """Run what is claimed. ``watch`` may raise a KeyboardInterrupt to break the part off."""
+    ) -> tuple[RunReport | None, KeyboardInterrupt | None]:
+        """Run what is claimed. ``watch`` may raise a KeyboardInterrupt to break the part off, which is given back."""
 
         def body(turn: Turn) -> None:
             with self._taking(turn) as call:
@@ -120,11 +120,11 @@ class PartGenerator(BatchGenerator):
 
         self._of_the_call = {"claims": claims, "began": began}
         try:
-            self._turns.run(body)
+            _, interrupt = self._turns.run(body)
         finally:
             self._of_the_call = {}
         report = self.last_report
-        return None if report is None else replace(report, plan=_NO_PLAN)
+        return None if report is None else replace(report, plan=_NO_PLAN), interrupt
 
     def rules_of(self, job: Job) -> list[StopRules]:
         known = self._checks.known_strings

@@ -1,7 +1,8 @@
 """One call of a pool: who runs which pieces, what comes of them, and what happens when a worker is lost.
 
-Each worker is given its share at once and begins the pieces as its memory allows. A worker that has run out of work
-takes over pieces that another has not begun. What a lost worker has not delivered is run by the others.
+Each worker has a share from the start, and is given it as soon as it is free. It begins the pieces as its memory
+allows. A worker that has run out of work takes over pieces that another has not begun. What a lost worker has not
+delivered is run by the others.
 """
 
 from __future__ import annotations
@@ -15,48 +16,58 @@ from ..notices import Notices
 from ..planning.pieces import Split
 from ..results.run_report import RunReport
 from ..wording import counted
-from .crew import Crew, WorkerHandle
-from .lead import none_left
-from .messages import (
-    Answered,
-    Died,
-    Done,
-    Failed,
-    GivenUp,
-    GiveUp,
-    Progress,
-    Ready,
-    Results,
-    Run,
-    Stop,
-    packed_for_worker,
-)
+from .crew import Crew
+from .messages import Blame, Died, Done, Failed, GivenUp, GiveUp, Parcel, Problems, Progress, Results, Run, Stop
 from .work import Work
+from .worker_handle import WorkerHandle
 
 _EVENTS_EVERY = 0.5  # seconds, after which processes are looked after if nothing comes
 _LAST_REPORTS = 10.0  # seconds for a worker's report, once all results are there
+_MOST_DEVICES = 2  # that a piece may cost
 
 
 @dataclass
 class Share:
     """What a worker has of a call."""
 
+    waiting: list[int] = field(default_factory=list)  # pieces that it is given once it is free
     pieces: set[int] = field(default_factory=set)  # that it was given, and has not ended
     ran: set[int] = field(default_factory=set)  # of which it has delivered results
-    running: int = 0  # parts on their way
     asked: WorkerHandle | None = None  # who it is to take work from
-    seconds: float = 0.0  # at work
+    out: str = ""  # why it has no part in this call any more
+    began: float | None = None  # when it was given the part that runs
+    seconds: float = 0.0  # at work, in parts that are over
     read: int = 0  # tokens of parts that are over
     written: int = 0
     read_now: int = 0  # and of the one that runs
     written_now: int = 0
+    untold: int = 0  # tokens read in parts of which there is no report
     reports: list[RunReport] = field(default_factory=list)
-    lost: str = ""  # why the worker is gone
+
+    def end_part(self, read: int, written: int) -> None:
+        self.read, self.written = self.read + read, self.written + written
+        self.read_now = self.written_now = 0
+        if self.began is not None:
+            self.seconds += time.perf_counter() - self.began
+            self.began = None
+
+    def break_off(self) -> None:
+        """No report will come of the part that runs."""
+        self.untold += self.read_now
+        self.end_part(self.read_now, self.written_now)
 
 
 class PoolCall:
-    def __init__(self, number: int, crew: Crew, work: Work, split: Split, notices: Notices, strict: bool) -> None:
-        """``strict``: units that do not fit are an error of the call, not of theirs alone."""
+    def __init__(
+        self,
+        number: int,
+        crew: Crew,
+        workers: Sequence[WorkerHandle],  # that have a share each
+        work: Work,
+        split: Split,
+        notices: Notices,
+        strict: bool,  # units that do not fit are an error of the call, not of theirs alone
+    ) -> None:
         self.number = number
         self.began = time.time()
         self._clock = time.perf_counter()
@@ -71,15 +82,13 @@ class PoolCall:
         self._missing = {unit: set(work.keys(unit)) for units in self._units for unit in units}
         self._costs = [split.cost(piece) for piece in range(len(self._units))]  # of what is left of each piece
         self._whole = self._cost_open = sum(self._costs)
+        self._devices_lost = [0] * len(self._units)  # over each piece
         self._free: list[int] = []  # pieces that no worker has
         self._empty: set[WorkerHandle] = set()  # of whom nothing is to be had
-        self.shares: dict[WorkerHandle, Share] = {worker: Share() for worker in crew.alive}
-        self.taken_over = 0  # pieces that went from one worker to another
-        for worker, pieces in zip(crew.alive, split.shares, strict=True):
-            if worker.ready:
-                self._give(worker, pieces)
-            else:  # it takes them when it is there, if nobody else has by then
-                self.shares[worker].pieces.update(pieces)
+        self._last_error: BaseException | None = None
+        self.shares = {
+            worker: Share(waiting=list(pieces)) for worker, pieces in zip(workers, split.shares, strict=True)
+        }
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -95,21 +104,28 @@ class PoolCall:
             self._wait_for_reports()
         finally:
             self.stop()
+            for share in self.shares.values():
+                if share.began is not None:
+                    share.break_off()
             self._ended_at = time.perf_counter()
 
     def stop(self) -> None:
         """Whatever still runs is broken off."""
-        for worker in self._crew.alive:
-            if self.shares[worker].running:
-                worker.send(Stop(self.number))
+        for worker, share in self.shares.items():
+            if share.began is not None and not worker.dead:
+                worker.tell(Stop(self.number))
 
     def _wait_for_reports(self) -> None:
         until = time.monotonic() + _LAST_REPORTS
-        while any(self.shares[worker].running for worker in self._crew.alive) and time.monotonic() < until:
-            self.stop()  # it runs what another has run in the meantime
+        self.stop()  # it runs what another has run in the meantime
+        while time.monotonic() < until and any(
+            share.began is not None and not worker.dead for worker, share in self.shares.items()
+        ):
             event = self._crew.next_event(_EVENTS_EVERY)
             if event is not None:
                 list(self._take(*event))
+
+    # -- how far it is -------------------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
@@ -125,9 +141,8 @@ class PoolCall:
     def tokens(self) -> tuple[int, int]:
         """Of prompts and of answers, that have been run."""
         shares = self.shares.values()
-        return sum(each.read + each.read_now for each in shares), sum(
-            each.written + each.written_now for each in shares
-        )
+        read = sum(each.read + each.read_now for each in shares)
+        return read, sum(each.written + each.written_now for each in shares)
 
     @property
     def share_done(self) -> float:
@@ -137,12 +152,12 @@ class PoolCall:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _take(self, worker: WorkerHandle, message: Any) -> Iterator[Any]:
-        if isinstance(message, Died):
+        if worker not in self.shares:
+            pass  # it was lost before this call
+        elif isinstance(message, Died):
             self._without(worker, message.why)
-        elif isinstance(message, Ready):
-            self._joins(worker)
-        elif isinstance(message, Answered) or getattr(message, "call", self.number) != self.number:
-            self._of_an_earlier_call(worker, message)
+        elif getattr(message, "call", None) != self.number:
+            pass  # of an earlier call, or of none
         elif isinstance(message, Results):
             yield from self._collect(worker, message.results)
         elif isinstance(message, Progress):
@@ -150,14 +165,12 @@ class PoolCall:
             share.read_now, share.written_now = message.read, message.written
         elif isinstance(message, GivenUp):
             self._hand_over(worker, message.pieces)
+        elif isinstance(message, Problems):
+            self._set_aside(message.problems)
         elif isinstance(message, Done):
             self._ended(worker, message)
-        elif isinstance(message, Failed) and not message.fatal:
-            raise message.error
-
-    def _of_an_earlier_call(self, worker: WorkerHandle, message: Any) -> None:
-        if isinstance(message, Done | Failed):
-            worker.at_work = bool(self.shares[worker].running)
+        elif isinstance(message, Failed):
+            self._failed(worker, message)
 
     def _collect(self, worker: WorkerHandle, results: Sequence[Any]) -> Iterator[Any]:
         for result in results:
@@ -172,55 +185,78 @@ class PoolCall:
                 self._close(unit)
             yield self._work.whole(result)
 
+    def _close(self, unit: int) -> None:
+        """It has all of its results, or will never have them."""
+        if self._missing.pop(unit, None) is not None:
+            piece = self._piece_of[unit]
+            cost = self._split.cost(piece) / len(self._units[piece])
+            self._costs[piece] -= cost
+            self._cost_open -= cost
+
+    def _set_aside(self, problems: dict[Any, str]) -> None:
+        """Units that do not fit into a worker's memory."""
+        self._work.problems.update(problems)
+        if self._strict:
+            raise self._work.error()
+        for unit in self._work.problem_units(problems):
+            self._close(unit)
+
     def _ended(self, worker: WorkerHandle, message: Done) -> None:
         share = self.shares[worker]
-        share.running -= 1
-        worker.at_work = bool(share.running)
-        share.seconds += message.seconds
-        share.read, share.written = share.read + message.read, share.written + message.written
-        share.read_now = share.written_now = 0
-        if message.report is not None:
+        if message.report is None:
+            share.untold += message.read
+        else:
             share.reports.append(message.report)
-        if message.problems:
-            self._work.problems.update(message.problems)
-            if self._strict:
-                raise self._work.error()
-            for unit in self._work.problem_units(message.problems):
-                self._close(unit)
-        if not share.running:
-            # A piece that was not run to its end, for whatever reason, is anybody's.
-            self._free += [piece for piece in sorted(share.pieces) if self._is_open(piece)]
-            share.pieces.clear()
+        share.end_part(message.read, message.written)
+        self._release(share)
+
+    def _failed(self, worker: WorkerHandle, message: Failed) -> None:
+        error = message.opened()
+        if message.blame is Blame.USERS:
+            raise error
+        self._last_error = error
+        share = self.shares[worker]
+        if message.blame is Blame.DEVICE:
+            for piece in share.ran & share.pieces:
+                self._devices_lost[piece] += self._is_open(piece)
+            if max(self._devices_lost, default=0) >= _MOST_DEVICES:
+                raise error
+            return  # the worker ends
+        share.break_off()
+        share.out = f"ran out of memory ({message.text[:300]})"
+        self._tell_of(worker, share.out, self._release(share))
+
+    def _release(self, share: Share) -> int:
+        """What is left of a worker's pieces is anybody's. Gives the number of prompts."""
+        left = [piece for piece in sorted({*share.pieces, *share.waiting}) if self._is_open(piece)]
+        if share.waiting and not share.out:  # it is to have these
+            left = [piece for piece in left if piece not in set(share.waiting)]
+        else:
+            share.waiting.clear()
+        share.pieces.clear()
+        self._free += left
+        return sum(unit in self._missing for piece in left for unit in self._units[piece])
 
     def _is_open(self, piece: int) -> bool:
         return any(unit in self._missing for unit in self._units[piece])
 
     # -- who runs what -------------------------------------------------------------------------------------------
 
-    def _give(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
-        units = {piece: [unit for unit in self._units[piece] if unit in self._missing] for piece in pieces}
-        units = {piece: some for piece, some in units.items() if some}
-        if not units:
-            return
-        share = self.shares[worker]
-        share.pieces.update(units)
-        part = self._work.part(sorted(unit for some in units.values() for unit in some))
-        message = Run(self.number, part, units, self.began)
-        worker.post(packed_for_worker(message, "an option of this call"))
-        share.running += 1
-        worker.at_work = True
-        worker.moved = time.monotonic()
-        self._empty.discard(worker)
-
     def _feed(self) -> None:
         """Work for those who have none."""
-        idle = [
-            worker
-            for worker in self._crew.alive
-            if worker.ready and not worker.at_work and self.shares[worker].asked is None
-        ]
-        if not self._crew.alive:
-            raise none_left(self._crew)
+        here = [worker for worker, share in self.shares.items() if not share.out and not worker.dead]
+        if not here:
+            raise self._last_error if self._crew.alive and self._last_error is not None else self._crew.none_left()
+        idle = []
+        for worker in here:
+            share = self.shares[worker]
+            if not worker.free or share.began is not None or share.asked is not None:
+                continue
+            if share.waiting:
+                pieces, share.waiting = share.waiting, []
+                self._give(worker, pieces)
+            if share.began is None:
+                idle.append(worker)
         for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
             if self._free:
                 count = -(-len(self._free) // left)
@@ -229,42 +265,45 @@ class PoolCall:
             else:
                 self._ask_another(worker)
 
+    def _give(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
+        units = {piece: [unit for unit in self._units[piece] if unit in self._missing] for piece in pieces}
+        units = {piece: some for piece, some in units.items() if some}
+        if not units:
+            return
+        part = self._work.part(sorted(unit for some in units.values() for unit in some))
+        message = Run(self.number, Parcel.of(part, "an option of this call"), units, self.began)
+        share = self.shares[worker]
+        share.pieces.update(units)
+        share.began = time.perf_counter()
+        worker.begin(message)
+        self._empty.discard(worker)
+
     def _ask_another(self, worker: WorkerHandle) -> None:
         """Look for pieces that another has not begun, as far as can be told from here."""
         asked = {share.asked for share in self.shares.values()}
-        others = [each for each in self._crew.alive if each is not worker and each not in asked | self._empty]
-        waiting = {each: self._waiting(each) for each in others}
-        costs = {each: sum(map(self._split.cost, pieces)) for each, pieces in waiting.items()}
+        others = [each for each in self.shares if each is not worker and not each.dead]
+        others = [each for each in others if each not in asked and each not in self._empty]
+        unbegun = {each: self._unbegun(each) for each in others}
+        costs = {each: sum(map(self._split.cost, pieces)) for each, pieces in unbegun.items()}
         other = max(others, key=costs.__getitem__, default=None)
-        if other is None or not waiting[other]:
+        if other is None or not unbegun[other]:
             return
-        wanted = self._half(waiting[other], self._cost_left(other))
+        share = self.shares[other]
+        if share.waiting:  # it is not free yet, nobody knows for how long: half of it, and in the end all
+            keep = len(share.waiting) // 2
+            wanted, share.waiting = share.waiting[keep:], share.waiting[:keep]
+            self._give(worker, wanted)
+            return
+        wanted = self._half(unbegun[other], sum(self._costs[piece] for piece in share.pieces))
         if not wanted:
             self._empty.add(other)
             return
-        if not other.ready:  # it is still loading
-            self.shares[other].pieces.difference_update(wanted)
-            self.taken_over += len(wanted)
-            self._give(worker, wanted)
-            return
         self.shares[worker].asked = other
-        other.send(GiveUp(self.number, wanted))
+        other.tell(GiveUp(self.number, wanted))
 
-    def _waiting(self, worker: WorkerHandle) -> list[int]:
+    def _unbegun(self, worker: WorkerHandle) -> list[int]:
         share = self.shares[worker]
-        return [piece for piece in sorted(share.pieces - share.ran) if self._is_open(piece)]
-
-    def _cost_left(self, worker: WorkerHandle) -> float:
-        """Of what a worker has yet to do, begun or not."""
-        return sum(self._costs[piece] for piece in self.shares[worker].pieces)
-
-    def _close(self, unit: int) -> None:
-        """It has all of its results, or will never have them."""
-        if self._missing.pop(unit, None) is not None:
-            piece = self._piece_of[unit]
-            cost = self._split.cost(piece) / len(self._units[piece])
-            self._costs[piece] -= cost
-            self._cost_open -= cost
+        return [piece for piece in share.waiting or sorted(share.pieces - share.ran) if self._is_open(piece)]
 
     def _half(self, pieces: Sequence[int], left: float) -> list[int]:
         """Of the pieces that come last, as many as take another worker no longer than the rest takes this one.
@@ -286,35 +325,30 @@ class PoolCall:
 
     def _hand_over(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
         self.shares[worker].pieces.difference_update(pieces)
-        self.taken_over += len(pieces)
         if not pieces:
             self._empty.add(worker)
-        taker = next((each for each, share in self.shares.items() if share.asked is worker), None)
-        if taker is not None:
-            self.shares[taker].asked = None
-        if taker is not None and not taker.dead and not taker.at_work:
-            self._give(taker, pieces)
-        else:
-            self._free += pieces
-
-    def _joins(self, worker: WorkerHandle) -> None:
-        share = self.shares[worker]
-        pieces, share.pieces = sorted(share.pieces), set()
-        self._give(worker, pieces)
+        self._free += pieces
+        for share in self.shares.values():
+            if share.asked is worker:
+                share.asked = None
 
     def _without(self, worker: WorkerHandle, why: str) -> None:
         share = self.shares[worker]
-        open_pieces = [piece for piece in sorted(share.pieces) if self._is_open(piece)]
-        share.pieces.clear()
-        share.running = 0
-        self._free += open_pieces
+        if share.began is not None:
+            share.break_off()
+        already = bool(share.out)
+        share.out, share.asked = why, None
+        prompts = self._release(share)
         for each in self.shares.values():
             if each.asked is worker:
                 each.asked = None
         self._empty.clear()
-        share.lost = why
-        prompts = sum(unit in self._missing for piece in open_pieces for unit in self._units[piece])
-        if self._crew.alive:
-            others = f"the other {len(self._crew.alive)}" if len(self._crew.alive) > 1 else "the other one"
-            went_on = f"its {counted(prompts, 'prompt')} go to {others}" if prompts else "it had no work"
+        if not already or prompts:
+            self._tell_of(worker, why, prompts)
+
+    def _tell_of(self, worker: WorkerHandle, why: str, prompts: int) -> None:
+        others = sum(not share.out and not each.dead for each, share in self.shares.items())
+        if others:
+            whose = f"the other {others}" if others > 1 else "the other one"
+            went_on = f"its {counted(prompts, 'prompt')} go to {whose}" if prompts else "it had no work"
             self._notices(f"lost {worker.number}", f"{worker.name} {why}: {went_on}")

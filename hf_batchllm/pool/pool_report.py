@@ -9,7 +9,7 @@ from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
 from ..results.sharing_plan import SharingPlan
 from .pool_call import PoolCall, Share
-from .work import Work
+from .work import ScoreWork, Work
 
 _ADDED = (
     *("computed_tokens", "recomputed_tokens", "cached_tokens", "model_tokens", "steps", "preemptions", "idle_tokens"),
@@ -40,6 +40,9 @@ def report_of(
     """``expected``: results of the whole call."""
     reports = [report for share in call.shares.values() for report in share.reports]
     sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _ADDED}
+    untold = sum(share.untold for share in call.shares.values())
+    sums["computed_tokens"] += untold
+    sums["model_tokens"] += untold
     said: dict[str, Any] = {
         name: next((text for report in reports if (text := getattr(report, name))), "") for name in _SAID
     }
@@ -56,19 +59,22 @@ def report_of(
         seed=work.job.seed,
         plan=plan,
         device_memory=max((report.device_memory for report in reports), default=0),
-        workers=tuple(_of_worker(worker.device.name, share, call) for worker, share in call.shares.items()),
+        workers=tuple(
+            _of_worker(worker.device.name, share, call, isinstance(work, ScoreWork))
+            for worker, share in call.shares.items()
+        ),
         parted_tokens=max(0, computed - plan.computed_tokens) if over else 0,
         **sums,
         **said,
     )
 
 
-def _of_worker(name: str, share: Share, call: PoolCall) -> WorkerReport:
+def _of_worker(name: str, share: Share, call: PoolCall, scores: bool) -> WorkerReport:
     return WorkerReport(
         device=name,
         pieces=len(share.ran),
         read_tokens=share.read + share.read_now,
-        new_tokens=share.written + share.written_now,
+        new_tokens=0 if scores else share.written + share.written_now,
         busy=min(1.0, share.seconds / max(call.seconds, 1e-9)),
-        lost=share.lost,
+        lost=share.out,
     )

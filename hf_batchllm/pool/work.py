@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from ..config import BatchConfig
@@ -34,6 +35,7 @@ class Work(ABC):
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
+    @cached_property
     def plan(self) -> SharingPlan:
         """Of all sequences, for the report."""
         job = self.job
@@ -50,7 +52,8 @@ class Work(ABC):
         job = self.job
         samples = job.samples if job.widths is None else job.widths
         tokens = [count * new for count, new in zip(samples, job.max_new_tokens, strict=True)]
-        plan = make_plan(list(self.keyed), self._config, tokens)
+        once = all(count == 1 for count in samples)
+        plan = self.plan if once else make_plan(list(self.keyed), self._config, tokens)
         return split_plan(plan, tokens, processes, costs, samples)
 
     # -- units ---------------------------------------------------------------------------------------------------

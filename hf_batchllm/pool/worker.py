@@ -22,12 +22,15 @@ from typing import Any
 from .messages import (
     Answered,
     Ask,
+    Blame,
     Done,
     End,
     Failed,
     GivenUp,
     GiveUp,
     Load,
+    Parcel,
+    Problems,
     Progress,
     Pulse,
     Ready,
@@ -35,10 +38,9 @@ from .messages import (
     Run,
     Stop,
     Warned,
-    packed,
 )
 
-_PULSE = 5.0  # seconds
+_PULSE = 2.0  # seconds
 _RESULTS_EVERY, _MOST_RESULTS = 0.02, 256  # seconds between messages, and results in one of them
 _PROGRESS_EVERY = 0.2  # seconds
 
@@ -46,10 +48,11 @@ _PROGRESS_EVERY = 0.2  # seconds
 class Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._pool = os.getppid()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._moved = time.monotonic()  # when something did, in the thread that runs the model
-        self._claims: Any = None  # of the part that runs
+        self._moved: float | None = None  # when the last step of a part ended; None while no part runs
+        self._claims: dict[int, list[Any]] = {}  # of each call, those of its parts that have not ended
         self._call = -1  # of which a part runs
         self._stopped = -1  # a call that is broken off, with all before it
         self._results: list[Any] = []
@@ -69,31 +72,39 @@ class Worker:
                 message = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 os._exit(0)  # the pool is gone
-            except Exception as error:
-                self._say(Failed(_sendable(error), fatal=True))
-                continue
             if isinstance(message, GiveUp):
-                mine = self._claims if self._call == message.call else None
-                self._say(GivenUp(message.call, [] if mine is None else mine.give_up(message.pieces)))
+                mine = [
+                    piece for claims in self._claims.get(message.call, ()) for piece in claims.give_up(message.pieces)
+                ]
+                self._say(GivenUp(message.call, mine))
             elif isinstance(message, Stop):
                 self._stopped = max(self._stopped, message.call)
+            elif isinstance(message, Run):
+                self._inbox.put((message, *self._opened(message)))
             else:
-                self._inbox.put(message)
+                self._inbox.put((message, None, None))
+
+    def _opened(self, message: Run) -> tuple[Any, Any]:
+        """The part and its claims, which may be asked for before it runs; or an error in the place of the part."""
+        try:
+            part = message.part.open()
+            claims = part.claims(message.pieces)
+        except Exception as error:
+            return error, None
+        self._claims.setdefault(message.call, []).append(claims)
+        return part, claims
 
     def _speak(self) -> None:
         while True:
             try:
                 message = self._outbox.get(timeout=_PULSE)
             except queue.Empty:
-                message = Pulse(time.monotonic() - self._moved)
-            if message is None:
-                return
-            try:
-                data = packed(message)
-            except Exception as error:
-                data = packed(Failed(_sendable(error), fatal=True))
+                moved = self._moved
+                message = Pulse(0.0 if moved is None else time.monotonic() - moved)
+            if os.getppid() != self._pool:  # a process that it has forked off may keep the socket open
+                os._exit(0)
             with contextlib.suppress(OSError):  # whoever listens finds out, and ends the process
-                self._connection.send_bytes(data)
+                self._connection.send_bytes(pickle.dumps(message))
 
     def _say(self, message: Any) -> None:
         self._outbox.put(message)
@@ -102,17 +113,20 @@ class Worker:
 
     def run(self) -> None:
         while True:
-            message = self._inbox.get()
-            self._moved = time.monotonic()
+            message, part, claims = self._inbox.get()
             if isinstance(message, End):
                 break
             try:
                 if isinstance(message, Load):
                     self._load(message)
                 elif isinstance(message, Ask):
-                    self._say(Answered(message.question, message.function(self._generator, *message.given)))
-                elif isinstance(message, Run):
-                    self._run_part(message)
+                    function, given = message.content.open()
+                    value = Parcel.of(function(self._generator, *given), "what a process of the pool found")
+                    self._say(Answered(message.question, value))
+                elif isinstance(part, Exception):
+                    raise part
+                else:
+                    self._run_part(message, part, claims)
             except BaseException as error:
                 self._failed(error, message)
         if self._generator is not None:
@@ -121,7 +135,7 @@ class Worker:
 
     def _load(self, message: Load) -> None:
         began = time.monotonic()
-        self._generator = message.load()
+        self._generator = message.load.open()()
         from ..model.weights_fingerprint import fingerprint
 
         model = self._generator.model
@@ -129,38 +143,50 @@ class Worker:
         self._say(Ready(name, fingerprint(model), costs, time.monotonic() - began))
 
     def _failed(self, error: BaseException, message: Any) -> None:
-        from ..errors import BatchLLMError, CacheMemoryError
+        from ..errors import BatchLLMError
         from ..model.device_memory import is_device_error, is_out_of_memory
 
-        of_memory = is_out_of_memory(error) or isinstance(error, (MemoryError, CacheMemoryError))
-        fatal = of_memory or isinstance(message, Load) or is_device_error(error)
+        blame = Blame.USERS
+        if isinstance(message, Load) or is_device_error(error):
+            blame = Blame.DEVICE
+        elif is_out_of_memory(error) or isinstance(error, MemoryError):
+            blame = Blame.MEMORY
         if not isinstance(error, BatchLLMError):  # its frames are here alone
             with contextlib.suppress(Exception):
                 error.add_note("In a process of the pool:\n" + "".join(traceback.format_exception(error)).rstrip())
         call = message.call if isinstance(message, Run) else None
         question = message.question if isinstance(message, Ask) else None
-        self._say(Failed(_sendable(error), fatal, call, question))
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        self._say(Failed(_sendable(error, text), text, blame, call, question))
 
-    def _run_part(self, message: Run) -> None:
-        began = time.monotonic()
+    def _run_part(self, message: Run, part: Any, claims: Any) -> None:
+        began = self._moved = time.monotonic()
         self._read = self._written = 0
-        part = message.part
-        self._claims, self._call = part.claims(message.pieces), message.call
+        self._call = message.call
         report = None
         try:
             if message.call > self._stopped:
-                report = self._generator.run_part(
-                    lambda call: part.begin(self._generator, call),
-                    self._claims,
+                report, interrupt = self._generator.run_part(
+                    lambda call: self._begun(part, part.begin(self._generator, call)),
+                    claims,
                     message.began,
                     self._deliver,
                     self._watch,
                 )
+                if interrupt is not None and message.call > self._stopped:  # it is the user's code that raised it
+                    raise interrupt
         finally:
             self._flush()
-            self._call, self._claims = -1, None
-        seconds = time.monotonic() - began
-        self._say(Done(message.call, report, seconds, self._read, self._written, dict(part.problems)))
+            self._call, self._moved = -1, None
+            self._claims[message.call].remove(claims)
+            for call in [call for call, left in self._claims.items() if not left]:
+                del self._claims[call]
+        self._say(Done(message.call, report, time.monotonic() - began, self._read, self._written))
+
+    def _begun(self, part: Any, finish: Any) -> Any:
+        if part.problems:
+            self._say(Problems(self._call, dict(part.problems)))
+        return finish
 
     def _deliver(self, results: list[Any]) -> None:
         self._results += results
@@ -194,21 +220,26 @@ class Worker:
             print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
-def _sendable(error: BaseException) -> BaseException:
-    try:
-        pickle.loads(packed(error))
-        return error
-    except Exception:
-        said = RuntimeError(f"{type(error).__name__}: {error}")
-        for note in getattr(error, "__notes__", []):
-            said.add_note(note)
-        return said
+def _sendable(error: BaseException, text: str) -> Parcel:
+    with contextlib.suppress(Exception):
+        parcel = Parcel.of(error, "an error")
+        parcel.open()
+        return parcel
+    said = RuntimeError(text)
+    for note in getattr(error, "__notes__", []):
+        said.add_note(str(note))
+    return Parcel.of(said, "an error")
 
 
 def main() -> None:
     """``python -c ... SOCKET``: the number of an open socket to the pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool says when to stop
-    worker = Worker(Connection(int(sys.argv[1])))
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(
+        after_in_child=lambda: os.close(connection.fileno())
+    )  # else the pool would not see this one end
+    worker = Worker(connection)
     warnings.showwarning = worker.show_warning
     worker.start()
     worker.run()
