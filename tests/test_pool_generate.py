@@ -33,9 +33,19 @@ PROMPTS = {
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def pool(request: pytest.FixtureRequest) -> Iterator[GeneratorPool]:
-    with GeneratorPool(Load(), letter_tokenizer(97), gpus=["cpu"] * request.param, page_size=16) as made:
+def with_processes(count: int) -> GeneratorPool:
+    return GeneratorPool(Load(), letter_tokenizer(97), gpus=["cpu"] * count, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GeneratorPool]:
+    with with_processes(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pool_of_three() -> Iterator[GeneratorPool]:
+    with with_processes(3) as made:
         yield made
 
 
@@ -85,6 +95,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_answers_are_those_of_one_process(options: str, kind: str, pool: GeneratorPool, one: BatchGenerator) -> None:
+    check_answers(options, kind, pool, one)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_of_three_processes(options: str, pool_of_three: GeneratorPool, one: BatchGenerator) -> None:
+    check_answers(options, "nested", pool_of_three, one)
+
+
+def check_answers(options: str, kind: str, pool: GeneratorPool, one: BatchGenerator) -> None:
     given = {"max_new_tokens": 7, "progress": False, **OPTIONS[options]}
     if options == "configs":
         del given["max_new_tokens"]

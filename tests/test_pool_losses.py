@@ -73,8 +73,7 @@ def wanted_after() -> BatchResult:
         return one.generate(PROMPTS, CONFIGS, seed=3, progress=False)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize(("how", "processes"), [(signal.SIGKILL, 3), (signal.SIGTERM, 2), (signal.SIGSEGV, 2)])
 def test_a_process_is_killed(how: signal.Signals, processes: int) -> None:
     with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu"] * processes) as pool:
         ready(pool)
@@ -175,13 +174,6 @@ def test_a_process_is_late() -> None:
         assert result == wanted(PROMPTS * 4)
 
 
-def test_a_process_comes_too_late() -> None:
-    with none_left_behind() as started, GeneratorPool(Load(late={1: 30.0}), gpus=["cpu", "cpu"]) as pool:
-        started += [worker.process_id for worker in pool._crew.workers]
-        assert pool.generate(PROMPTS, **GIVEN) == wanted()
-        assert pool.last_report is not None and pool.last_report.workers[1].pieces == 0
-
-
 def test_a_slow_process_hands_work_over() -> None:
     prompts = random_prompts(random.Random(5), 97, "distinct", 120)
     with GeneratorPool(Load(slow={0: 0.2}), gpus=["cpu", "cpu"], max_batch_tokens=32) as pool:
@@ -249,10 +241,9 @@ print(*[worker.process_id for worker in pool._crew.workers], flush=True)
 RUNS = "pool.generate([[5, number] for number in range(90)] * 200, max_new_tokens=50, progress=False)"
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "exit", "error", "exit in a call"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "error", "exit in a call"])
 def test_no_process_is_left_where_this_one_ends(how: str, tmp_path: Path) -> None:
     then = {
-        "exit": "",
         "error": "1 / 0",
         "exit in a call": f"import os, threading\nthreading.Timer(1, os._exit, (3,)).start()\n{RUNS}",
     }
