@@ -8,7 +8,8 @@ import platform
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -123,13 +124,25 @@ def _measure_on_gpus(
     dtype = next(model.parameters()).dtype
     config = asked.config or (None if asked.model else "tiny")
     load = partial(load_on, load_model, asked.model, config, dtype)
-    pool = OnGpus(model, load, gpus_from(asked.gpus), asked.fields)
-    try:
+    with _off_its_gpu(model), closing(OnGpus(model, load, gpus_from(asked.gpus), asked.fields)) as pool:
         rows.append(measure(pool, workload, workload.prompts(vocabulary), asked.runs))
         rows[-1].peak_bytes = 0 if pool.report is None else pool.report.device_memory
-    finally:
-        pool.close()
     return f"{pool.name}, after {pool.start_seconds:.1f} s in which they were started:\n{pool.report}"
+
+
+@contextmanager
+def _off_its_gpu(model: PreTrainedModel) -> Iterator[None]:
+    """A process of the pool has that GPU to itself, as the one process had. A quantised model cannot be moved."""
+    home = model.device
+    if home.type == "cpu" or getattr(model, "hf_quantizer", None) is not None:
+        yield
+        return
+    model.to(torch.device("cpu"))
+    free_memory(home)
+    try:
+        yield
+    finally:
+        model.to(home)
 
 
 def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> GpuBusy | None:

@@ -88,7 +88,7 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        few, new = WARM_UP.get(device.type, BRIEF_WARM_UP) if isinstance(contender, Ours | OnGpus) else BRIEF_WARM_UP
+        few, new = _warm_up(contender)
         answers = workload.answers
         contender.run(prompts[:few], [min(new, answer) for answer in answers[:few]])  # kernels are compiled
         for _ in range(runs):
@@ -107,6 +107,14 @@ def measure(contender: Any, workload: Workload | Mix, prompts: Prompts, runs: in
         row.peak_bytes = torch.cuda.max_memory_allocated(device)
     print(flush=True)
     return row
+
+
+def _warm_up(contender: Any) -> tuple[int, int]:
+    """Prompts, and new tokens of each."""
+    if isinstance(contender, OnGpus):
+        few, new = WARM_UP.get(contender.kind, BRIEF_WARM_UP)
+        return few * contender.processes, new
+    return WARM_UP.get(contender.model.device.type, BRIEF_WARM_UP) if isinstance(contender, Ours) else BRIEF_WARM_UP
 
 
 class Floors:

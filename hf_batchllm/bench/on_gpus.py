@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..pool.devices import worker_devices
 from ..pool.generator_pool import GeneratorPool
 from ..results.run_report import RunReport
 from .contenders import Answers, NoTokenizer, Prompts, Tokens, length_of_each
@@ -32,6 +33,7 @@ class OnGpus:
         self.pool.wait()
         self.start_seconds = time.perf_counter() - began
         self.processes = len(self.pool)
+        self.kind = worker_devices(self.gpus)[0].device
         self.name = f"hf_batchllm, {self.processes} processes"
 
     def run(self, prompts: Prompts, answers: Answers) -> Tokens:
