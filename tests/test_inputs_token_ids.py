@@ -146,6 +146,7 @@ def test_lists_arrays_texts_and_chats_stay_in_their_order():
         expected.append([[token], [token, 0], [token, 1], [token], [0, token], "a bool"][token % 6])
     given += ["3 50", [{"content": "no role"}], torch.tensor([50]), [], "", deque([5]), None]
     found = checked(given, tokenizer=lambda: tokenizer)
+    assert checked(token_ids.with_arrays(given), tokenizer=lambda: tokenizer) == found
     told = ["a bool" if "a bool" in row else row for row in found]
     assert told[:46] == expected
     assert [row[:30] for row in found[46:]] == [
@@ -204,3 +205,25 @@ def test_ids_are_read_as_they_are_wanted():
     found = token_ids.packed_ids(rows(), VOCABULARY * 100)
     assert next(found) == np.full(1000, 2, np.int32).tobytes()
     assert len(read) <= -(-token_ids._BATCH_BYTES // 4000)
+
+
+def test_arrays_for_another_process_are_good_ids_alone():
+    theirs = np.array([1, 2], np.int64)
+    good = [[1, 2], (3, 49), theirs, torch.tensor([5]), [Special.EOS, Id(7)], [2**31 - 1]]
+    bad = [
+        [],
+        [True, 3],
+        [-1],
+        [2**31],
+        [1.0],
+        None,
+        "a text",
+        [{"role": "user", "content": "a chat"}],
+        np.ones((2, 2)),
+    ]
+    made = token_ids.with_arrays([*good, *bad])
+    assert [ids.tolist() for ids in made[: len(good)]] == [[1, 2], [3, 49], [1, 2], [5], [1, 7], [2**31 - 1]]
+    assert all(ids.dtype == np.int32 and not ids.flags.writeable for ids in made[: len(good)])
+    assert all(mine is given for mine, given in zip(made[len(good) :], bad, strict=True))
+    theirs[0] = 9
+    assert made[2].tolist() == [1, 2]

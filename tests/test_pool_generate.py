@@ -186,7 +186,7 @@ def test_streams(pool: GeneratorPool, one: BatchGenerator) -> None:
 
 
 def test_bad_prompts(pool: GeneratorPool, one: BatchGenerator) -> None:
-    prompts = [[1, 2], [], [3, 400], "xyz", [5]]
+    prompts = [[1, 2], [], [3, 400], "xyz", [5], [True], [-1, 3], [2**40], torch.tensor([4, 97]), (6, 7), None, [1.5]]
     with pytest.raises(PromptError) as ours:
         pool.generate(prompts, max_new_tokens=2)
     with pytest.raises(PromptError) as wanted:

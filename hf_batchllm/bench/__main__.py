@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -137,12 +138,12 @@ def _off_its_gpu(model: PreTrainedModel) -> Iterator[None]:
     if home.type == "cpu" or getattr(model, "hf_quantizer", None) is not None:
         yield
         return
-    model.to(torch.device("cpu"))
+    nn.Module.to(model, torch.device("cpu"))
     free_memory(home)
     try:
         yield
     finally:
-        model.to(home)
+        nn.Module.to(model, home)
 
 
 def _busy(ours: Ours, workload: Workload | Mix, vocabulary: int) -> GpuBusy | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..wording import a_kind, first_line, is_array, is_bool, kind, shown
+from .garbage_collection import garbage_collection_paused
 from .not_prompts import A_PROMPT_IS, PADDED_TENSOR, describe_mapping
 
 ID_LIMIT = 2**31  # ids are kept as int32
@@ -67,6 +68,18 @@ def packed_ids(prompts: Iterable[Any], id_limit: int) -> Iterator[bytes | BadPro
             read, lists, size = [], {}, 0
     _look_through(lists, read, id_limit)
     yield from read
+
+
+def with_arrays(prompts: Sequence[Any]) -> list[Any]:
+    """The prompts, with an int32 array of its own in the place of each that is token ids: it is sent much sooner.
+
+    Whatever holds no good ids stays as it is, for whoever says what is wrong with it.
+    """
+    with garbage_collection_paused():
+        return [
+            np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else prompt
+            for prompt, ids in zip(prompts, packed_ids(prompts, ID_LIMIT), strict=True)
+        ]
 
 
 def _packed_list(ids: Sequence[Any], id_limit: int) -> bytes | BadPrompt:

@@ -24,9 +24,10 @@ from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from ..inputs.option_checks import check_progress
 from ..inputs.padded_batch import take_padded
 from ..inputs.preparing import bars_wanted
-from ..inputs.prompts import as_list
+from ..inputs.prompts import Prompt, as_list
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
+from ..inputs.token_ids import with_arrays
 from ..notices import Notices
 from ..results.generations import BatchResult, Generation
 from ..results.missing_names import OF_A_GENERATOR, no_such
@@ -324,8 +325,12 @@ class GeneratorPool:
         if take_padded(prompts, options) is not None:
             raise ValueError("a pool takes a list of prompts: pass the rows of a tensor as a list, without padding")
         listed = _listed(as_list(prompts))
-        given = listed, config, seed, on_error, options, names
-        job, keyed = self._lead.ask(PartGenerator.checked_job, *given, what="a prompt or an option of this call")
+        arrays = with_arrays(listed)
+        given = arrays, config, seed, on_error, options, names
+        job, keys = self._lead.ask(PartGenerator.checked_job, *given, what="a prompt or an option of this call")
+        good = zip(job.places, job.prompts, strict=True)
+        job = replace(job, prompts=[prompt if len(prompt) else Prompt(arrays[place]) for place, prompt in good])
+        keyed = [Prompt(prompt.ids, key) for prompt, key in zip(job.prompts, keys, strict=True)]
         if job.seed is not None and seed is None:  # of this process's random numbers, as one process would
             job = replace(job, seed=int(torch.randint(2**63 - 1, (), device="cpu").item()))
         return GenerateWork(job, keyed, as_passed(listed), self._config)

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from ..errors import ConfigError
+from ..inputs.garbage_collection import garbage_collection_paused
 from ..planning.pieces import TokenCosts
 from ..results.run_report import RunReport
 
@@ -28,14 +29,16 @@ class Parcel:
     @classmethod
     def of(cls, content: Any, what: str) -> Parcel:
         try:
-            return cls(_packed(content), what)
+            with garbage_collection_paused():
+                return cls(_packed(content), what)
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ConfigError(f"{what} cannot be sent to another process ({why}){_hint()}") from error
 
     def open(self) -> Any:
         try:
-            return pickle.loads(self.data)
+            with garbage_collection_paused():  # a list of prompts holds many objects
+                return pickle.loads(self.data)
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ConfigError(f"{self.what} cannot be read in another process ({why}){_hint()}") from error

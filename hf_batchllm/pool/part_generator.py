@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from ..engine.adapter_turns import AdapterTurns
 from ..engine.call import Call
@@ -29,6 +31,7 @@ from ..sampling.stop_rules import StopRules, rules_of_each
 from .piece_claims import PieceClaims
 
 Begin = Callable[[Call], Callable[[Request], list[Any]]]  # gives what makes results of a request that has ended
+AS_PASSED = Prompt(np.empty(0, np.int32))
 _NO_PLAN = plan_sharing([])
 
 
@@ -55,15 +58,23 @@ class PartGenerator(BatchGenerator):
         on_error: str,
         options: dict[str, Any],
         names: Sequence[str] | None,
-    ) -> tuple[Job, list[Prompt]]:
-        """The checked call of ``generate``, and its good prompts as the plan takes them. ``names``: of prompts."""
+    ) -> tuple[Job, list[Hashable]]:
+        """The checked call of ``generate``, and the key of each good prompt in the plan. ``names``: of prompts.
+
+        A prompt that runs as it was passed is ``AS_PASSED``: it need not be sent back.
+        """
         self._refuse_if_closed()
         with self._named(names):
             job = self._checks.job(self.architecture, prompts, config, seed, on_error, options)
         if job.feed is not None:
             raise OptionValueError("streamer", "follows one sequence, and a pool runs many: use BatchGenerator")
+        keys = [prompt.key for prompt in self._keyed(job)]
+        good = [
+            AS_PASSED if isinstance(passed := prompts[place], np.ndarray) and len(passed) == len(prompt) else prompt
+            for place, prompt in zip(job.places, job.prompts, strict=True)
+        ]
         # Workers find their own rules, which may hold tables of the whole vocabulary; the pool knows the prompts.
-        return replace(job, rules=[], passed=None), self._keyed(job)
+        return replace(job, prompts=good, rules=[], passed=None), keys
 
     def checked_scores(self, given: tuple[Any, ...]) -> tuple[ScoreJob, list[Prompt]]:
         """The checked call of ``score``, and the sequences to run as the plan takes them."""

@@ -37,6 +37,7 @@ class Share:
     out: str = ""  # why it has no part in this call any more
     began: float | None = None  # when it was given the part that runs
     seconds: float = 0.0  # at work, in parts that are over
+    running_seconds: float = 0.0  # of these, by the worker's own clock
     read: int = 0  # tokens of parts that are over
     written: int = 0
     read_now: int = 0  # and of the one that runs
@@ -54,6 +55,8 @@ class Share:
     def break_off(self) -> None:
         """No report will come of the part that runs."""
         self.untold += self.read_now
+        if self.began is not None:
+            self.running_seconds += time.perf_counter() - self.began
         self.end_part(self.read_now, self.written_now)
 
 
@@ -208,6 +211,7 @@ class PoolCall:
         else:
             share.reports.append(message.report)
         share.end_part(message.read, message.written)
+        share.running_seconds += message.seconds
         self._release(share)
 
     def _failed(self, worker: WorkerHandle, message: Failed) -> None:

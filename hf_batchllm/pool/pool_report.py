@@ -77,4 +77,5 @@ def _of_worker(name: str, share: Share, call: PoolCall, scores: bool) -> WorkerR
         new_tokens=0 if scores else share.written + share.written_now,
         busy=min(1.0, share.seconds / max(call.seconds, 1e-9)),
         lost=share.out,
+        sending_seconds=max(0.0, share.seconds - share.running_seconds),
     )

@@ -15,7 +15,8 @@ class WorkerReport:
     """What one process of a GeneratorPool did in a call.
 
     pieces: parts of the list of which it ran something. read_tokens, new_tokens: that it ran over, and generated.
-    busy: the share of the call's time in which it had work. lost: how it ended, if it did not come to the end.
+    busy: the share of the call's time in which it had work. sending_seconds: of that, while the work and its results
+        were on their way. lost: how it ended, if it did not come to the end.
     """
 
     device: str
@@ -24,6 +25,7 @@ class WorkerReport:
     new_tokens: int
     busy: float
     lost: str = ""
+    sending_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class RunReport:
         ]
         if self.timeline is not None and self.timeline.longest_phases:
             lines.insert(3, f"time       {self.timeline.longest_phases}")
+        if self.workers:
+            sending = max(worker.sending_seconds for worker in self.workers)
+            lines.insert(3, f"time       {self.planning_seconds:.2f} s of planning, {sending:.2f} s of sending")
         if self.plan.why_nothing:
             lines.insert(2, f"shared     {self.plan.why_nothing}")
         for number, worker in enumerate(self.workers):
