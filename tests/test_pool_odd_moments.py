@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support_families import build
 from support_pool import Load, is_running, none_left_behind
+from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, GeneratorPool, PoolError, PromptError
 from hf_batchllm.pool.pool_call import PoolCall
@@ -26,6 +27,11 @@ def pool() -> Iterator[GeneratorPool]:
     with GeneratorPool(Load(slow={0: 0.01, 1: 0.01}), gpus=["cpu", "cpu"], patience=2.0) as made:
         made.wait()
         yield made
+
+
+def of_many_lengths(count: int) -> list[GenerationConfig]:
+    """The first results come long before the last ones."""
+    return [GenerationConfig(max_new_tokens=3 + number % 40, do_sample=False) for number in range(count)]
 
 
 def is_right(pool: GeneratorPool, within: float = 5.0) -> None:
@@ -134,8 +140,7 @@ def test_a_report_of_a_call_that_lost_a_worker() -> None:
     """What the lost one had read counts, and so does its time."""
     with GeneratorPool(Load(slow={0: 0.05, 1: 0.05}), gpus=["cpu", "cpu"]) as pool:
         pool.wait()
-        stream = pool.stream([[number % 97] * 30 for number in range(60)], max_new_tokens=20, eos_token_id=None)
-        time.sleep(0.1)
+        stream = pool.stream([[number % 97] * 30 for number in range(60)], of_many_lengths(60))
         next(stream)
         os.kill(pool._crew.workers[0].process_id, signal.SIGKILL)
         with pytest.warns(UserWarning, match="SIGKILL"):
@@ -170,7 +175,7 @@ def test_what_a_worker_has_forked_ends_with_it(how: str, tmp_path: Path) -> None
         pool.wait()
         started += [int((tmp_path / name).read_text()) for name in "01"]
         if how == "kill":
-            stream = pool.stream(PROMPTS * 4, max_new_tokens=30)
+            stream = pool.stream(PROMPTS * 4, of_many_lengths(240))
             next(stream)
             os.kill(pool._crew.workers[0].process_id, signal.SIGKILL)
             with pytest.warns(UserWarning, match="SIGKILL"):
