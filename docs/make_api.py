@@ -37,6 +37,7 @@ _CHAPTERS = {
     "Generating and scoring": [
         "BatchGenerator",
         "GeneratorPool",
+        "RankGenerator",
         "BatchConfig",
         "accelerated",
         "plan_prompts",

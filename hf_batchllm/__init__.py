@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .planning.base_scheduler import BaseScheduler
     from .planning.sharing import plan_prompts
     from .pool.generator_pool import GeneratorPool
+    from .pool.rank_generator import RankGenerator
     from .results.generations import BatchResult, Generation
     from .results.run_report import RunReport, WorkerReport
     from .results.scores import Score, ScoreResult
@@ -59,6 +60,7 @@ _HOME = {  # public name -> the module that holds it
     "GenerationInterrupted": "errors",
     "GeneratorBusyError": "errors",
     "GeneratorPool": "pool.generator_pool",
+    "RankGenerator": "pool.rank_generator",
     "OptionValueError": "errors",
     "PoolError": "errors",
     "PromptError": "errors",
@@ -94,6 +96,7 @@ __all__ = [
     "PoolError",
     "PromptError",
     "PromptsTypeError",
+    "RankGenerator",
     "RunReport",
     "Score",
     "ScoreResult",

@@ -111,7 +111,7 @@ class GeneratorBusyError(BatchLLMError, RuntimeError):
 
 
 class PoolError(BatchLLMError, RuntimeError):
-    """All processes of a ``GeneratorPool`` are gone, or hold different models."""
+    """All processes of a ``GeneratorPool`` are gone, or hold different models; or ranks differ, or one has failed."""
 
 
 class CacheMemoryError(BatchLLMError, MemoryError):

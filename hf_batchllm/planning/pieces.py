@@ -58,6 +58,24 @@ class Split:
         mine = self.pieces[piece]
         return mine.own + sum(self.segment_costs[segment] for segment in mine.above)
 
+    def half_of(self, pieces: Sequence[int], left: float) -> list[int]:
+        """Of the pieces that come last, as many as take another process no longer than the rest takes this one.
+
+        The other has to compute what they have in common with the rest once more. ``left``: of all that this one has.
+        """
+        wanted: list[int] = []
+        above: set[int] = set()
+        taken = 0.0
+        for number in reversed(pieces):
+            piece = self.pieces[number]
+            more = piece.own + sum(self.segment_costs[each] for each in piece.above if each not in above)
+            if taken + more > left - piece.own:
+                break
+            wanted.append(number)
+            above.update(piece.above)
+            taken, left = taken + more, left - piece.own
+        return wanted
+
 
 def split_plan(
     plan: SharingPlan,

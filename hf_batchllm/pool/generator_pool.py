@@ -8,26 +8,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from ..config import BatchConfig
 from ..engine.unfinished import Finished, FinishedGenerations, attach, note_of
 from ..errors import ConfigError, GenerationInterrupted, GeneratorBusyError
 from ..inputs.adapters import AS_IT_IS
-from ..inputs.as_passed import as_passed
 from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
 from ..inputs.option_checks import check_progress
-from ..inputs.padded_batch import take_padded
 from ..inputs.preparing import bars_wanted
-from ..inputs.prompts import Prompt, as_list
+from ..inputs.prompts import as_list
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
-from ..inputs.token_ids import with_arrays
 from ..notices import Notices
 from ..results.generations import BatchResult, Generation
 from ..results.missing_names import OF_A_GENERATOR, no_such
@@ -36,6 +32,7 @@ from ..results.scores import ScoreResult
 from ..results.sharing_plan import SharingPlan
 from ..wording import is_number, shown
 from .asked import decoded, plan_of, tokenizer_of
+from .checked_work import checked_score_work, checked_work, listed
 from .crew import Crew
 from .devices import WorkerDevice, worker_devices
 from .lead import Lead
@@ -226,12 +223,9 @@ class GeneratorPool:
         def body() -> ScoreResult:
             nonlocal finished
             began = time.perf_counter()
-            lists = (
-                _listed(each) if isinstance(each, Iterator) else each for each in (contexts, continuations, choices)
-            )
-            given = *lists, on_error, adapter, chat_options
-            job, keyed = self._lead.ask(PartGenerator.checked_scores, given, what="what is to be scored")
-            work = ScoreWork(job, keyed, self._config)
+            ask = partial(self._lead.ask, PartGenerator.checked_scores, what="what is to be scored")
+            given = contexts, continuations, choices, on_error, adapter, chat_options
+            work = checked_score_work(ask, *given, self._config)
             finished, took = work.finished(), time.perf_counter() - began
             for result in self._results(work, finished, on_error == "raise", progress, took):
                 finished.results[work.key(result)] = result
@@ -246,7 +240,7 @@ class GeneratorPool:
         """What these prompts share, and what that would save. Runs no model."""
         with self._taking():
             plan: SharingPlan = self._lead.ask(
-                plan_of, _listed(as_list(prompts)), adapter, prompt_options, what="a prompt or an option"
+                plan_of, listed(as_list(prompts)), adapter, prompt_options, what="a prompt or an option"
             )
             return plan
 
@@ -322,18 +316,8 @@ class GeneratorPool:
         options: dict[str, Any],
         names: Sequence[str] | None = None,
     ) -> GenerateWork:
-        if take_padded(prompts, options) is not None:
-            raise ValueError("a pool takes a list of prompts: pass the rows of a tensor as a list, without padding")
-        listed = _listed(as_list(prompts))
-        arrays = with_arrays(listed)
-        given = arrays, config, seed, on_error, options, names
-        job, keys = self._lead.ask(PartGenerator.checked_job, *given, what="a prompt or an option of this call")
-        good = zip(job.places, job.prompts, strict=True)
-        job = replace(job, prompts=[prompt if len(prompt) else Prompt(arrays[place]) for place, prompt in good])
-        keyed = [Prompt(prompt.ids, key) for prompt, key in zip(job.prompts, keys, strict=True)]
-        if job.seed is not None and seed is None:  # of this process's random numbers, as one process would
-            job = replace(job, seed=int(torch.randint(2**63 - 1, (), device="cpu").item()))
-        return GenerateWork(job, keyed, as_passed(listed), self._config)
+        ask = partial(self._lead.ask, PartGenerator.checked_job, what="a prompt or an option of this call")
+        return checked_work(ask, prompts, config, seed, on_error, options, names, self._config)
 
     def _results(
         self,
@@ -362,7 +346,16 @@ class GeneratorPool:
                     tally.add(result)
                     yield result
         finally:
-            report = report_of(call, plan, work, tally, finished.expected, planning_seconds)
+            report = report_of(
+                [(worker.device.name, share) for worker, share in call.shares.items()],
+                plan,
+                work,
+                tally,
+                expected=finished.expected,
+                over=not call.is_open,
+                seconds=call.seconds,
+                planning_seconds=planning_seconds,
+            )
             finished.report = self.last_report = report
 
     def _label(self, plan: SharingPlan, work: Work) -> None:
@@ -380,11 +373,6 @@ class GeneratorPool:
             return None
         text: str | None = self._lead.ask(decoded, [ids])[0]
         return text
-
-
-def _listed(prompts: Any) -> list[Any] | tuple[Any, ...]:
-    """As what can be sent: a generator cannot."""
-    return prompts if isinstance(prompts, list | tuple) else list(prompts)
 
 
 class _Nothing(FinishedGenerations):

@@ -5,6 +5,7 @@ What is the user's, or comes of it, is in a ``Parcel``: a message can be read ev
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import pickle
@@ -42,6 +43,18 @@ class Parcel:
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ConfigError(f"{self.what} cannot be read in another process ({why}){_hint()}") from error
+
+
+def parcel_of_error(error: BaseException, text: str) -> Parcel:
+    """With its text alone where it cannot be sent."""
+    with contextlib.suppress(Exception):
+        parcel = Parcel.of(error, "an error")
+        parcel.open()
+        return parcel
+    said = RuntimeError(text)
+    for note in getattr(error, "__notes__", []):
+        said.add_note(str(note))
+    return Parcel.of(said, "an error")
 
 
 def _packed(content: Any) -> bytes:

@@ -17,7 +17,6 @@ from ..engine.scoring.score_call import ScoreJob, ScoreOutputs
 from ..engine.scoring.score_inputs import Place, ScoreInputs
 from ..planning.requests_and_prefixes import Request
 from .part_generator import PartGenerator
-from .piece_claims import PieceClaims
 
 Finish = Callable[[Request], list[Any]]  # a request that has ended -> its results
 
@@ -25,8 +24,8 @@ Finish = Callable[[Request], list[Any]]  # a request that has ended -> its resul
 class Part(Protocol):
     """Problems: of prompts that do not fit into the worker's memory, by their number in the list, or by their place."""
 
-    def claims(self, pieces: Mapping[int, list[int]]) -> PieceClaims:
-        """``pieces``: the units of each piece."""
+    def piece_of(self, pieces: Mapping[int, list[int]]) -> dict[int, int]:
+        """The piece of each request, by the number that requests have here. ``pieces``: the units of each piece."""
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish: ...
 
@@ -40,8 +39,8 @@ class GeneratePart:
 
     job: Job
 
-    def claims(self, pieces: Mapping[int, list[int]]) -> PieceClaims:
-        return PieceClaims({place: piece for piece, places in pieces.items() for place in places})
+    def piece_of(self, pieces: Mapping[int, list[int]]) -> dict[int, int]:
+        return {place: piece for piece, places in pieces.items() for place in places}
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish:
         self.job = replace(self.job, rules=generator.rules_of(self.job))
@@ -66,12 +65,10 @@ class ScorePart:
     def _job(self) -> ScoreJob:
         return ScoreJob.of(self.inputs)
 
-    def claims(self, pieces: Mapping[int, list[int]]) -> PieceClaims:
+    def piece_of(self, pieces: Mapping[int, list[int]]) -> dict[int, int]:
         piece_of_unit = {unit: piece for piece, units in pieces.items() for unit in units}
         firsts = [self.inputs.items[numbers[0]] for numbers in self._job.readers]
-        return PieceClaims(
-            {sequence: piece_of_unit[self.unit_of[item.index, item.choice]] for sequence, item in enumerate(firsts)}
-        )
+        return {sequence: piece_of_unit[self.unit_of[item.index, item.choice]] for sequence, item in enumerate(firsts)}
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish:
         outputs = ScoreOutputs(self._job)

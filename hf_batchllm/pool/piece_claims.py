@@ -16,6 +16,10 @@ class PieceClaims:
         self._gone: set[int] = set()
         self._lock = threading.Lock()
 
+    @property
+    def begun(self) -> frozenset[int]:
+        return frozenset(self._begun)
+
     def take(self, index: int) -> bool:
         piece = self._piece_of[index]
         if piece in self._begun:  # nobody takes it out again

@@ -9,55 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..notices import Notices
 from ..planning.pieces import Split
-from ..results.run_report import RunReport
 from ..wording import counted
 from .crew import Crew
 from .messages import Blame, Died, Done, Failed, GivenUp, GiveUp, Parcel, Problems, Progress, Results, Run, Stop
+from .share import Share
 from .work import Work
 from .worker_handle import WorkerHandle
 
 _EVENTS_EVERY = 0.5  # seconds, after which processes are looked after if nothing comes
 _LAST_REPORTS = 10.0  # seconds for a worker's report, once all results are there
 _MOST_DEVICES = 2  # that a piece may cost
-
-
-@dataclass
-class Share:
-    """What a worker has of a call."""
-
-    waiting: list[int] = field(default_factory=list)  # pieces that it is given once it is free
-    pieces: set[int] = field(default_factory=set)  # that it was given, and has not ended
-    ran: set[int] = field(default_factory=set)  # of which it has delivered results
-    asked: WorkerHandle | None = None  # who it is to take work from
-    out: str = ""  # why it has no part in this call any more
-    began: float | None = None  # when it was given the part that runs
-    seconds: float = 0.0  # at work, in parts that are over
-    running_seconds: float = 0.0  # of these, by the worker's own clock
-    read: int = 0  # tokens of parts that are over
-    written: int = 0
-    read_now: int = 0  # and of the one that runs
-    written_now: int = 0
-    untold: int = 0  # tokens read in parts of which there is no report
-    reports: list[RunReport] = field(default_factory=list)
-
-    def end_part(self, read: int, written: int) -> None:
-        self.read, self.written = self.read + read, self.written + written
-        self.read_now = self.written_now = 0
-        if self.began is not None:
-            self.seconds += time.perf_counter() - self.began
-            self.began = None
-
-    def break_off(self) -> None:
-        """No report will come of the part that runs."""
-        self.untold += self.read_now
-        if self.began is not None:
-            self.running_seconds += time.perf_counter() - self.began
-        self.end_part(self.read_now, self.written_now)
 
 
 class PoolCall:
@@ -298,7 +263,7 @@ class PoolCall:
             wanted, share.waiting = share.waiting[keep:], share.waiting[:keep]
             self._give(worker, wanted)
             return
-        wanted = self._half(unbegun[other], sum(self._costs[piece] for piece in share.pieces))
+        wanted = self._split.half_of(unbegun[other], sum(self._costs[piece] for piece in share.pieces))
         if not wanted:
             self._empty.add(other)
             return
@@ -308,24 +273,6 @@ class PoolCall:
     def _unbegun(self, worker: WorkerHandle) -> list[int]:
         share = self.shares[worker]
         return [piece for piece in share.waiting or sorted(share.pieces - share.ran) if self._is_open(piece)]
-
-    def _half(self, pieces: Sequence[int], left: float) -> list[int]:
-        """Of the pieces that come last, as many as take another worker no longer than the rest takes this one.
-
-        The other has to compute what they have in common with the rest once more. ``left``: of all that this one has.
-        """
-        wanted: list[int] = []
-        above: set[int] = set()
-        taken = 0.0
-        for number in reversed(pieces):
-            piece = self._split.pieces[number]
-            more = piece.own + sum(self._split.segment_costs[each] for each in piece.above if each not in above)
-            if taken + more > left - piece.own:
-                break
-            wanted.append(number)
-            above.update(piece.above)
-            taken, left = taken + more, left - piece.own
-        return wanted
 
     def _hand_over(self, worker: WorkerHandle, pieces: Sequence[int]) -> None:
         self.shares[worker].pieces.difference_update(pieces)

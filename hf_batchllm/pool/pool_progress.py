@@ -5,21 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from tqdm import tqdm
 
 from ..engine.progress import WholeRun, run_of_calls
 from ..inputs.preparing import bars_shown, open_bar
-from .pool_call import PoolCall
 
 _LONG = 32  # results: from here on a bar is shown unasked
 _FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
 
 
+class CallSoFar(Protocol):
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of prompts and of answers, that have been run."""
+
+    @property
+    def share_done(self) -> float: ...
+
+
 @contextmanager
 def pool_bar(
     results: int, noun: str, prompt_tokens: int, saving: float, workers: int, wanted: bool | None
-) -> Iterator[Callable[[PoolCall, int], None]]:
+) -> Iterator[Callable[[CallSoFar, int], None]]:
     """The function that comes is told of the call now and then, and of the number of results that there are."""
     whole = run_of_calls()
     if whole is not None:
@@ -43,7 +56,7 @@ class _Shown:
         self._saved = f" · {saving:.0%} saved" if saving >= 0.005 else ""
         self._shown = 0.0
 
-    def update(self, call: PoolCall, finished: int) -> None:
+    def update(self, call: CallSoFar, finished: int) -> None:
         now = time.perf_counter()
         if self._bar.disable or (now - self._shown < self._bar.mininterval and finished < self._results):
             return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
 from ..results.sharing_plan import SharingPlan
-from .pool_call import PoolCall, Share
+from .share import Share
 from .work import ScoreWork, Work
 
 _ADDED = (
@@ -33,20 +34,36 @@ class Tally:
         else:
             self.new_tokens += len(result.token_ids)
 
+    @classmethod
+    def of(cls, parts: Iterable[Tally]) -> Tally:
+        whole = cls()
+        for part in parts:
+            whole.finished += part.finished
+            whole.new_tokens += part.new_tokens
+            whole.scored_tokens += part.scored_tokens
+        return whole
+
 
 def report_of(
-    call: PoolCall, plan: SharingPlan, work: Work, tally: Tally, expected: int, planning_seconds: float
+    shares: Sequence[tuple[str, Share]],  # each with what its process is called
+    plan: SharingPlan,
+    work: Work,
+    tally: Tally,
+    *,
+    expected: int,  # results of the whole call
+    over: bool,  # whether all of them are there
+    seconds: float,  # that the call took, after it was planned
+    planning_seconds: float,
 ) -> RunReport:
-    """``expected``: results of the whole call."""
-    reports = [report for share in call.shares.values() for report in share.reports]
+    reports = [report for _, share in shares for report in share.reports]
     sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _ADDED}
-    untold = sum(share.untold for share in call.shares.values())
+    untold = sum(share.untold for _, share in shares)
     sums["computed_tokens"] += untold
     sums["model_tokens"] += untold
     said: dict[str, Any] = {
         name: next((text for report in reports if (text := getattr(report, name))), "") for name in _SAID
     }
-    computed, total, over = sums["computed_tokens"], work.prompt_tokens, not call.is_open
+    computed, total = sums["computed_tokens"], work.prompt_tokens
     return RunReport(
         sequences=expected,
         finished=tally.finished,
@@ -54,28 +71,25 @@ def report_of(
         saving=1 - computed / total if over and total else plan.saving,
         new_tokens=tally.new_tokens,
         scored_tokens=tally.scored_tokens,
-        seconds=planning_seconds + call.seconds,
+        seconds=planning_seconds + seconds,
         planning_seconds=planning_seconds,
         seed=work.job.seed,
         plan=plan,
         device_memory=max((report.device_memory for report in reports), default=0),
-        workers=tuple(
-            _of_worker(worker.device.name, share, call, isinstance(work, ScoreWork))
-            for worker, share in call.shares.items()
-        ),
+        workers=tuple(_of_worker(name, share, seconds, isinstance(work, ScoreWork)) for name, share in shares),
         parted_tokens=max(0, computed - plan.computed_tokens) if over else 0,
         **sums,
         **said,
     )
 
 
-def _of_worker(name: str, share: Share, call: PoolCall, scores: bool) -> WorkerReport:
+def _of_worker(name: str, share: Share, seconds: float, scores: bool) -> WorkerReport:
     return WorkerReport(
         device=name,
         pieces=len(share.ran),
         read_tokens=share.read + share.read_now,
         new_tokens=0 if scores else share.written + share.written_now,
-        busy=min(1.0, share.seconds / max(call.seconds, 1e-9)),
+        busy=min(1.0, share.seconds / max(seconds, 1e-9)),
         lost=share.out,
         sending_seconds=max(0.0, share.seconds - share.running_seconds),
     )

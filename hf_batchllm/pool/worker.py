@@ -38,7 +38,9 @@ from .messages import (
     Run,
     Stop,
     Warned,
+    parcel_of_error,
 )
+from .piece_claims import PieceClaims
 
 _PULSE = 2.0  # seconds
 _RESULTS_EVERY, _MOST_RESULTS = 0.02, 256  # seconds between messages, and results in one of them
@@ -88,7 +90,7 @@ class Worker:
         """The part and its claims, which may be asked for before it runs; or an error in the place of the part."""
         try:
             part = message.part.open()
-            claims = part.claims(message.pieces)
+            claims = PieceClaims(part.piece_of(message.pieces))
         except Exception as error:
             return error, None
         self._claims.setdefault(message.call, []).append(claims)
@@ -157,7 +159,7 @@ class Worker:
         call = message.call if isinstance(message, Run) else None
         question = message.question if isinstance(message, Ask) else None
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        self._say(Failed(_sendable(error, text), text, blame, call, question))
+        self._say(Failed(parcel_of_error(error, text), text, blame, call, question))
 
     def _run_part(self, message: Run, part: Any, claims: Any) -> None:
         began = self._moved = time.monotonic()
@@ -218,17 +220,6 @@ class Worker:
             self._say(Warned(str(message)))
         else:
             print(f"{category.__name__}: {message}", file=sys.stderr)
-
-
-def _sendable(error: BaseException, text: str) -> Parcel:
-    with contextlib.suppress(Exception):
-        parcel = Parcel.of(error, "an error")
-        parcel.open()
-        return parcel
-    said = RuntimeError(text)
-    for note in getattr(error, "__notes__", []):
-        said.add_note(str(note))
-    return Parcel.of(said, "an error")
 
 
 def main() -> None:

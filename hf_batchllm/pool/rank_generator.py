@@ -1,0 +1,320 @@
+"""RankGenerator: one list over the ranks of torchrun, accelerate launch or srun, each of which holds its model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import torch.distributed as dist
+from torch import nn
+from transformers import GenerationConfig
+
+from ..config import BatchConfig
+from ..engine.unfinished import Finished, FinishedGenerations, attach, note_of
+from ..errors import GenerationInterrupted, GeneratorBusyError, PoolError
+from ..inputs.adapters import AS_IT_IS
+from ..inputs.config_fields import ConfigFields, shows_config_fields
+from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
+from ..inputs.option_checks import check_progress
+from ..inputs.preparing import bars_wanted
+from ..inputs.seeds import Seeds
+from ..inputs.short_tracebacks import with_short_tracebacks
+from ..model.weights_fingerprint import fingerprint
+from ..results.generations import BatchResult
+from ..results.missing_names import OF_A_GENERATOR, no_such
+from ..results.run_report import RunReport
+from ..results.scores import ScoreResult
+from ..results.sharing_plan import SharingPlan
+from ..wording import first_line
+from .checked_work import checked_score_work, checked_work
+from .part_generator import PartGenerator
+from .pool_progress import pool_bar
+from .pool_report import Tally, report_of
+from .rank_call import RankCall, as_error
+from .ranks import Ranks
+from .work import ScoreWork, Work
+
+W = TypeVar("W", bound=Work)
+_THE_SAME = "each rank has to pass the same prompts and options"
+
+
+class RankGenerator:
+    """One list of prompts on the ranks of torchrun or accelerate launch: as BatchGenerator, called by all of them.
+
+        gen = RankGenerator(model, tokenizer)               # on each rank, with the rank's own copy of the model
+        out = gen.generate(prompts, max_new_tokens=100)     # on each rank, with the same prompts
+
+    everywhere: whether each rank gets all results. Otherwise the first rank (0) does, and the others get none.
+    model, tokenizer, config: as for BatchGenerator. ``config`` holds for each rank.
+
+    The list is planned as a whole and split by its prefixes. A rank that has run out of work takes over what others
+    have not begun. Answers are those of one process, in the order of the prompts, and so are samples. Where no seed is
+    given, the first rank draws one for all. An error of one rank is raised on all of them.
+    """
+
+    @shows_config_fields
+    @with_short_tracebacks
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        config: BatchConfig | None = None,
+        *,
+        everywhere: bool = True,
+        **fields: Unpack[ConfigFields],
+    ) -> None:
+        self._generator = PartGenerator(model, tokenizer, config, **fields)
+        self._ranks = Ranks()
+        self._everywhere = everywhere
+        self._name = f"hf_batchllm/{_next_number()}"
+        self._calls = 0
+        self._running = self._closed = False
+        self.last_report: RunReport | None = None
+        self.interrupted: BatchResult | ScoreResult | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such(self, name, OF_A_GENERATOR)
+
+    @property
+    def config(self) -> BatchConfig:
+        """The settings of each rank."""
+        return self._generator.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._generator.tokenizer
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's own."""
+        return self._generator.model
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    def __len__(self) -> int:
+        """How many ranks there are."""
+        return self._ranks.count
+
+    def __repr__(self) -> str:
+        return f"RankGenerator({self._generator.architecture.name}, rank {self.rank} of {len(self)})"
+
+    # -- the public calls ----------------------------------------------------------------------------------------
+
+    @shows_options
+    @with_short_tracebacks
+    def generate(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        *,
+        seed: Seeds | None = None,
+        on_error: str = "raise",
+        progress: bool | None = None,
+        **generate_kwargs: Unpack[GenerateOptions],
+    ) -> BatchResult:
+        """Generate for every prompt; results in the order of the prompts. As BatchGenerator.generate, for lists."""
+
+        def make() -> Any:
+            check_progress(progress)
+            return checked_work(
+                self._generator.checked_job,
+                prompts,
+                generation_config,
+                seed,
+                on_error,
+                dict(generate_kwargs),
+                None,
+                self.config,
+            )
+
+        work, finished = self._run(make, on_error == "raise", progress, seed)
+        rows = finished.results | {work.key(failure): failure for failure in self._failures(work)}
+        return BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
+
+    @with_short_tracebacks
+    def score(
+        self,
+        contexts: Any = LEFT_OUT,
+        continuations: Any = None,
+        *,
+        choices: Any = None,
+        adapter: Any = AS_IT_IS,
+        on_error: str = "raise",
+        progress: bool | None = None,
+        **chat_options: Any,
+    ) -> ScoreResult:
+        """How likely continuations are, given their contexts. As BatchGenerator.score."""
+
+        def make() -> Any:
+            check_progress(progress)
+            given = contexts, continuations, choices, on_error, adapter, chat_options
+            return checked_score_work(self._generator.checked_scores, *given, self.config)
+
+        work, finished = self._run(make, on_error == "raise", progress, None)
+        return ScoreResult([*finished.results.values(), *self._failures(work)], finished.report)
+
+    def plan(self, prompts: Any, *, adapter: Any = AS_IT_IS, **prompt_options: Any) -> SharingPlan:
+        """What these prompts share, and what that would save. Runs no model, and asks no other rank."""
+        return self._generator.plan(prompts, adapter=adapter, **prompt_options)
+
+    def close(self) -> None:
+        """Give this rank's memory back. A process group that the user has made stays."""
+        if not self._closed:
+            self._closed = True
+            self._generator.close()
+            self._ranks.close()
+
+    def __enter__(self) -> RankGenerator:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.close()
+
+    # -- a call --------------------------------------------------------------------------------------------------
+
+    def _run(self, make: Callable[[], W], strict: bool, progress: bool | None, seed: Any) -> tuple[W, Finished[Any]]:
+        """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
+        finished: Finished[Any] = FinishedGenerations()
+        with self._taking(), self._kept(lambda: finished):
+            began = time.perf_counter()
+            self._calls += 1
+            name = f"{self._name}/{self._calls}"
+            self._ranks.begin_call()
+            work, costs = self._agreed(name, make, seed)
+            finished = work.finished()
+            with bars_wanted(progress):
+                plan = work.plan
+                plan.add_labels(work.sequences, self._generator._tokenizer.decode)
+            # The first rank's: other versions of NumPy may come to another one.
+            mine = None if self.rank else work.split(len(self), costs)
+            split = self._ranks.exchange(f"{name}/split", mine)[0]
+            planning = time.perf_counter() - began
+            call = RankCall(name, self._ranks, self._generator, work, split, strict, finished.expected)
+            noun = "scores" if isinstance(work, ScoreWork) else "results"
+            bar = progress if not self.rank else False
+            try:
+                with pool_bar(finished.expected, noun, plan.computed_tokens, plan.saving, len(self), bar) as show:
+                    call.run(show)
+            except BaseException:
+                for result in call.results:
+                    finished.results[work.key(result)] = work.whole(result)
+                raise
+            seconds = call.seconds
+            tally = Tally()
+            for result in call.results:
+                tally.add(result)
+            said = self._ranks.gather((call.share, tally, call.problems), everywhere=True)
+            parts = self._ranks.gather(call.results, self._everywhere)
+            sending = call.seconds - seconds
+            assert said is not None
+            for share, _, problems in said:
+                work.problems.update(problems)
+                share.seconds += sending
+            for result in (result for part in parts or [] for result in part):
+                finished.results[work.key(result)] = work.whole(result)
+            finished.report = self.last_report = report_of(
+                [(f"rank {rank}", share) for rank, (share, _, _) in enumerate(said)],
+                plan,
+                work,
+                Tally.of(tally for _, tally, _ in said),
+                expected=finished.expected,
+                over=True,
+                seconds=seconds + sending,
+                planning_seconds=planning,
+            )
+        return work, finished
+
+    def _agreed(self, name: str, make: Callable[[], W], seed: Any) -> tuple[W, Any]:
+        """What each rank is asked for, checked, with the first one's seed and costs. Raises what any rank refuses."""
+        problem: BaseException | None = None
+        said: dict[str, Any] = {}
+        try:
+            work = make()
+            said["asked"] = _digest(work, seed)
+            said["weights"] = fingerprint(self.model)
+            said["seed"], said["costs"] = work.job.seed, self._generator.token_costs()
+        except Exception as error:
+            problem, said["error"] = error, first_line(error) or type(error).__name__
+        everybody = self._ranks.exchange(f"{name}/asked", said)
+        if problem is not None:
+            raise problem
+        for rank, theirs in enumerate(everybody):
+            if "error" in theirs:
+                raise PoolError(f"rank {rank} has refused this call: {theirs['error']}")
+            if theirs["asked"] != everybody[0]["asked"]:
+                raise PoolError(f"rank {rank} was asked for something else than rank 0: {_THE_SAME}")
+            if theirs["weights"] != everybody[0]["weights"]:
+                raise PoolError(f"rank {rank} has other weights than rank 0: each rank has to hold the same model")
+        work.job = replace(work.job, seed=everybody[0]["seed"])
+        return work, everybody[0]["costs"]
+
+    def _failures(self, work: Work) -> list[Any]:
+        return list(work.failures()) if self._everywhere or not self.rank else []
+
+    def _decode(self, ids: list[int]) -> str | None:
+        return self._generator._tokenizer.decode(ids)
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        if self._closed:
+            raise GeneratorBusyError("this RankGenerator is closed: make a new one")
+        if self._running:
+            raise GeneratorBusyError("a call is running already: let it end")
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    @contextmanager
+    def _kept(self, finished: Callable[[], Finished[Any]]) -> Iterator[None]:
+        """After an interrupt or an error, what this rank has finished by then is kept."""
+        self.interrupted, self.last_report = None, None
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = finished().part(self._decode)
+            raise GenerationInterrupted(self.interrupted, len(finished().results), finished().expected) from None
+        except Exception as error:
+            raised = as_error(error)
+            if isinstance(raised, dist.DistError):
+                raised = PoolError(f"the other ranks cannot be reached, as if rank 0 had ended: {first_line(raised)}")
+            if finished().results:
+                self.interrupted = finished().part(self._decode)
+                attach(raised, self.interrupted, note_of(len(finished().results), finished().expected, at_hand=True))
+            if raised is error:
+                raise
+            raise raised from None
+
+
+def _digest(work: Work, seed: Any) -> str:
+    """Of all that ranks have to be asked alike. Objects of the user's count by their class."""
+    job = work.job
+    ways = {id(each): number for number, each in enumerate(dict.fromkeys(job.options))}
+    plain = [job.places, job.max_new_tokens, job.can_stop, sorted(map(str, job.problems)), job.adapters, seed]
+    settings = [each.config.to_dict() for each in dict.fromkeys(job.options)]
+    said = [plain, [ways[id(each)] for each in job.options], settings]
+    text = json.dumps(said, default=lambda value: type(value).__name__, sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=12)
+    for prompt in job.prompts:
+        digest.update(len(prompt).to_bytes(4, "little") + prompt.ids.tobytes())
+    return digest.hexdigest()
+
+
+_made = 0
+
+
+def _next_number() -> int:
+    """Ranks make their generators in the same order."""
+    global _made
+    _made += 1
+    return _made

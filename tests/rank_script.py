@@ -1,0 +1,216 @@
+"""What each rank runs in the tests of ``RankGenerator``: the cases named on the command line, into a file of its own.
+
+torchrun --nproc-per-node 2 rank_script.py FOLDER CASE ...
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support_families import build, random_prompts
+from support_letter_tokenizers import letter_tokenizer
+from transformers import GenerationConfig, LogitsProcessor
+
+from hf_batchllm import BatchGenerator, RankGenerator
+from hf_batchllm.pool import ranks
+
+RANK = int(os.environ["RANK"])
+PROMPTS = {
+    kind: random_prompts(random.Random(4), 97, kind, 30)[:28] for kind in ("prefix", "nested", "mixed", "distinct")
+}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {**SAMPLED, "seed": 5},
+    "samples": {**SAMPLED, "seed": 6, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
+    "seeds": {**SAMPLED, "seed": list(range(28))},
+}
+Case = Callable[[RankGenerator, BatchGenerator], Any]
+
+
+def same_answers(gen: RankGenerator, one: BatchGenerator) -> Any:
+    for kind, prompts in PROMPTS.items() if len(gen) == 2 else [("nested", PROMPTS["nested"])]:
+        for name, options in OPTIONS.items():
+            given: dict[str, Any] = {"max_new_tokens": 7, "progress": False, **options}
+            ours, wanted = gen.generate(prompts, **given), one.generate(prompts, **given)
+            assert [row.token_ids for row in ours] == [row.token_ids for row in wanted], (kind, name)
+            assert [row.prompt_token_ids for row in ours] == [row.prompt_token_ids for row in wanted], (kind, name)
+            assert ours.texts == wanted.texts
+            assert ours.report is not None and wanted.report is not None
+            assert ours.report.new_tokens == wanted.report.new_tokens
+            assert len(ours.report.workers) == len(gen) and ours.report.finished == wanted.report.finished
+    return str(ours.report)
+
+
+def same_scores(gen: RankGenerator, one: BatchGenerator) -> Any:
+    contexts = [[1, 2, 3, number] for number in range(20)]
+    ours, wanted = (each.score(contexts, choices=[[5, 6], [7]], progress=False) for each in (gen, one))
+    assert [(row.index, row.choice, row.token_ids) for row in ours] == [
+        (row.index, row.choice, row.token_ids) for row in wanted
+    ]
+    assert all(abs(mine.logprob - its.logprob) < 1e-4 for mine, its in zip(ours, wanted, strict=True))
+
+
+def a_seed_for_all(gen: RankGenerator, one: BatchGenerator) -> Any:
+    torch.manual_seed(RANK)
+    out = gen.generate(PROMPTS["mixed"], max_new_tokens=9, progress=False, **SAMPLED)
+    assert out.report is not None
+    again = one.generate(PROMPTS["mixed"], max_new_tokens=9, progress=False, seed=out.report.seed, **SAMPLED)
+    assert out.token_ids == again.token_ids
+    return out.token_ids
+
+
+def bad_prompts(gen: RankGenerator, one: BatchGenerator) -> Any:
+    prompts = [[1, 2], [], [3, 400], [5]]
+    ours, wanted = (each.generate(prompts, max_new_tokens=2, on_error="record", progress=False) for each in (gen, one))
+    assert ours == wanted
+    return error_of(lambda: gen.generate(prompts, max_new_tokens=2))
+
+
+def too_long_for_memory(gen: RankGenerator, one: BatchGenerator) -> Any:
+    small = BatchGenerator(gen.model, kv_memory=200_000, page_size=16)
+    with RankGenerator(gen.model, kv_memory=200_000, page_size=16) as several:
+        given = [*PROMPTS["nested"], [3] * 3000]
+        ours, wanted = (
+            each.generate(given, max_new_tokens=2, on_error="record", progress=False) for each in (several, small)
+        )
+        assert [row.token_ids for row in ours] == [row.token_ids for row in wanted]
+        assert [bool(row.error) for row in ours] == [bool(row.error) for row in wanted] == [False] * 28 + [True]
+        return error_of(lambda: several.generate(given, max_new_tokens=2, progress=False))
+
+
+def one_has_all_the_work(gen: RankGenerator, one: BatchGenerator) -> Any:
+    """Rank 0 is slow, and its memory lets in a few prompts at a time: the others take over what it has not begun."""
+    model = copy.deepcopy(gen.model)
+    if not RANK:
+        model.register_forward_pre_hook(lambda *given: time.sleep(0.05))
+    prompts = random_prompts(random.Random(5), 97, "distinct", 120)
+    with RankGenerator(model, max_batch_tokens=32) as several:
+        out = several.generate(prompts, max_new_tokens=6, progress=False)
+    assert out.token_ids == one.generate(prompts, max_new_tokens=6, progress=False).token_ids
+    assert out.report is not None
+    return [worker.new_tokens for worker in out.report.workers]
+
+
+def on_the_first_alone(gen: RankGenerator, one: BatchGenerator) -> Any:
+    with RankGenerator(gen.model, letter_tokenizer(97), everywhere=False) as several:
+        out = several.generate(PROMPTS["prefix"], max_new_tokens=5, progress=False)
+    assert out.report is not None and out.report.finished == 28
+    return len(out)
+
+
+def other_prompts(gen: RankGenerator, one: BatchGenerator) -> Any:
+    found = [error_of(lambda: gen.generate([[1, 2, 3 + RANK]], max_new_tokens=2))]
+    found.append(error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2 + RANK)))
+    found.append(error_of(lambda: gen.generate([[1, 2]], max_new_tokens=2, seed=RANK, do_sample=True)))
+    found.append(error_of(lambda: gen.generate([[1, 2]], max_new_tokens=-1 if RANK else 2)))
+    assert gen.generate([[1, 2]], max_new_tokens=2, progress=False).report is not None
+    return found
+
+
+def other_weights(gen: RankGenerator, one: BatchGenerator) -> Any:
+    model = copy.deepcopy(gen.model)
+    if RANK:
+        torch.nn.init.ones_(model.lm_head.weight)
+    with RankGenerator(model) as several:
+        return error_of(lambda: several.generate([[1, 2]], max_new_tokens=2))
+
+
+class Fails(LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if RANK == 1 and ids.shape[1] > 20:
+            raise ZeroDivisionError("no luck")
+        time.sleep(0.01)
+        return scores
+
+
+def one_fails(gen: RankGenerator, one: BatchGenerator) -> Any:
+    began = time.monotonic()
+    found = error_of(
+        lambda: gen.generate([[5] * 12] * 40, max_new_tokens=400, logits_processor=[Fails()], progress=False)
+    )
+    assert time.monotonic() - began < 20
+    assert gen.generate(PROMPTS["prefix"], max_new_tokens=2, progress=False).report is not None
+    return found
+
+
+def one_is_interrupted(gen: RankGenerator, one: BatchGenerator) -> Any:
+    model = copy.deepcopy(gen.model)
+    model.register_forward_pre_hook(lambda *given: time.sleep(0.02))
+    configs = [GenerationConfig(max_new_tokens=2 + number * 3) for number in range(60)]
+    with RankGenerator(model) as several:
+        several.generate([[1]], max_new_tokens=1, progress=False)
+        if RANK == 1:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return error_of(lambda: several.generate([[5, number] for number in range(60)], configs, progress=False))
+
+
+def one_is_gone(gen: RankGenerator, one: BatchGenerator) -> Any:
+    """It ends without a word, and whoever has started it lets the others go on."""
+    ranks._GONE_AFTER = 3.0  # type: ignore[misc]
+    model = copy.deepcopy(gen.model)
+    model.register_forward_pre_hook(lambda *given: time.sleep(0.02))
+    with RankGenerator(model) as made:
+        if RANK == 1:
+            threading.Timer(1.0, os._exit, (0,)).start()
+        return error_of(lambda: made.generate([[5, number] for number in range(60)], max_new_tokens=90, progress=False))
+
+
+def many_calls(gen: RankGenerator, one: BatchGenerator) -> Any:
+    """What calls have said does not pile up."""
+    store, sizes = gen._ranks._store, []
+    for number in range(6):
+        gen.generate(PROMPTS["nested"], max_new_tokens=1 + number, progress=False)
+        dist.barrier()
+        sizes.append(store.num_keys())
+        dist.barrier()
+    return sizes
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+    return "nothing"
+
+
+def main(folder: Path, names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    model = build("llama")
+    with (
+        RankGenerator(model, letter_tokenizer(97), page_size=16) as gen,
+        BatchGenerator(model, letter_tokenizer(97), page_size=16) as one,
+    ):
+        assert gen.rank == RANK
+        for name in names:
+            case: Case = globals()[name]
+            try:
+                found[name] = case(gen, one)
+            except BaseException as error:
+                found[name] = error_of(lambda error=error: (_ for _ in ()).throw(error))  # type: ignore[misc]
+                raise
+            finally:
+                (folder / str(RANK)).write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,107 @@
+"""RankGenerator: what ranks of torchrun run together. The cases are in rank_script.py, which each rank runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_families import build
+
+from hf_batchllm import ConfigError, RankGenerator
+
+HERE = Path(__file__).parent
+GOOD = ("same_answers", "same_scores", "a_seed_for_all", "bad_prompts", "too_long_for_memory", "one_has_all_the_work")
+MORE = ("on_the_first_alone", "many_calls", "other_prompts", "other_weights", "one_fails", "one_is_interrupted")
+
+
+def run_ranks(folder: Path, count: int, *cases: str) -> list[dict[str, Any]]:
+    """What each rank found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [*command, str(HERE / "rank_script.py"), str(folder), *cases],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    found = [folder / str(rank) for rank in range(count)]
+    assert any(each.exists() for each in found), ended.stderr[-3000:]
+    last = {} if cases == ("one_is_gone",) else dict.fromkeys(cases)
+    answers = [pickle.loads(each.read_bytes()) if each.exists() else {} for each in found]
+    assert all(last.keys() <= each.keys() for each in answers), (answers, ended.stderr[-3000:])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(tmp_path_factory.mktemp("two"), 2, *GOOD, *MORE)
+
+
+def test_answers_are_those_of_one_process(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    report = two[0]["same_answers"]
+    assert "rank 0: " in report and "rank 1: " in report and "s of sending" in report
+    three = run_ranks(tmp_path, 3, "same_answers", "one_has_all_the_work")
+    assert "rank 2: " in three[2]["same_answers"] and len(three[0]["one_has_all_the_work"]) == 3
+
+
+def test_a_seed_that_nobody_gives_is_the_first_ranks(two: list[dict[str, Any]]) -> None:
+    assert two[0]["a_seed_for_all"] == two[1]["a_seed_for_all"]
+
+
+def test_bad_prompts_are_told_on_each_rank(two: list[dict[str, Any]]) -> None:
+    assert two[0]["bad_prompts"] == two[1]["bad_prompts"]
+    assert "prompt 1 is empty" in two[0]["bad_prompts"] and "prompt 2 has token id 400" in two[0]["bad_prompts"]
+    for each in two:
+        assert "prompt 28 has 3,000 tokens" in each["too_long_for_memory"]
+
+
+def test_a_rank_without_work_takes_over(two: list[dict[str, Any]]) -> None:
+    slow, fast = two[0]["one_has_all_the_work"]
+    assert slow + fast == 120 * 6 and fast > 1.5 * slow
+
+
+def test_results_on_the_first_rank_alone(two: list[dict[str, Any]]) -> None:
+    assert [each["on_the_first_alone"] for each in two] == [28, 0]
+
+
+def test_what_calls_have_said_is_forgotten(two: list[dict[str, Any]]) -> None:
+    sizes = two[0]["many_calls"]
+    assert abs(sizes[-1] - sizes[2]) < 10
+
+
+def test_ranks_that_do_not_agree(two: list[dict[str, Any]]) -> None:
+    for each in two:
+        prompts, length, seed, refused = each["other_prompts"]
+        assert all("rank 1 was asked for something else than rank 0" in said for said in (prompts, length, seed))
+        assert "max_new_tokens" in refused
+        assert "rank 1 has other weights than rank 0" in each["other_weights"]
+    assert two[0]["other_prompts"][3].startswith("PoolError: rank 1 has refused this call")
+
+
+def test_an_error_of_one_rank_is_raised_on_all(two: list[dict[str, Any]]) -> None:
+    for each in two:
+        assert each["one_fails"].startswith("ZeroDivisionError: no luck")
+    assert "it happened on rank 1" in two[0]["one_fails"]
+
+
+def test_an_interrupt_of_one_rank_ends_the_call_on_all(two: list[dict[str, Any]]) -> None:
+    assert two[0]["one_is_interrupted"].startswith("PoolError: rank 1 was interrupted")
+    assert "of 60 results had finished" in two[0]["one_is_interrupted"]
+    assert two[1]["one_is_interrupted"].startswith("GenerationInterrupted")
+
+
+def test_a_rank_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    answers = run_ranks(tmp_path, 2, "one_is_gone")
+    assert "rank 1 has given no sign of life" in answers[0]["one_is_gone"]
+
+
+def test_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="no ranks here: start the script with `torchrun"):
+        RankGenerator(build("llama"))
