@@ -86,6 +86,8 @@ class RankCall:
             raise
         self._tell()
         self._ranks.exchange(self._key("ended"), True, self._look)
+        self._tell()
+        show(self, self._all[2])
 
     def _run_pieces(self, pieces: Sequence[int]) -> None:
         units = {piece: self._units[piece] for piece in pieces}
