@@ -41,6 +41,7 @@ _CHAPTERS = {
         "accelerated",
         "plan_prompts",
         "run_file",
+        "merge_shards",
     ],
     "Results": [
         *(
@@ -52,6 +53,7 @@ _CHAPTERS = {
             "WorkerReport",
             "SharingPlan",
             "FileReport",
+            "MergeReport",
         ),
     ],
     "Schedulers": ["BaseScheduler"],
