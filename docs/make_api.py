@@ -42,6 +42,7 @@ _CHAPTERS = {
         "accelerated",
         "plan_prompts",
         "run_file",
+        "merge_shards",
     ],
     "Results": [
         *(
@@ -53,6 +54,7 @@ _CHAPTERS = {
             "WorkerReport",
             "SharingPlan",
             "FileReport",
+            "MergeReport",
         ),
     ],
     "Schedulers": ["BaseScheduler"],

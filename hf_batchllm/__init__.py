@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         UnsupportedOptionError,
     )
     from .files.file_report import FileReport
+    from .files.merge_report import MergeReport
+    from .files.merge_shards import merge_shards
     from .files.run_file import run_file
     from .generator import BatchGenerator
     from .integrations.accelerated import accelerated
@@ -61,6 +63,7 @@ _HOME = {  # public name -> the module that holds it
     "GeneratorBusyError": "errors",
     "GeneratorPool": "pool.generator_pool",
     "RankGenerator": "pool.rank_generator",
+    "MergeReport": "files.merge_report",
     "OptionValueError": "errors",
     "PoolError": "errors",
     "PromptError": "errors",
@@ -74,6 +77,7 @@ _HOME = {  # public name -> the module that holds it
     "UnsupportedOptionError": "errors",
     "WorkerReport": "results.run_report",
     "accelerated": "integrations.accelerated",
+    "merge_shards": "files.merge_shards",
     "plan_prompts": "planning.sharing",
     "run_file": "files.run_file",
 }
@@ -92,6 +96,7 @@ __all__ = [
     "GenerationInterrupted",
     "GeneratorBusyError",
     "GeneratorPool",
+    "MergeReport",
     "OptionValueError",
     "PoolError",
     "PromptError",
@@ -107,6 +112,7 @@ __all__ = [
     "WorkerReport",
     "__version__",
     "accelerated",
+    "merge_shards",
     "plan_prompts",
     "run_file",
 ]

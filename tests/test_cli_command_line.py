@@ -16,7 +16,7 @@ from hf_batchllm.cli.config_flags import field_docs, shortened
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", [[], ["run"], ["plan"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["merge"], ["plan"]])
 def test_help_fits_and_names_the_exit_codes(
     command: list[str], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,6 +40,7 @@ def test_help_and_refusals_come_without_torch() -> None:
         "assert main(['run', '--help']) == 0 and main(['--version']) == 0\n"
         "assert main(['run', '/nowhere/in.jsonl', 'out.jsonl', '--model', 'm']) == 2\n"
         "assert main(['run', 'in.jsonl', 'out.jsonl', '--modle', 'm']) == 2\n"
+        "assert main(['merge', '/nowhere/out.jsonl']) == 2\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -50,7 +51,7 @@ def test_help_and_refusals_come_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "no command was given. Commands are run, plan, check, bench, lm-eval"),
+        ("", "no command was given. Commands are run, merge, plan, check, bench, lm-eval"),
         ("rum", "there is no command 'rum'; did you mean run?"),
         ("--model m", "the command comes first"),
         ("run in", "the following arguments are required: OUT, --model/-m"),
@@ -93,6 +94,22 @@ def test_help_and_refusals_come_without_torch() -> None:
         ("run in out.xyz --model m", "its name does not say what it is"),
         ("run in out.jsonl --model m --output-format xml", "format 'xml': it must be one of jsonl, csv"),
         ("run in - --model m --restart", "--restart needs an output that can be continued"),
+        ("run in - --model m --shard 1/2", "--shard needs an output that can be continued"),
+        ("run in out.jsonl --model m --shard 0/8", "--shard is '0/8': parts are counted from 1, so the first is 1/8"),
+        ("run in out.jsonl --model m --shard 0/8", "#SBATCH --array=1-8"),
+        ("run in out.jsonl --model m --shard 9/8", "there is no part 9 of 8. The last one is 8/8"),
+        ("run in out.jsonl --model m --shard 1/0", "a file has at least 1 part, and at most 100,000"),
+        ("run in out.jsonl --model m --shard 1/100001", "a file has at least 1 part, and at most 100,000"),
+        ("run in out.jsonl --model m --shard 2", "--shard says which part of how many, as in 2/8 for the second of"),
+        ("run in out.jsonl --model m --shard a/b", "not 'a/b'"),
+        ("run in out.jsonl --model m --shard /", "not '/'"),
+        ("run in out.jsonl --model m --shards 2/8", "did you mean --shard?"),
+        ("merge", "the following arguments are required: OUT"),
+        ("merge -", "stdout is no file: give the output that the jobs were given"),
+        ("merge out", "pass the format (`--output-format jsonl`)"),
+        ("merge out.jsonl", "out.jsonl has no parts: there is no out.jsonl.shard-1-of-N.jsonl"),
+        ("merge /nowhere/out.jsonl", "/nowhere cannot be read: there is no such file"),
+        ("merg out.jsonl", "did you mean merge?"),
         ("run in out.jsonl --model m --ignore-eos", "--ignore-eos; it is a setting: pass --set ignore_eos=VALUE"),
         ("run in out.jsonl --model m --stop-token-ids 5", "it is a setting: pass --set stop_token_ids=VALUE"),
         ("run in out.jsonl --model m --max-model-len 5", "--max-prompt-tokens cuts long prompts"),

@@ -16,7 +16,7 @@ from support_families import build
 from support_letter_tokenizers import letter_tokenizer
 from support_pool import Load
 
-from hf_batchllm import BatchGenerator, FileReport, GeneratorPool, run_file
+from hf_batchllm import BatchGenerator, FileReport, GeneratorPool, merge_shards, run_file
 from hf_batchllm.cli.commands import dispatch
 from hf_batchllm.cli.messages import UsageError
 from hf_batchllm.config import BatchConfig, ConfigError
@@ -91,6 +91,18 @@ def test_a_run_that_was_stopped_goes_on_with_either(pool: GeneratorPool, one: Ba
     run_file(one, source, tmp_path / "parts.jsonl", limit=40, **given)
     report = run_file(pool, source, tmp_path / "parts.jsonl", **given)
     assert report.before == 40 and report.written == 20
+    assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "parts.jsonl").read_bytes()
+
+
+def test_parts_of_a_file(pool: GeneratorPool, one: BatchGenerator, tmp_path: Path) -> None:
+    """A job has a pool, or one process: the parts fit together."""
+    source = written(tmp_path / "in.jsonl", lines())
+    given: dict[str, Any] = {"max_new_tokens": 5, "temperature": 1.0, "progress": False}
+    for gen, shard in ((pool, "1/3"), (one, "2/3"), (pool, "3/3")):
+        run_file(gen, source, tmp_path / "parts.jsonl", shard=shard, **given)
+    assert merge_shards(tmp_path / "parts.jsonl").written == 60
+    seed = json.loads((tmp_path / "parts.jsonl.run.json").read_text())["seed"]
+    run_file(one, source, tmp_path / "whole.jsonl", seed=seed, **given)
     assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "parts.jsonl").read_bytes()
 
 

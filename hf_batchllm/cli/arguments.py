@@ -32,6 +32,7 @@ examples:
   hf-batchllm run in.parquet out.parquet --model M --prompt-field question \\
       --chat --system 'Be brief.'
   hf-batchllm run in.jsonl out.jsonl --model M -n 4 --temperature 0.8 --seed 1
+  hf-batchllm run in.jsonl out.jsonl --model M --shard 2/8    (a job of eight)
   cat in.jsonl | hf-batchllm run - - --model M --set no_repeat_ngram_size=3
 
 {EXIT_CODES_HELP}"""
@@ -65,7 +66,7 @@ def run_parser() -> Parser:
     _add_results(parser.add_argument_group("results"))
     _add_course(parser.add_argument_group("the run"))
     add_config_flags(parser.add_argument_group("the engine (the defaults suit nearly everybody)"))
-    _add_common(parser)
+    add_common(parser)
     return parser
 
 
@@ -85,7 +86,7 @@ def plan_parser() -> Parser:
     add_prompts(parser.add_argument_group("prompts"))
     sharing = parser.add_argument_group("sharing")
     sharing.add_argument("--min-shared-tokens", type=_whole, metavar="N", default=None, help="as for `run`")
-    _add_common(parser)
+    add_common(parser)
     return parser
 
 
@@ -191,7 +192,10 @@ def _add_settings(group: Any) -> None:
     )
     group.add_argument("-n", "--num-return-sequences", type=_whole, metavar="N", help="answers to each prompt")
     group.add_argument(
-        "--seed", type=_whole, metavar="N", help="seed of sampling (default: a random one, kept beside OUT)"
+        "--seed",
+        type=_whole,
+        metavar="N",
+        help="seed of sampling (default: a random one, kept beside OUT; with --shard, one made of IN)",
     )
     group.add_argument(
         "--stop",
@@ -230,6 +234,12 @@ def _add_results(group: Any) -> None:
 
 def _add_course(group: Any) -> None:
     group.add_argument("--limit", type=_positive, metavar="N", help="only the first N records")
+    group.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only part I of N, counted from 1, into OUT.shard-I-of-N.jsonl: for N jobs, each with a part of its own. "
+        "`merge OUT` joins them",
+    )
     group.add_argument("--retry-errors", action="store_true", help="run lines with errors again")
     group.add_argument("--restart", action="store_true", help="begin afresh; the old OUT is kept as OUT.bak-1, ...")
     group.add_argument(
@@ -253,7 +263,7 @@ def _add_course(group: Any) -> None:
     )
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("this command")
     group.add_argument("--quiet", "-q", action="store_true", help="print nothing but errors on stderr")
     group.add_argument("--traceback", action="store_true", help="show the traceback of an error")

@@ -18,6 +18,7 @@ prompts have in common is computed once. A run that was stopped can continue.
 
 commands:
   run IN OUT --model M    answer every prompt of a file, into another file
+  merge OUT               join the results of jobs that ran with --shard
   plan IN                 what the prompts of a file share, without a model
   check                   whether the kernels are right on this GPU, as a table
   bench                   how fast a model is here, compared to model.generate
@@ -35,7 +36,7 @@ options:
   --help, -h    this page; after a command, the page of the command
   --version     the version
 """
-_COMMANDS = ("run", "plan", "check", "bench", "lm-eval")
+_COMMANDS = ("run", "merge", "plan", "check", "bench", "lm-eval")
 
 
 def dispatch(arguments: Sequence[str]) -> int:
@@ -52,6 +53,10 @@ def dispatch(arguments: Sequence[str]) -> int:
         from .run import main as run
 
         return run(rest)
+    if command == "merge":
+        from .merge import main as merge
+
+        return merge(rest)
     if command == "plan":
         from .plan import main as plan
 

@@ -47,7 +47,9 @@ def in_flags(asked: argparse.Namespace) -> Callable[[str], str]:
         if name in NAMES:
             flags.setdefault(name, f"--set {name}")
     flags |= {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(BatchConfig)}
-    flags |= {name: f"--{name.replace('_', '-')}" for name in ("limit", "window", "fsync", "order", "on_error")}
+    flags |= {
+        name: f"--{name.replace('_', '-')}" for name in ("limit", "shard", "window", "fsync", "order", "on_error")
+    }
 
     def put(message: str) -> str:
         for ours, theirs in _ADVICE.items():

@@ -14,6 +14,7 @@ from ..files.records.run_identity import run_identity
 from ..files.run_options import RunOptions
 from ..files.store.formats import format_of
 from ..files.store.open_output import kept_in
+from ..files.store.shards import read_shard
 from ..files.store.sources import open_source
 from ..files.store.stream_output import is_stream
 from ..installed_versions import missing_package
@@ -23,7 +24,7 @@ from .config_flags import config_from
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
 from .flag_names import in_flags
 from .loading import Loader
-from .messages import Console, UsageError, reason
+from .messages import PROGRAM, Console, UsageError, reason
 from .peft_adapters import adapters_from, base_of, is_peft_folder
 
 _WITHOUT_ADAPTER = (
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(asked.quiet, asked.traceback, in_flags(asked))
     with interruptible() as interrupts, console.warnings_shown():
         loader: Loader | None = None
+        place, kind = asked.target, asked.output_format
         try:
             config, adapters = config_from(asked), adapters_from(asked)
             base, layout = settings_from(asked), layout_from(asked)
@@ -53,9 +55,12 @@ def main(arguments: Sequence[str]) -> int:
                 if adapters and base.adapter is None and not first.name_adapters:
                     console.warning(_WITHOUT_ADAPTER.format(first=next(iter(adapters))))
                 identity = run_identity(_model_identity(asked, adapters), layout, base, reader.dialect, asked.token_ids)
-                with options.open_output(asked.target, source, console.note) as output:
+                place, kind = options.place(asked.target, source), options.format
+                with options.open_output(place, source, console.note) as output:
                     loader = Loader(asked, config, base, first, adapters)
-                    if len(output) < min(source.count, asked.limit or source.count):  # there is something to run
+                    part = options.part(source, reader.prompt_text)
+                    count = min(source.count, asked.limit or source.count) if part is None else len(part.numbers)
+                    if len(output) < count:  # there is something to run
                         loader.check_names()
                     importing = time.perf_counter()
                     from ..files.record_loop import run_records  # takes seconds: all else has been checked
@@ -64,31 +69,34 @@ def main(arguments: Sequence[str]) -> int:
                     report = run_records(
                         loader,
                         source,
-                        asked.target,
+                        place,
                         output=output,
                         reader=reader,
                         options=options,
                         identity=identity,
                         model_name=asked.model,
                         note=console.note,
+                        part=part,
                         loading_seconds=importing,
                     )
             finally:
                 source.close()
         except KeyboardInterrupt:
             continues = loader is not None and loader.called
-            console.error(f"interrupted.{_kept(asked) if continues else _untouched(asked)}")
+            console.error(f"interrupted.{_kept(place, kind) if continues else _untouched(place, kind)}")
             return interrupts.code
         except Exception as error:
             begun = loader is not None and loader.loaded
             stopped = begun and not isinstance(error, BatchLLMError | OSError)
-            console.error(_why(error, begun) + (f".{_kept(asked)}" if stopped else ""), error)
+            console.error(_why(error, begun) + (f".{_kept(place, kind)}" if stopped else ""), error)
             return STOPPED if begun or _closed_pipe(error) else USAGE
         finally:
             if loader is not None:
                 loader.close()
     if str(report):
         console.plain(str(report))
+    if options.shard is not None:
+        console.note(f"`{PROGRAM} merge {asked.target}` joins the parts once all {options.shard.of:,} are complete")
     return SOME_ERRORS if report.errors else DONE
 
 
@@ -105,6 +113,7 @@ def _run_options(asked: argparse.Namespace, seed: int | None) -> RunOptions:
         limit=asked.limit,
         seed=seed,
         progress=False if asked.quiet else None,
+        shard=None if asked.shard is None else read_shard(asked.shard),
     )
 
 
@@ -130,7 +139,7 @@ def _full_name(name: str) -> str:
 
 def _check_target(asked: argparse.Namespace) -> None:
     if asked.target == "-":
-        given = {"--restart": asked.restart, "--retry-errors": asked.retry_errors}
+        given = {"--restart": asked.restart, "--retry-errors": asked.retry_errors, "--shard": asked.shard}
         for name, value in given.items():
             if value:
                 raise UsageError(f"{name} needs an output that can be continued, and - is stdout")
@@ -147,15 +156,15 @@ def _why(error: Exception, begun: bool) -> str:
     return f"{'the run was stopped by' if begun else 'failed with'} {reason(error)} (--traceback shows where)"
 
 
-def _kept(asked: argparse.Namespace) -> str:
-    place = kept_in(asked.target, asked.output_format)
-    return f" The finished results are {place}: the same command continues from them" if place else ""
+def _kept(place: str, kind: str | None) -> str:
+    kept = kept_in(place, kind)
+    return f" The finished results are {kept}: the same command continues from them" if kept else ""
 
 
-def _untouched(asked: argparse.Namespace) -> str:
+def _untouched(place: str, kind: str | None) -> str:
     """Before the output was begun: it may be another run's."""
-    place = kept_in(asked.target, asked.output_format)
-    return f" Nothing was changed: earlier results are {place}" if place else ""
+    kept = kept_in(place, kind)
+    return f" Nothing was changed: earlier results are {kept}" if kept else ""
 
 
 def _closed_pipe(error: Exception) -> bool:

@@ -15,7 +15,7 @@ class FileReport:
     """``str(report)`` is one to four lines for a person.
 
     path: where the results are; "-" for stdout.
-    records: how many records the run had: all of the input, or ``limit`` of them.
+    records: how many records the run had: all of the input, ``limit`` of them, or those of its part.
     before: how many results were there when the run began.
     written: how many results this run has written.
     errors: how many of all results are errors, those of earlier runs included.
@@ -36,6 +36,7 @@ class FileReport:
     new_tokens: int = 0
     seconds: float = 0.0
     loading_seconds: float = 0.0
+    part: str | None = field(default=None, init=False, repr=False)  # "part 2 of 8", of a run with ``shard``
     errors_in: str = field(default="error", init=False, repr=False)  # the field of a result that holds its error
 
     @property
@@ -54,10 +55,12 @@ class FileReport:
             self.new_tokens += report.new_tokens
 
     def figures(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in ("path", "errors_in")}
+        return {name: value for name, value in asdict(self).items() if name not in ("path", "part", "errors_in")}
 
     def __str__(self) -> str:
         where = "stdout" if self.path == "-" else self.path
+        if not self.records and self.part is not None:
+            return f"{where}: nothing to do, as {self.part} has no records"
         if not self.records:
             return f"{where}: nothing to do, as the input has no records"
         if not self.written and not self.left:

@@ -34,6 +34,7 @@ from .run_options import RunOptions
 from .store.open_output import kept_in
 from .store.output import Output
 from .store.run_record import RunRecord
+from .store.shards import Part
 from .store.sources import Source, record_key
 
 _MIN_RECORDS_WITH_BAR = 32  # fewer records show a progress bar only if asked to
@@ -53,17 +54,20 @@ def run_records(
     identity: Mapping[str, Any],  # what results depend on: a run that continues must have the same
     model_name: str,
     note: Callable[[str], None],
+    part: Part | None = None,  # which records are run, if not all
     loading_seconds: float = 0.0,  # in which the library was loaded, where that is part of the run
 ) -> FileReport:
     """``gen``: what runs them, or a function that makes it and is called only if there are records to run."""
     limit, began, loading = options.limit, time.perf_counter(), 0.0
     with ExitStack() as opened:
         asked = RunRecord(settings=dict(identity), seed=options.seed)
-        record = output.begin(asked, source, limit=limit, retry_errors=options.retry_errors)
+        record = output.begin(asked, source, limit=limit, retry_errors=options.retry_errors, part=part)
         todo = output.missing(limit)
-        report = FileReport(target, records=source.count if limit is None else min(limit, source.count))
+        asked_for = source.count if limit is None else min(limit, source.count)
+        report = FileReport(target, records=asked_for if part is None else len(part.numbers))
+        report.part = None if part is None else part.shard.words
         report.errors_in = "response.body.error" if reader.dialect == OPENAI else "error"
-        report.before, report.errors = report.records - len(todo), int((output.errors < report.records).sum())
+        report.before, report.errors = report.records - len(todo), int((output.errors < asked_for).sum())
         if output.complete:  # a table: its journal is gone
             report.errors = int(record.figures.get("errors") or 0)
         if options.on_error == "raise":
@@ -94,7 +98,7 @@ def run_records(
                 run.run_windows(todo)
             except Exception as error:
                 kept = report.before + report.written
-                place = kept_in(target, options.output_format)
+                place = kept_in(target, options.format)
                 if kept and not isinstance(error, FilesError) and place:
                     error.add_note(
                         f"{kept:,} of {report.records:,} results are {place}: run the same again, and it goes on "

@@ -26,6 +26,7 @@ from .records.settings import read_settings
 from .records.templates import Template
 from .run_options import RunOptions
 from .store.open_output import kept_in
+from .store.shards import read_shard
 from .store.sources import open_source
 
 
@@ -53,6 +54,7 @@ def run_file(
     restart: bool = False,
     on_error: str = "record",
     limit: int | None = None,
+    shard: str | None = None,
     seed: int | None = None,
     progress: bool | None = None,
     **settings: Any,
@@ -78,7 +80,9 @@ def run_file(
     restart: begin afresh; the old results are moved to ``<target>.bak-1``.
     on_error: "record", or "raise" to refuse the file if a record cannot be run.
     limit: run only the first records, this many.
-    seed: seed of sampling; by default a random one, kept in the run record.
+    shard: "2/8" runs the second of eight parts, into ``<target>.shard-2-of-8.jsonl``. Each part may run on another
+        machine, and ``merge_shards`` joins their results.
+    seed: seed of sampling; by default a random one, kept in the run record (with ``shard``: one made of the input).
     generation_config, settings: as for ``model.generate``, for records without settings of their own. A temperature
         above 0 means sampling. Options of prompts (``tools``, ``chat_template_kwargs``, ``max_prompt_tokens``, ...) are
         settings, too.
@@ -106,6 +110,7 @@ def run_file(
         limit=limit,
         seed=base.seed,
         progress=progress,
+        shard=None if shard is None else read_shard(shard),
     )
     layout = RecordLayout(
         prompt_field=prompt_field,
@@ -121,20 +126,22 @@ def run_file(
         facts = engine.facts
         model = {"model": facts.name, "dtype": facts.dtype}
         identity = run_identity(model, layout, base, reader.dialect, token_ids, **facts.state)
+        place = options.place(os.fspath(target), opened)
         try:
-            with options.open_output(os.fspath(target), opened, warn_user) as output:
+            with options.open_output(place, opened, warn_user) as output:
                 return run_records(
                     engine,
                     opened,
-                    os.fspath(target),
+                    place,
                     output=output,
                     reader=reader,
                     options=options,
                     identity=identity,
                     model_name=facts.name,
                     note=warn_user,
+                    part=options.part(opened, reader.prompt_text),
                 )
         except KeyboardInterrupt:
-            place = kept_in(os.fspath(target), output_format)
-            kept = f": the finished results are {place}, and the same call continues from them" if place else ""
+            there = kept_in(place, options.format)
+            kept = f": the finished results are {there}, and the same call continues from them" if there else ""
             raise KeyboardInterrupt(f"interrupted{kept}") from None

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import FilesError
+from ..errors import FilesError, OutputFileError
 from ..wording import shown
 from .records.result_layout import RESULT_LAYOUT
+from .store.formats import format_of
 from .store.open_output import open_output
 from .store.output import ORDERS, Output
+from .store.paths import real_path
+from .store.shards import Part, Shard, part_of, shards_beside
 from .store.sources import WINDOW_BYTES, Source
+from .store.stream_output import is_stream
 from .store.syncing import seconds_between_syncs
+from .store.windows import PromptOf
 
 ON_ERROR = ("record", "raise")
 
@@ -31,6 +36,7 @@ class RunOptions:
     limit: int | None = None
     seed: int | None = None
     progress: bool | None = None
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("order", self.order, ORDERS), ("on_error", self.on_error, ON_ERROR)):
@@ -41,14 +47,45 @@ class RunOptions:
                 raise FilesError(f"`{name}` must be a whole number above 0, not {shown(size)}")
         seconds_between_syncs(self.fsync)
 
-    def open_output(self, target: str, source: Source, note: Callable[[str], None]) -> Output:
+    @property
+    def format(self) -> str | None:
+        """Of the file that the run writes; None where its name says it."""
+        return self.output_format if self.shard is None else "jsonl"
+
+    def place(self, target: str, source: Source) -> str:
+        """The file that the run writes: ``target``, or that of a part beside it."""
+        if self.shard is None:
+            return target
+        if is_stream(target):
+            name = "stdout" if target == "-" else target
+            raise OutputFileError(f"a part is written beside the output, and {name} is no file: name one")
+        format_of(target, self.output_format, OutputFileError)  # refused now, and not when the parts are merged
+        if source.is_file(real_path(target)):
+            raise OutputFileError(f"{source.name} is the input, and would be merged into: give another output")
+        other = next((shard for shard in shards_beside(target) if shard.of != self.shard.of), None)
+        if other is not None:
+            raise OutputFileError(
+                f"{target} has parts of another split, as {other.place(target)}, and this is {self.shard.words}: say "
+                "the same number of parts in all jobs, give another output, or move the old parts away (Slurm's "
+                "$SLURM_ARRAY_TASK_COUNT is that of the tasks submitted now)"
+            )
+        return self.shard.place(target)
+
+    def part(self, source: Source, prompt_of: PromptOf) -> Part | None:
+        """Which records the run is for; None for all of them. Reads the whole input once."""
+        if self.shard is None:
+            return None
+        return part_of(source, self.shard, min(source.count, self.limit or source.count), prompt_of)
+
+    def open_output(self, place: str, source: Source, note: Callable[[str], None]) -> Output:
         """Locks the output, and changes nothing in it: a refusal of its place, or of a second run, comes here."""
         return open_output(
-            target,
-            self.output_format,
+            place,
+            self.format,
             layout=RESULT_LAYOUT,
             source=source,
             fsync=self.fsync,
             restart=self.restart,
             note=note,
+            shard=self.shard,
         )

@@ -18,8 +18,9 @@ from .formats import TABLES
 from .journal import Journal
 from .output import ORDERS, Output, ResultLayout
 from .paths import real_path, reason, replacing, sync_folder, temporary_beside, write_atomically
-from .resume_checks import RESTART_HINT, check_same_run
+from .resume_checks import RESTART_HINT, check_same_merge, check_same_run
 from .run_record import RunRecord, record_path
+from .shards import Part, Shard
 from .sources import Source
 from .table_outputs import write_csv, write_parquet
 
@@ -36,9 +37,12 @@ class FileOutput(Output):
         restart: bool,
         layout: ResultLayout,
         note: Callable[[str], None],
+        shard: Shard | None = None,  # which part of the input the output is for
     ) -> None:
         self.path = real_path(path)
         self.format = kind
+        self._shard = shard
+        self._part: Part | None = None
         self._layout = layout
         self._table = kind in TABLES
         self._record_path = record_path(self.path)
@@ -90,12 +94,12 @@ class FileOutput(Output):
                 raise OutputFileError(f"{file} cannot be written to: it is read-only")
 
     def _busy(self) -> str:
-        who = ""
-        with contextlib.suppress(FilesError):
-            record = RunRecord.read(self._record_path)
-            if record is not None and record.process:
-                known = record.process
-                who = f" (process {known.get('pid')} on {known.get('host')}, since {known.get('since')})"
+        who = writer_of(self.path)
+        if self._shard is not None:
+            return (
+                f"another job{who} is running {self._shard.words}, and writes to {self.path}: give each job a part of "
+                "its own, or wait for it"
+            )
         return f"another run{who} is writing to {self.path}: wait for it, or give another output"
 
     def _read_earlier_run(self) -> None:
@@ -129,9 +133,16 @@ class FileOutput(Output):
     # A run
 
     def begin(
-        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+        self,
+        record: RunRecord,
+        source: Source,
+        *,
+        limit: int | None = None,
+        retry_errors: bool = False,
+        part: Part | None = None,
     ) -> RunRecord:
         self._count = source.count if limit is None else min(limit, source.count)
+        self._part = part
         old = self._record
         if old is not None:
             check_same_run(
@@ -142,6 +153,7 @@ class FileOutput(Output):
                 journal=self._journal,
                 complete=self.complete,
                 retry_errors=retry_errors,
+                part=part,
             )
         if self.complete:
             if retry_errors:
@@ -151,9 +163,23 @@ class FileOutput(Output):
                 )
             assert old is not None
             return old
+        return self._begin(record.begin(old, source.summary(), part), retry_errors)
+
+    def begin_merged(self, record: RunRecord, count: int) -> RunRecord:
+        """In the place of ``begin``, where the results of other outputs are to be appended. ``record`` says how these
+        were made, and ``count`` of how many records they are."""
+        self._count = count
+        if self._record is not None:
+            check_same_merge(self.path, self._record, record)
+        if self.complete:
+            assert self._record is not None
+            return self._record
+        return self._begin(record.begin(self._record, record.input))
+
+    def _begin(self, new: RunRecord, retry_errors: bool = False) -> RunRecord:
+        old = self._record
         if self._restart:
             self._move_away()
-        new = record.begin(old, source.summary())
         if old is not None and old.version != new.version:
             self._note(
                 f"{self.path} was begun with version {old.version} of the library, and continues with {new.version}: "
@@ -231,7 +257,9 @@ class FileOutput(Output):
                     [f"{count:,} records are asked for"],
                 )
             return np.zeros(0, dtype=np.int64)
-        todo = np.ones(count, dtype=bool)
+        todo = np.full(count, self._part is None)
+        if self._part is not None:
+            todo[self._part.numbers[self._part.numbers < count]] = True
         done = self._journal.numbers
         todo[done[done < count]] = False
         return np.flatnonzero(todo)
@@ -245,6 +273,20 @@ class FileOutput(Output):
         if self.complete:
             return
         assert self._record is not None, "begin() comes first"
+        self._arrange(order)
+        if not self._nothing_to_do:
+            self._record.finish(figures, len(self))
+            self._write_record()
+        # The journal goes last: until then the next run would only write the table again.
+        self._table_written = self._table
+
+    def finish_partly(self) -> None:
+        """In the place of ``finish``, where results are missing: those that are there in the order of the input, or as
+        a table. A later run continues from them."""
+        if not self.complete:
+            self._arrange("input")
+
+    def _arrange(self, order: str) -> None:
         if self._table:
             self._journal.sync()
             self._write_table()
@@ -252,11 +294,6 @@ class FileOutput(Output):
             if order == "input":
                 self._journal.put_in_order()
             self._journal.sync()
-        if not self._nothing_to_do:
-            self._record.finish(figures, len(self))
-            self._write_record()
-        # The journal goes last: until then the next run would only write the table again.
-        self._table_written = self._table
 
     def _write_table(self) -> None:
         try:
@@ -289,6 +326,16 @@ class FileOutput(Output):
         """Whether this run was begun and then refused, or broken off, before its first result."""
         begun = self._record is not None and self._record.finished is None and not self.complete
         return begun and self._journal.is_open and self._journal.empty
+
+
+def writer_of(output: str) -> str:
+    """`` (process 7 on node3, since ...)``: who writes to an output, as far as its run record says."""
+    with contextlib.suppress(FilesError):
+        record = RunRecord.read(record_path(output))
+        if record is not None and record.process:
+            known = record.process
+            return f" (process {known.get('pid')} on {known.get('host')}, since {known.get('since')})"
+    return ""
 
 
 def journal_path(output: str, is_table: bool) -> str:

@@ -274,6 +274,16 @@ class Journal:
         for lines in self._read(self._index.order()):
             yield from lines
 
+    def pieces(self, wanted: np.ndarray) -> Iterator[list[tuple[int, bytes]]]:
+        """(the record's number, its line), as many at a time as are comfortably held. ``wanted``: [records] which."""
+        numbers = self.numbers
+        places = np.flatnonzero(wanted[numbers])
+        first = 0
+        for lines in self._read(places):
+            of_these = numbers[places[first : first + len(lines)]].tolist()
+            first += len(lines)
+            yield list(zip(of_these, lines, strict=True))
+
     def _finish_append(self) -> None:
         if self._failed is not None:
             raise self._failed

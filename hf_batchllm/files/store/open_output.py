@@ -11,6 +11,7 @@ from .file_output import FileOutput, journal_path
 from .formats import TABLES, format_of
 from .output import Output, ResultLayout
 from .paths import real_path
+from .shards import Shard
 from .sources import Source
 from .stream_output import StreamOutput, is_stream
 from .syncing import seconds_between_syncs
@@ -38,13 +39,14 @@ def open_output(
     fsync: str | float = "5s",
     restart: bool = False,
     note: Callable[[str], None] | None = None,
+    shard: Shard | None = None,
 ) -> Output:
     """Locks the output and reads what is in it. Nothing is changed before ``begin``.
 
     ``format``: jsonl, csv, tsv or parquet; by default the suffix says it. ``-`` is stdout; like everything that is no
     ordinary file, it takes JSON lines and cannot be continued. ``layout``: what lines of results mean. ``source`` must
     be another file. ``fsync``: always, never, or how often (``5s``). ``note`` is called with what a person should hear
-    (by default: a warning).
+    (by default: a warning). ``shard``: which part of the input is written there, if not all of it.
     """
     path = os.fspath(path)
     note = note or warn_user
@@ -56,4 +58,4 @@ def open_output(
     kind = format_of(path, format, OutputFileError)
     if kind == "parquet":
         import_pyarrow()
-    return FileOutput(path, kind, source, fsync, restart, layout, note)
+    return FileOutput(path, kind, source, fsync, restart, layout, note, shard)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .run_record import RunRecord
+from .shards import Part
 from .sources import Source
 
 ORDERS = ("input", "finished")
@@ -51,12 +52,18 @@ class Output(ABC):
 
     @abstractmethod
     def begin(
-        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+        self,
+        record: RunRecord,
+        source: Source,
+        *,
+        limit: int | None = None,
+        retry_errors: bool = False,
+        part: Part | None = None,
     ) -> RunRecord:
         """The run record in force, with its seed. RunChangedError if a setting, or a record with a result, has changed.
 
         ``limit``: how many records are run, from the first on. ``retry_errors``: drops results that are errors, so that
-        their records run again.
+        their records run again. ``part``: which of the records are run; by default all.
         """
 
     def confirm_weights(self, weights: str) -> None:

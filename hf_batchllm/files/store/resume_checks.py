@@ -7,6 +7,7 @@ import numpy as np
 from ...errors import RunChangedError
 from .journal import Journal
 from .run_record import RunRecord
+from .shards import Part, Shard
 from .sources import Source, record_key
 
 RESTART_HINT = (
@@ -23,9 +24,11 @@ def check_same_run(
     journal: Journal,
     complete: bool,  # a finished table
     retry_errors: bool,
+    part: Part | None = None,
 ) -> None:
     """RunChangedError, naming what has changed."""
     afresh = f"give another output, or {RESTART_HINT.format(path=path)}"
+    _check_same_kind(path, old, part, afresh)
     differences = old.differences(new)
     if differences:
         raise RunChangedError(
@@ -34,7 +37,15 @@ def check_same_run(
             differences,
         )
     if old.input.get("digest") == source.digest and source.digest:
+        if part is not None:
+            _check_same_split(path, old, part, afresh)
         return
+    if part is not None:
+        raise RunChangedError(
+            f"{source.name} has changed since {path} was begun. All jobs need the same file, as each finds its part "
+            f"in it: give the old input; else {afresh}",
+            [f"{source.name} has changed"],
+        )
     if complete:
         before, now = int(old.input.get("records") or 0), source.count
         raise RunChangedError(
@@ -43,6 +54,53 @@ def check_same_run(
             [f"{source.name} has changed"],
         )
     _check_records(path, source, journal, afresh, retry_errors)
+
+
+def check_same_merge(path: str, old: RunRecord, merged: RunRecord) -> None:
+    """Whether results of parts may be added to those that are in ``path``. RunChangedError, naming what differs."""
+    differences = old.differences(merged, "{name} is {before} there and {after} in the parts")
+    if old.input.get("digest") != merged.input.get("digest"):
+        differences.append("the input was another one")
+    if old.weights is not None and merged.weights not in (None, old.weights):
+        differences.append("the weights of the model were other ones")
+    if old.shard:
+        differences.append(f"it is {_part_in_words(old)}")
+    if differences:
+        raise RunChangedError(
+            f"{path} has results of another run than its parts: {'; '.join(differences)}. Merge into another output, "
+            f"or {RESTART_HINT.format(path=path)}",
+            differences,
+        )
+
+
+def _check_same_kind(path: str, old: RunRecord, part: Part | None, afresh: str) -> None:
+    """Whether both runs are of the same part, or both of no part."""
+    was = _part_in_words(old) or "a run of the whole file"
+    now = "a run of the whole file" if part is None else part.shard.words
+    if was != now:
+        raise RunChangedError(
+            f"{path} was begun as {was}, and would now be {now}: {afresh}", [f"it was begun as {was}"]
+        )
+
+
+def _check_same_split(path: str, old: RunRecord, part: Part, afresh: str) -> None:
+    before = old.shard.get("records")
+    if before != part.records:
+        raise RunChangedError(
+            f"{path} was begun as a part of {before:,} records, and is now to be a part of {part.records:,}, which is "
+            f"another part: give the old limit; else {afresh}",
+            [f"limit was {before:,} and is {part.records:,}"],
+        )
+    if old.shard.get("split") != part.split:
+        raise RunChangedError(
+            f"{path} was begun with another split of the same file, by version {old.version} of the library: continue "
+            f"it with that version; else {afresh}",
+            ["the split of the file has changed"],
+        )
+
+
+def _part_in_words(record: RunRecord) -> str:
+    return Shard(record.shard["part"], record.shard["of"]).words if record.shard else ""
 
 
 def _check_records(path: str, source: Source, journal: Journal, afresh: str, retry_errors: bool) -> None:

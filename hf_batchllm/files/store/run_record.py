@@ -16,6 +16,7 @@ from typing import Any
 from ..._version import __version__
 from ...errors import OutputFileError
 from .paths import reason, write_atomically
+from .shards import Part
 
 
 def record_path(output: str) -> str:
@@ -34,8 +35,9 @@ class RunRecord:
     figures: dict[str, Any] = field(default_factory=dict)  # of the run that finished
     finished: str | None = None
     results: int | None = None  # how many, when it finished
+    shard: dict[str, Any] = field(default_factory=dict)  # of a job that runs a part of the input: ``Part.summary``
 
-    def differences(self, now: RunRecord) -> list[str]:
+    def differences(self, now: RunRecord, words: str = "{name} was {before} and is {after}") -> list[str]:
         """``max_new_tokens was 50 and is 20``, for each setting that has changed."""
         was, new = _flat(self.settings), _flat(now.settings)
         names = dict.fromkeys([*was, *new])
@@ -46,21 +48,22 @@ class RunRecord:
         for name in names:
             before, after = _in_words(was, name), _in_words(new, name)
             if before != after:
-                changes.append(f"{name} was {before} and is {after}")
+                changes.append(words.format(name=name, before=before, after=after))
         return changes
 
-    def begin(self, old: RunRecord | None, source: dict[str, Any]) -> RunRecord:
+    def begin(self, old: RunRecord | None, source: dict[str, Any], part: Part | None = None) -> RunRecord:
         """The run record of a run that continues ``old``, or begins."""
         now = _now()
-        seed = self.seed if self.seed is not None else old.seed if old is not None else None
+        seeds = (self.seed, None if old is None else old.seed, None if part is None else part.seed)
         return RunRecord(
             settings=json.loads(_json(self.settings)),
-            seed=secrets.randbits(32) if seed is None else seed,
-            weights=None if old is None else old.weights,
+            seed=next((seed for seed in seeds if seed is not None), secrets.randbits(32)),
+            weights=self.weights if old is None or old.weights is None else old.weights,
             input=source,
             version=self.version or __version__,
             created=old.created if old is not None else self.created or now,
             process={"pid": os.getpid(), "host": platform.node(), "since": now},
+            shard={} if part is None else part.summary(),
         )
 
     def finish(self, figures: dict[str, Any] | None, results: int) -> None:
@@ -78,10 +81,13 @@ class RunRecord:
             with open(path, "rb") as file:
                 found = json.loads(file.read())
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
-            types: dict[str, Any] = dict.fromkeys(("settings", "input", "process", "figures"), dict)
+            types: dict[str, Any] = dict.fromkeys(("settings", "input", "process", "figures", "shard"), dict)
             types |= {"seed": int | None, "weights": str | None, "results": int | None}
             if any(not isinstance(known[name], type_) for name, type_ in types.items() if name in known):
                 raise ValueError("fields of another type")
+            shard = known.get("shard")
+            if shard and any(type(shard.get(name)) is not int for name in ("part", "of", "results", "records")):
+                raise ValueError("a part without its place")
             return cls(**known)
         except FileNotFoundError:
             return None

@@ -13,6 +13,7 @@ from ...errors import OutputFileError, OutputWriteError
 from .output import Output
 from .paths import reason
 from .run_record import RunRecord
+from .shards import Part
 from .sources import Source
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
@@ -57,8 +58,16 @@ class StreamOutput(Output):
         return self._written
 
     def begin(
-        self, record: RunRecord, source: Source, *, limit: int | None = None, retry_errors: bool = False
+        self,
+        record: RunRecord,
+        source: Source,
+        *,
+        limit: int | None = None,
+        retry_errors: bool = False,
+        part: Part | None = None,
     ) -> RunRecord:
+        if part is not None:
+            raise OutputFileError(f"a part of a file is written to a file, and {self.name} is a stream")
         self._count = source.count if limit is None else min(limit, source.count)
         return record.begin(None, source.summary())
 

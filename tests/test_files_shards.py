@@ -1,0 +1,232 @@
+"""Parts of a file that independent jobs run: the split, and the runs of parts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections import Counter
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_shards import COUNT, SETTINGS, again, part_file, record_of, shortened
+from support_shards import folder as folder  # a fixture
+from support_shards import generator as generator  # a fixture
+from support_shards import parts as parts  # a fixture
+from support_shards import quiet as quiet  # a fixture
+from test_files_run_file import records, results, written
+
+from hf_batchllm import BatchGenerator, FilesError, merge_shards, run_file
+from hf_batchllm.errors import InputFileError, OutputBusyError, OutputFileError, RunChangedError
+from hf_batchllm.files.store.shards import ANSWER_COST, Part, Shard, part_of, read_shard, split
+from hf_batchllm.files.store.sources import open_source
+from hf_batchllm.files.store.windows import LEVELS, fingerprints
+
+# -- the split ---------------------------------------------------------------------------------------------------------
+
+
+def costs(texts: list[str], order: np.ndarray) -> np.ndarray:
+    """By the texts themselves, and not by checksums."""
+    found = []
+    for place, number in enumerate(order.tolist()):
+        text, known = texts[number], 0
+        if place:
+            before = texts[int(order[place - 1])]
+            pairs = zip(text, before, strict=False)
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            levels = [level for level in LEVELS if level <= common]
+            known = len(text) if text == before else max(levels, default=0)
+        found.append(len(text) - known + ANSWER_COST)
+    return np.array(found)
+
+
+def spans(texts: list[str], count: int) -> tuple[np.ndarray, list[list[int]]]:
+    prints = fingerprints([text.encode() for text in texts])
+    order, edges = split(prints, np.array([len(text) for text in texts], dtype=np.int64), count)
+    assert len(edges) == count + 1
+    return order, [order[first:last].tolist() for first, last in pairwise(edges.tolist())]
+
+
+TEXTS = st.lists(
+    st.builds(
+        lambda stem, stems, own: "".join(letter * 300 for letter in stem[:stems]) + own,
+        st.text("abc", min_size=4, max_size=4),
+        st.integers(0, 4),
+        st.text("xyz", max_size=40),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.integers(1, 12))
+def test_each_record_is_in_one_part_and_parts_cost_the_same(texts: list[str], count: int) -> None:
+    order, found = spans(texts, count)
+    assert sorted(number for span in found for number in span) == list(range(len(texts)))
+    if not texts:
+        return
+    cost = costs(texts, order)
+    ideal, largest, first = cost.sum() / count, cost.max(), 0
+    for span in found:
+        assert abs(cost[first : first + len(span)].sum() - ideal) <= ideal / 10 + largest + 2
+        first += len(span)
+
+
+def test_groups_stay_together_where_balance_allows() -> None:
+    texts = [f"{chr(97 + number % 26) * 2000}{number}" for number in range(26 * 40)]
+    for count in (2, 5):
+        _, found = spans(texts, count)
+        homes = Counter(texts[number][0] for span in found for number in {n % 26: n for n in span}.values())
+        assert sum(homes.values()) - 26 <= count - 1
+    texts = [f"{chr(97 + number % 24) * 2000}{number}" for number in range(24 * 40)]
+    for count in (2, 3, 4, 6, 8):  # all groups cost the same, and their number can be divided
+        _, found = spans(texts, count)
+        assert all(len({texts[number][0] for number in span}) == 24 // count for span in found), count
+
+
+def test_a_group_that_is_too_large_is_cut() -> None:
+    _, found = spans([f"{'a' * 5000}{number}" for number in range(1000)], 8)
+    assert all(120 <= len(span) <= 130 for span in found)
+
+
+def test_what_shares_nothing_keeps_its_order() -> None:
+    _, found = spans([f"{number:04}" * 20 for number in range(100)], 4)
+    assert [number for span in found for number in span] == list(range(100))
+    assert [len(span) for span in found] == [25] * 4
+
+
+def test_more_parts_than_records() -> None:
+    _, found = spans(["a", "b" * 90, "c"], 7)
+    assert sorted(map(len, found)) == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_every_job_finds_the_same_split(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", records(80))
+
+    def of(part: int, count: int = 80, place: Path = source) -> Part:
+        with open_source(place) as opened:
+            return part_of(opened, Shard(part, 3), count, lambda raw: json.loads(raw).get("prompt") or "")
+
+    found = [of(part) for part in (1, 2, 3)]
+    assert sorted(np.concatenate([part.numbers for part in found]).tolist()) == list(range(80))
+    assert all(np.array_equal(part.numbers, of(part.shard.part).numbers) for part in found)
+    (seed,), (digest,) = {part.seed for part in found}, {part.split for part in found}
+    elsewhere = shutil.copy(source, tmp_path / "copy.jsonl")
+    assert of(2, place=Path(elsewhere)).summary() == found[1].summary()
+    assert of(1, 70).split != digest and of(1, 70).seed == seed
+    assert of(1, place=written(tmp_path / "more.jsonl", records(81))).seed != seed
+
+
+def test_how_a_part_is_written() -> None:
+    assert read_shard(" 02 / 8 ") == Shard(2, 8) and str(Shard(2, 8)) == "2/8"
+    for text in ("2", "a/b", "2/", "/8", "-1/8", "2/8/9", "٢/٨", 2):
+        with pytest.raises(FilesError, match="as in 2/8"):
+            read_shard(text)  # type: ignore[arg-type]
+    with pytest.raises(FilesError, match="parts are counted from 1, so the first is 1/8"):
+        read_shard("0/8")
+
+
+# -- runs of parts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_written_beside_the_output(generator: BatchGenerator, folder: Path) -> None:
+    assert not (folder / "out.jsonl").exists()
+    there = [results(part_file(folder, part)) for part in range(1, 5)]
+    whole = {each["index"]: each for each in results(folder / "whole.jsonl")}
+    assert sorted(each["index"] for part in there for each in part) == list(range(COUNT))
+    assert all(each == whole[each["index"]] for part in there for each in part)
+    assert all(12 <= len(part) <= 18 for part in there)
+    assert "Nothing to do" in str(again(generator, folder, "2/4"))
+
+
+def test_a_part_that_died_continues(generator: BatchGenerator, folder: Path) -> None:
+    whole = part_file(folder, 2).read_bytes()
+    shortened(part_file(folder, 2), 5)
+    report = again(generator, folder, "2/4")
+    assert report.before == 5 and report.left == 0
+    assert part_file(folder, 2).read_bytes() == whole
+
+
+def test_errors_of_parts_run_again(generator: BatchGenerator, folder: Path) -> None:
+    written = [again(generator, folder, f"{part}/4", retry_errors=True).written for part in range(1, 5)]
+    assert sum(written) == 3
+    assert merge_shards(folder / "out.jsonl").errors == 3
+    assert (folder / "out.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
+def test_a_part_without_records_says_so(generator: BatchGenerator, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", records(3, bad=False))
+    reports = [
+        run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/5", **SETTINGS) for part in range(1, 6)
+    ]
+    empty = [report for report in reports if not report.records]
+    assert len(empty) == 2 and all(str(report).endswith(f"{report.part} has no records") for report in empty)
+    assert all("nothing to do" in str(report) for report in empty)
+    report = merge_shards(tmp_path / "out.jsonl")
+    assert (report.parts, report.records, report.written) == (5, 3, 3)
+    for report in empty:  # it would not be missed
+        Path(report.path).unlink()
+        Path(f"{report.path}.run.json").unlink()
+    assert "complete already" in str(merge_shards(tmp_path / "out.jsonl"))
+
+
+def test_one_job_to_a_part(generator: BatchGenerator, folder: Path) -> None:
+    with part_file(folder, 2).open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(
+            OutputBusyError, match=r"another job \(process .*\) is running part 2 of 4.*a part of its own"
+        ):
+            again(generator, folder, "2/4")
+        assert again(generator, folder, "1/4").written == 0
+        with pytest.raises(OutputBusyError, match=r"part 2 of 4 is being written now .*merge when this job has ended"):
+            merge_shards(folder / "out.jsonl", partial=True)
+
+
+def test_a_part_is_that_of_the_same_file(generator: BatchGenerator, folder: Path) -> None:
+    kept = part_file(folder, 2).read_bytes()
+    with pytest.raises(RunChangedError, match="max_new_tokens was 4 and is 5"):
+        again(generator, folder, "2/4", max_new_tokens=5)
+    with pytest.raises(RunChangedError, match="begun as a part of 60 records, and is now to be a part of 50"):
+        again(generator, folder, "2/4", limit=50)
+    with pytest.raises(RunChangedError, match="begun as part 2 of 4, and would now be a run of the whole file"):
+        run_file(
+            generator, folder / "in.jsonl", part_file(folder, 2), seed=record_of(part_file(folder, 2))["seed"],
+            temperature=0.9, **SETTINGS,
+        )  # fmt: skip
+    with (folder / "in.jsonl").open("a") as file:
+        file.write('{"prompt": "w5"}\n')
+    with pytest.raises(RunChangedError, match="All jobs need the same file"):
+        again(generator, folder, "2/4")
+    assert part_file(folder, 2).read_bytes() == kept
+    report = again(generator, folder, "2/4", restart=True)
+    assert report.written and Path(f"{part_file(folder, 2)}.bak-1").read_bytes() == kept
+
+
+def test_where_a_part_cannot_be_written(generator: BatchGenerator, folder: Path) -> None:
+    for target, error, why in (
+        ("-", OutputFileError, "stdout is no file"),
+        ("/dev/null", OutputFileError, "/dev/null is no file"),
+        (folder / "in.jsonl", OutputFileError, "is the input"),
+        (folder / "out.txt", OutputFileError, "cannot hold"),
+    ):
+        with pytest.raises(error, match=why):
+            run_file(generator, folder / "in.jsonl", target, shard="1/2", **SETTINGS)
+    with pytest.raises(FilesError, match="as in 2/8"):
+        again(generator, folder, "two")
+    assert not list(folder.glob("*of-2*"))
+
+
+def test_a_bad_record_stops_its_own_part_alone(generator: BatchGenerator, tmp_path: Path) -> None:
+    lines = [{"prompt": "w5 w6"}, {"prompt": None}]
+    source, why = written(tmp_path / "in.jsonl", lines), []
+    for part in (1, 2):
+        try:
+            run_file(generator, source, tmp_path / "out.jsonl", shard=f"{part}/2", on_error="raise", **SETTINGS)
+        except InputFileError as error:
+            why.append(str(error))
+    assert len(why) == 1 and "line 2" in why[0]
+    assert len(list(tmp_path.glob("out.jsonl.shard-*.jsonl"))) == 1
