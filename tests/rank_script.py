@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 rank_script.py FOLDER CASE ...
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import random
@@ -24,7 +25,7 @@ from support_families import build, random_prompts
 from support_letter_tokenizers import letter_tokenizer
 from transformers import GenerationConfig, LogitsProcessor
 
-from hf_batchllm import BatchGenerator, RankGenerator
+from hf_batchllm import BatchGenerator, RankGenerator, run_file
 from hf_batchllm.pool import ranks
 
 RANK = int(os.environ["RANK"])
@@ -158,6 +159,32 @@ def one_is_interrupted(gen: RankGenerator, one: BatchGenerator) -> Any:
         if RANK == 1:
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         return error_of(lambda: several.generate([[5, number] for number in range(60)], configs, progress=False))
+
+
+def a_file(gen: RankGenerator, one: BatchGenerator) -> Any:
+    folder = Path(sys.argv[1])
+    source, ours, wanted = (folder / name for name in ("in.jsonl", "ours.jsonl", f"wanted-{RANK}.jsonl"))
+    given: dict[str, Any] = {"max_new_tokens": 5, "seed": 3, "temperature": 1.5, "token_ids": True, "progress": False}
+    if not RANK:
+        rows = [{"prompt": row, "max_new_tokens": 2 + n % 4} for n, row in enumerate(PROMPTS["nested"])]
+        source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": []}]))
+    dist.barrier()
+    report = run_file(gen, source, ours, **given)
+    run_file(one, source, wanted, **given)
+    assert ours.read_text() == wanted.read_text()
+    assert (report.records, report.written, report.errors, report.before) == (29, 29, 1, 0), report
+    assert [each.name for each in folder.iterdir() if "shard" in each.name] == []
+    again = run_file(gen, source, ours, **given)
+    assert again.before == 29 and not again.written
+    dist.barrier()
+    lines = ours.read_text().splitlines(keepends=True)
+    dist.barrier()
+    if not RANK:
+        ours.write_text("".join(lines[:20]))
+    dist.barrier()
+    assert run_file(gen, source, ours, **given).written == 9, "the first rank goes on"
+    assert ours.read_text() == wanted.read_text()
+    return error_of(lambda: run_file(gen, source, ours, **{**given, "seed": 4}))
 
 
 def one_is_gone(gen: RankGenerator, one: BatchGenerator) -> Any:

@@ -58,7 +58,7 @@ def test_scores(pool: GeneratorPool, one: BatchGenerator) -> None:
 def test_a_wrong_name_is_refused_in_the_same_words(pool: GeneratorPool, one: BatchGenerator) -> None:
     said = []
     for each in (pool, one):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="c") as error:
             each.generate(PROMPTS, max_new_tokens=2, adapter="c")
         said.append(str(error.value))
     assert said[0] == said[1]

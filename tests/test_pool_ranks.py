@@ -12,11 +12,21 @@ from typing import Any
 import pytest
 from support_families import build
 
-from hf_batchllm import ConfigError, RankGenerator
+from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
+from hf_batchllm.errors import OutputBusyError
+from hf_batchllm.files.store.locks import lock
 
 HERE = Path(__file__).parent
 GOOD = ("same_answers", "same_scores", "a_seed_for_all", "bad_prompts", "too_long_for_memory", "one_has_all_the_work")
-MORE = ("on_the_first_alone", "many_calls", "other_prompts", "other_weights", "one_fails", "one_is_interrupted")
+MORE = (
+    "a_file",
+    "on_the_first_alone",
+    "many_calls",
+    "other_prompts",
+    "other_weights",
+    "one_fails",
+    "one_is_interrupted",
+)
 
 
 def run_ranks(folder: Path, count: int, *cases: str) -> list[dict[str, Any]]:
@@ -66,6 +76,11 @@ def test_a_rank_without_work_takes_over(two: list[dict[str, Any]]) -> None:
     assert slow + fast == 120 * 6 and fast > 1.5 * slow
 
 
+def test_a_file_is_written_by_one_rank(two: list[dict[str, Any]]) -> None:
+    assert two[0]["a_file"].startswith("RunChangedError") and "seed was 3 and is 4" in two[0]["a_file"]
+    assert "rank 0 has failed" in two[1]["a_file"] and "RunChangedError" in two[1]["a_file"]
+
+
 def test_results_on_the_first_rank_alone(two: list[dict[str, Any]]) -> None:
     assert [each["on_the_first_alone"] for each in two] == [28, 0]
 
@@ -105,3 +120,12 @@ def test_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="no ranks here: start the script with `torchrun"):
         RankGenerator(build("llama"))
+
+
+def test_ranks_that_each_write_one_file_are_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
+    with (tmp_path / "out.jsonl").open("wb") as other, BatchGenerator(build("llama")) as gen:
+        lock(other.fileno(), "out.jsonl")
+        with pytest.raises(OutputBusyError, match="RankGenerator in BatchGenerator's place"):
+            run_file(gen, tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_new_tokens=1)

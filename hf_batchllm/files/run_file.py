@@ -1,9 +1,10 @@
-"""``run_file``: from a file of prompts to a file of results, with a generator or a pool that is there already."""
+"""``run_file``: from a file of prompts to a file of results, with a generator of any kind that is there already."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig
@@ -14,6 +15,7 @@ from ..inputs.named_options import shows_options
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
 from ..pool.generator_pool import GeneratorPool
+from ..pool.rank_generator import RankGenerator
 from ..wording import a_kind
 from .file_report import FileReport
 from .first_records import check_first_records, make_reader
@@ -22,18 +24,19 @@ from .record_loop import run_records
 from .records.line_configs import settings_in_config
 from .records.prompt_records import ALL_FIELDS, RecordLayout
 from .records.run_identity import run_identity
-from .records.settings import read_settings
+from .records.settings import GenerationSettings, read_settings
 from .records.templates import Template
+from .run_on_ranks import run_on_ranks
 from .run_options import RunOptions
 from .store.open_output import kept_in
-from .store.shards import read_shard
+from .store.shards import Shard, read_shard
 from .store.sources import open_source
 
 
 @shows_options
 @with_short_tracebacks
 def run_file(
-    gen: BatchGenerator | GeneratorPool,
+    gen: BatchGenerator | GeneratorPool | RankGenerator,
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     generation_config: GenerationConfig | None = None,
@@ -87,7 +90,7 @@ def run_file(
         above 0 means sampling. Options of prompts (``tools``, ``chat_template_kwargs``, ``max_prompt_tokens``, ...) are
         settings, too.
     """
-    if not isinstance(gen, BatchGenerator | GeneratorPool):
+    if not isinstance(gen, BatchGenerator | GeneratorPool | RankGenerator):
         raise FilesError(f"run_file takes a generator first, run_file(BatchGenerator(model), ...), not {a_kind(gen)}")
     if not isinstance(generation_config, GenerationConfig | None):
         raise FilesError(
@@ -95,9 +98,9 @@ def run_file(
             "name, as in run_file(gen, source, target, max_new_tokens=100)"
         )
     base = read_settings({**settings, "seed": seed})
-    engine = RecordEngine(gen)
     if generation_config is not None:
-        base = base.over(settings_in_config(engine.known_config(generation_config)))
+        first = gen._generator if isinstance(gen, RankGenerator) else gen
+        base = base.over(settings_in_config(RecordEngine(first).known_config(generation_config)))
     options = RunOptions(
         output_format=output_format,
         token_ids=token_ids,
@@ -120,12 +123,34 @@ def run_file(
         line_settings=line_settings,
         keep=ALL_FIELDS if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
     )
+    if isinstance(gen, RankGenerator):
+        if shard is not None:
+            raise FilesError("each rank runs a part of the file by itself: leave out `shard`")
+
+        def run_part(own: BatchGenerator, part: Shard | None) -> FileReport:
+            shown = progress if not gen.rank else False
+            return _run(own, source, target, format, replace(options, shard=part, progress=shown), layout, base)
+
+        return run_on_ranks(gen, run_part, os.fspath(target), output_format, restart)
+    return _run(gen, source, target, format, options, layout, base)
+
+
+def _run(
+    gen: BatchGenerator | GeneratorPool,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    format: str | None,
+    options: RunOptions,
+    layout: RecordLayout,
+    base: GenerationSettings,
+) -> FileReport:
+    engine = RecordEngine(gen)
     with open_source(source, format, note=warn_user) as opened:
         reader = make_reader(opened, layout, base)
-        check_first_records(reader, opened, limit)
+        check_first_records(reader, opened, options.limit)
         facts = engine.facts
         model = {"model": facts.name, "dtype": facts.dtype}
-        identity = run_identity(model, layout, base, reader.dialect, token_ids, **facts.state)
+        identity = run_identity(model, layout, base, reader.dialect, options.token_ids, **facts.state)
         place = options.place(os.fspath(target), opened)
         try:
             with options.open_output(place, opened, warn_user) as output:

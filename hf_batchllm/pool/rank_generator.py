@@ -181,6 +181,15 @@ class RankGenerator:
 
     # -- a call --------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _together(self) -> Iterator[Callable[[str, Any], list[Any]]]:
+        """For what all ranks do beside calls: gives a function that tells all ranks what each of them says."""
+        with self._taking():
+            self._calls += 1
+            self._ranks.begin_call()
+            name = f"{self._name}/{self._calls}"
+            yield lambda what, value: self._ranks.exchange(f"{name}/{what}", value)
+
     def _run(self, make: Callable[[], W], strict: bool, progress: bool | None, seed: Any) -> tuple[W, Finished[Any]]:
         """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
         finished: Finished[Any] = FinishedGenerations()

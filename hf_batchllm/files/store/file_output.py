@@ -100,6 +100,11 @@ class FileOutput(Output):
                 f"another job{who} is running {self._shard.words}, and writes to {self.path}: give each job a part of "
                 "its own, or wait for it"
             )
+        if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            return (
+                f"another run{who} is writing to {self.path}. Each rank of this script runs it, as it seems: with "
+                "RankGenerator in BatchGenerator's place they run it together"
+            )
         return f"another run{who} is writing to {self.path}: wait for it, or give another output"
 
     def _read_earlier_run(self) -> None:
