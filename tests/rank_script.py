@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from support_families import build, random_prompts
@@ -198,6 +199,102 @@ def one_is_gone(gen: RankGenerator, one: BatchGenerator) -> Any:
         return error_of(lambda: made.generate([[5, number] for number in range(60)], max_new_tokens=90, progress=False))
 
 
+def other_options(gen: RankGenerator, one: BatchGenerator) -> Any:
+    def ask(**options: Any) -> str:
+        return error_of(lambda: gen.generate([[1, 2], [3, 4]], max_new_tokens=2, progress=False, **options))
+
+    found = [ask(logprobs=2 if RANK else None), ask(logits_processor=[Slow()] if RANK else None)]
+    found += [ask(do_sample=True, seed=np.array([RANK, 1])), ask(sequence_bias={(5,): 3.0 + RANK})]
+    found.append(error_of(lambda: gen.score([[1, 2, 3]] if RANK else [[1, 2]], [[[4]] if RANK else [[3, 4]]])))
+    with RankGenerator(gen.model, everywhere=bool(RANK)) as several:
+        found.append(error_of(lambda: several.generate([[1, 2]], max_new_tokens=2)))
+    assert ask(sequence_bias={(5,): 3.0}) == "nothing"
+    assert ask(logits_processor=[Slow()]) == "nothing"
+    return found
+
+
+class Slow(LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def another_memory(gen: RankGenerator, one: BatchGenerator) -> Any:
+    """What does not fit on rank 0 runs on rank 1, once."""
+    model = copy.deepcopy(gen.model)
+    if not RANK:
+        model.register_forward_pre_hook(lambda *given: time.sleep(0.02))
+    given = [[number % 90] * (300 if number % 9 == 4 else 9) for number in range(60)]
+    with RankGenerator(model, kv_memory=50_000_000 if RANK else 200_000, page_size=16) as several:
+        out = several.generate(given, max_new_tokens=4, progress=False)
+        assert out.token_ids == one.generate(given, max_new_tokens=4, progress=False).token_ids
+        ends = [[[5, 6]]] * len(given)
+        scores = several.score(given, ends, on_error="record", progress=False)
+        assert len(scores) == 60 and not any(row.error for row in scores)
+    return "right"
+
+
+def in_small_words(gen: RankGenerator, one: BatchGenerator) -> Any:
+    ranks._MOST_BYTES = 100  # type: ignore[misc]
+    try:
+        same_scores(gen, one)
+        return a_seed_for_all(gen, one)
+    finally:
+        ranks._MOST_BYTES = 4 << 20  # type: ignore[misc]
+
+
+class OwnError(Exception):
+    pass
+
+
+class FailsAtLength(LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if RANK == 1:
+            raise OwnError("x" * 9_000_000)
+        time.sleep(0.01)
+        return scores
+
+
+def one_fails_at_length(gen: RankGenerator, one: BatchGenerator) -> Any:
+    try:
+        gen.generate([[5] * 12] * 40, max_new_tokens=400, logits_processor=[FailsAtLength()], progress=False)
+    except OwnError as error:
+        return len(str(error))
+
+
+def interrupted_before_it_began(gen: RankGenerator, one: BatchGenerator) -> Any:
+    if RANK == 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(2.5)
+    found = error_of(lambda: gen.generate([[1, 2]] * 40, max_new_tokens=50, progress=False))
+    assert gen.generate([[1, 2]], max_new_tokens=2, progress=False).report is not None
+    return found
+
+
+def a_step_hangs(gen: RankGenerator, one: BatchGenerator) -> Any:
+    model = copy.deepcopy(gen.model)
+    model.register_forward_pre_hook(lambda *given: time.sleep(7.0 if RANK else 0.0))
+    with RankGenerator(model, patience=3.0) as several:
+        return error_of(lambda: several.generate([[5, 6]] * 40, max_new_tokens=1, progress=False))
+
+
+def without_a_group(gen: RankGenerator, one: BatchGenerator) -> Any:
+    """Neither makes one, nor needs one."""
+    assert not dist.is_initialized()
+    for _ in range(3):
+        with RankGenerator(gen.model) as several:
+            several.generate(PROMPTS["nested"], max_new_tokens=2, progress=False)
+    assert not dist.is_initialized()
+    out = gen.generate(PROMPTS["nested"], max_new_tokens=4, progress=False)
+    dist.init_process_group("gloo")
+    dist.barrier()
+    with RankGenerator(gen.model) as several:
+        again = several.generate(PROMPTS["nested"], max_new_tokens=4, progress=False)
+    dist.destroy_process_group()
+    last = gen.generate(PROMPTS["nested"], max_new_tokens=4, progress=False)
+    return out.token_ids == again.token_ids == last.token_ids
+
+
 def many_calls(gen: RankGenerator, one: BatchGenerator) -> Any:
     """What calls have said does not pile up."""
     store, sizes = gen._ranks._store, []
@@ -219,7 +316,8 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def main(folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    if names[0] != "without_a_group":
+        dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     model = build("llama")
     with (
@@ -236,7 +334,8 @@ def main(folder: Path, names: list[str]) -> None:
                 raise
             finally:
                 (folder / str(RANK)).write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -18,14 +18,10 @@ from hf_batchllm.files.store.locks import lock
 
 HERE = Path(__file__).parent
 GOOD = ("same_answers", "same_scores", "a_seed_for_all", "bad_prompts", "too_long_for_memory", "one_has_all_the_work")
-MORE = (
-    "a_file",
-    "on_the_first_alone",
-    "many_calls",
-    "other_prompts",
-    "other_weights",
-    "one_fails",
-    "one_is_interrupted",
+MORE = ("a_file", "on_the_first_alone", "many_calls", "other_prompts", "other_weights", "other_options", "one_fails")
+LAST = (
+    *("another_memory", "in_small_words", "one_fails_at_length", "interrupted_before_it_began", "one_is_interrupted"),
+    *("a_step_hangs", "one_is_gone"),
 )
 
 
@@ -42,21 +38,22 @@ def run_ranks(folder: Path, count: int, *cases: str) -> list[dict[str, Any]]:
     )
     found = [folder / str(rank) for rank in range(count)]
     assert any(each.exists() for each in found), ended.stderr[-3000:]
-    last = {} if cases == ("one_is_gone",) else dict.fromkeys(cases)
+    last = {case for case in cases if case != "one_is_gone"}
     answers = [pickle.loads(each.read_bytes()) if each.exists() else {} for each in found]
-    assert all(last.keys() <= each.keys() for each in answers), (answers, ended.stderr[-3000:])
+    assert all(last <= each.keys() for each in answers), (answers, ended.stderr[-3000:])
     return answers
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(tmp_path_factory.mktemp("two"), 2, *GOOD, *MORE)
+    return run_ranks(tmp_path_factory.mktemp("two"), 2, *GOOD, *MORE, *LAST)
 
 
 def test_answers_are_those_of_one_process(two: list[dict[str, Any]], tmp_path: Path) -> None:
     report = two[0]["same_answers"]
     assert "rank 0: " in report and "rank 1: " in report and "s of sending" in report
-    three = run_ranks(tmp_path, 3, "same_answers", "one_has_all_the_work")
+    three = run_ranks(tmp_path, 3, "without_a_group", "same_answers", "one_has_all_the_work")
+    assert [each["without_a_group"] for each in three] == [True] * 3
     assert "rank 2: " in three[2]["same_answers"] and len(three[0]["one_has_all_the_work"]) == 3
 
 
@@ -99,6 +96,21 @@ def test_ranks_that_do_not_agree(two: list[dict[str, Any]]) -> None:
     assert two[0]["other_prompts"][3].startswith("PoolError: rank 1 has refused this call")
 
 
+def test_ranks_with_other_options(two: list[dict[str, Any]]) -> None:
+    for each in two:
+        assert len(each["other_options"]) == 6
+        assert all("rank 1 was asked for something else" in said for said in each["other_options"])
+
+
+def test_what_fits_on_one_rank_alone_runs_there(two: list[dict[str, Any]]) -> None:
+    assert [each["another_memory"] for each in two] == ["right", "right"]
+
+
+def test_long_words_go_in_pieces(two: list[dict[str, Any]]) -> None:
+    assert two[0]["in_small_words"] == two[1]["in_small_words"]
+    assert [each["one_fails_at_length"] for each in two] == [9_000_000, 9_000_000]
+
+
 def test_an_error_of_one_rank_is_raised_on_all(two: list[dict[str, Any]]) -> None:
     for each in two:
         assert each["one_fails"].startswith("ZeroDivisionError: no luck")
@@ -109,16 +121,36 @@ def test_an_interrupt_of_one_rank_ends_the_call_on_all(two: list[dict[str, Any]]
     assert two[0]["one_is_interrupted"].startswith("PoolError: rank 1 was interrupted")
     assert "of 60 results had finished" in two[0]["one_is_interrupted"]
     assert two[1]["one_is_interrupted"].startswith("GenerationInterrupted")
+    assert two[0]["interrupted_before_it_began"].startswith("PoolError: rank 1 was interrupted")
+    assert two[1]["interrupted_before_it_began"].startswith("GenerationInterrupted")
 
 
-def test_a_rank_that_is_gone_is_noticed(tmp_path: Path) -> None:
-    answers = run_ranks(tmp_path, 2, "one_is_gone")
-    assert "rank 1 has given no sign of life" in answers[0]["one_is_gone"]
+def test_a_rank_that_hangs_or_is_gone_is_noticed(two: list[dict[str, Any]]) -> None:
+    assert "rank 1 has not got on for" in two[0]["a_step_hangs"]
+    assert "rank 1 has given no sign of life" in two[0]["one_is_gone"]
 
 
-def test_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the script is started without a launcher."""
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="no ranks here: start the script with `torchrun"):
+    with RankGenerator(build("llama")) as alone, BatchGenerator(build("llama")) as one:
+        assert len(alone) == 1 and alone.rank == 0
+        prompts = [[5, 6, number] for number in range(20)]
+        for options in ({}, {"do_sample": True, "seed": 4}):
+            ours, wanted = (
+                each.generate(prompts, max_new_tokens=4, progress=False, **options) for each in (alone, one)
+            )
+            assert ours == wanted
+        with pytest.raises(AttributeError, match="no `stream`: results come in the end"):
+            alone.stream(prompts)
+        with pytest.raises(ConfigError, match="`patience` is 0"):
+            RankGenerator(build("llama"), patience=0)
+
+
+def test_processes_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigError, match="there are 4 processes here by SLURM_NTASKS, and no RANK"):
         RankGenerator(build("llama"))
 
 

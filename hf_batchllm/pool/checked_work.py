@@ -28,7 +28,7 @@ def checked_work(
     batch_config: BatchConfig,
 ) -> GenerateWork:
     if take_padded(prompts, options) is not None:
-        raise ValueError("a pool takes a list of prompts: pass the rows of a tensor as a list, without padding")
+        raise ValueError("several processes take a list of prompts: pass a tensor's rows as a list, without padding")
     passed = listed(as_list(prompts))
     arrays = with_arrays(passed)
     job, keys = ask(arrays, config, seed, on_error, options, names)

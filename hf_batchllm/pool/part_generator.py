@@ -67,7 +67,7 @@ class PartGenerator(BatchGenerator):
         with self._named(names):
             job = self._checks.job(self.architecture, prompts, config, seed, on_error, options)
         if job.feed is not None:
-            raise OptionValueError("streamer", "follows one sequence, and a pool runs many: use BatchGenerator")
+            raise OptionValueError("streamer", "follows one sequence in its own process: use BatchGenerator")
         keys = [prompt.key for prompt in self._keyed(job)]
         good = [
             AS_PASSED if isinstance(passed := prompts[place], np.ndarray) and len(passed) == len(prompt) else prompt

@@ -6,6 +6,8 @@ run its share goes on with pieces that no other has claimed.
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,28 +43,30 @@ class RankClaims(PieceClaims):
 
 
 class RankCall:
-    """``name``: of the call, the same on all ranks, and of no other call."""
+    """``name``: of the call, the same on all ranks, and of no other call. ``said_by``: what a rank says of its part."""
 
     def __init__(
-        self, name: str, ranks: Ranks, generator: PartGenerator, work: Work, split: Split, strict: bool, expected: int
+        self, name: str, ranks: Ranks, generator: PartGenerator, work: Work, split: Split, expected: int
     ) -> None:
         self._name = name
         self._ranks = ranks
         self._generator = generator
         self._work = work
         self._split = split
-        self._strict = strict  # units that do not fit are an error of the call, not of theirs alone
         self._expected = expected
         self._began, self._clock = time.time(), time.perf_counter()
         self._units = [[work.unit(place) for place in piece.prompts] for piece in split.pieces]
         self.share = Share()
         self.results: list[Any] = []
-        self.problems: dict[Any, str] = {}
+        self.problems: dict[Any, str] = {}  # of units that do not fit into this rank's memory
+        self._tried: set[int] = set()  # pieces that this rank need not try again
         self._told = [0, 0, 0]  # tokens read, tokens written and results, that the others know of
         self._all = [0, 0, 0]  # of all ranks
         self._looked = 0.0
-        ranks.forget([self._key("piece", number) for number in range(len(self._units))])
-        ranks.forget([self._key("sum", number) for number in range(3)])
+        self._failure: OfAnotherRankError | None = None
+        if not ranks.rank:
+            ranks.forget([self._key("piece", number) for number in range(len(self._units))])
+            ranks.forget([self._key("sum", number) for number in range(3)])
 
     def _key(self, *what: Any) -> str:
         return "/".join(map(str, (self._name, *what)))
@@ -70,30 +74,23 @@ class RankCall:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self, show: Callable[[RankCall, int], None]) -> None:
-        """Until no piece is left on any rank. An error of one rank is raised on all of them."""
+        """This rank's part, until no piece is left that it could run."""
         self._show = show
         try:
-            pieces = self._split.shares[self._ranks.rank]
-            while pieces:
+            pieces: Sequence[int] = self._split.shares[self._ranks.rank]
+            while pieces or (pieces := self._unclaimed()):
                 self._run_pieces(pieces)
-                pieces = self._unclaimed()
-        except BaseException as error:
-            if not isinstance(error, _OfAnotherRankError):
-                stopped = PoolError(f"rank {self._ranks.rank} was interrupted")
-                told = error if isinstance(error, Exception) else stopped
-                text = f"{type(told).__name__}: {first_line(told)}"
-                self._ranks.say(self._key("failed"), (self._ranks.rank, parcel_of_error(told, text)))
-            raise
+                pieces = []
+        finally:
+            self._ranks.moved(False)
         self._tell()
-        self._ranks.exchange(self._key("ended"), True, self._look)
-        self._tell()
-        show(self, self._all[2])
 
     def _run_pieces(self, pieces: Sequence[int]) -> None:
         units = {piece: self._units[piece] for piece in pieces}
         part = self._work.part(sorted(unit for some in units.values() for unit in some))
         claims = RankClaims(part.piece_of(units), self._is_mine)
         self.share.began = time.perf_counter()
+        self._ranks.moved()
         try:
             report, interrupt = self._generator.run_part(
                 lambda call: part.begin(self._generator, call), claims, self._began, self._deliver, self._watch
@@ -101,19 +98,13 @@ class RankCall:
         finally:
             self.share.end_part(self.share.read_now, self.share.written_now)
             self.share.running_seconds = self.share.seconds
+            self.problems.update(part.problems)
         self.share.ran.update(claims.begun)
-        if interrupt is None:
-            for piece in pieces:
-                self._is_mine(piece)  # those of which nothing fits into the memory: no other rank is to try
+        self._tried.update(pieces)
         if report is not None:
             self.share.reports.append(report)
         if interrupt is not None:
             raise self._failure or interrupt
-        if part.problems:
-            self.problems.update(part.problems)
-            if self._strict:
-                self._work.problems.update(part.problems)
-                raise self._work.error()
 
     def _is_mine(self, piece: int) -> bool:
         return self._ranks.first_to_say(self._key("piece", piece)) == self._ranks.rank
@@ -123,27 +114,29 @@ class RankCall:
         most: list[int] = []
         most_cost = 0.0
         for rank, share in enumerate(self._split.shares):
-            left = [piece for piece in share if not self._ranks.is_said(self._key("piece", piece))]
+            if rank == self._ranks.rank:
+                continue
+            untried = [piece for piece in share if piece not in self._tried]
+            left = [piece for piece in untried if not self._ranks.is_said(self._key("piece", piece))]
+            self._tried.update(set(untried) - set(left))
             cost = sum(map(self._split.cost, left))
-            if left and rank != self._ranks.rank and cost > most_cost:
+            if left and cost > most_cost:
                 most, most_cost = left, cost
         return sorted(self._split.half_of(most, most_cost) or most[-1:])
 
     # -- what it tells and hears -----------------------------------------------------------------------------------
 
-    _failure: BaseException | None = None
-
     def _deliver(self, results: list[Any]) -> None:
         self.results += results
 
     def _watch(self, step: Any, new_tokens: int) -> None:
+        self._ranks.moved()
         self.share.read_now += step.tokens - len(step.rows)
         self.share.written_now += new_tokens
         if time.perf_counter() - self._looked > _WORDS_EVERY:
-            self._tell()
             try:
-                self._look()
-            except _OfAnotherRankError as failure:
+                self.look()
+            except OfAnotherRankError as failure:
                 self._failure = failure
                 raise KeyboardInterrupt from None  # which breaks a part off
 
@@ -154,14 +147,16 @@ class RankCall:
             self._all[number] = self._ranks.add(self._key("sum", number), have - told)
         self._told = now
 
-    def _look(self) -> None:
+    def end(self) -> None:
+        """All ranks have run their parts."""
+        self._tell()
+        self._show(self, self._all[2])
+
+    def look(self) -> None:
         """Raises what another rank has failed with."""
         if time.perf_counter() - self._looked > _WORDS_EVERY:
             self._tell()
-        failed = self._ranks.heard(self._key("failed"))
-        if failed is not None:
-            rank, parcel = failed
-            raise _OfAnotherRankError(rank, parcel)
+        raise_failure(self._ranks, self._name)
         self._show(self, self._all[2])
 
     # -- how far it is -------------------------------------------------------------------------------------------------
@@ -179,23 +174,38 @@ class RankCall:
         return self._all[2] / max(self._expected, 1)
 
 
-class _OfAnotherRankError(Exception):
-    def __init__(self, rank: int, parcel: Parcel) -> None:
+class OfAnotherRankError(Exception):
+    def __init__(self, rank: int, error: BaseException) -> None:
         super().__init__(rank)
-        self.rank = rank
-        self.parcel = parcel
+        self.error = error
+        error.add_note(f"it happened on rank {rank}")
 
-    def opened(self) -> BaseException:
+
+def raise_failure(ranks: Ranks, name: str) -> None:
+    """OfAnotherRankError if a rank has ended the call of this name."""
+    failed = ranks.heard(f"{name}/failed")
+    if failed is not None:
+        rank, parcel = failed
         try:
-            error = self.parcel.open()
+            error = parcel.open()
         except Exception:
             error = None
-        if not isinstance(error, Exception):
-            return PoolError(f"rank {self.rank} has failed")
-        error.add_note(f"it happened on rank {self.rank}")
-        return error
+        raise OfAnotherRankError(rank, error if isinstance(error, Exception) else PoolError(f"rank {rank} has failed"))
 
 
-def as_error(error: BaseException) -> BaseException:
-    """An error of another rank as it is there."""
-    return error.opened() if isinstance(error, _OfAnotherRankError) else error
+def say_failure(ranks: Ranks, name: str, error: BaseException) -> None:
+    """To the ranks that are in the call, unless it came from one of them."""
+    if isinstance(error, OfAnotherRankError):
+        return
+    told = error if isinstance(error, Exception) else PoolError(f"rank {ranks.rank} was interrupted")
+    with contextlib.suppress(Exception):  # the error itself is what its own rank raises
+        ranks.say(f"{name}/failed", (ranks.rank, _parcel(told)))
+
+
+def _parcel(error: Exception) -> Parcel:
+    """Ranks run the same script, so that they find its classes by their names."""
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return Parcel(data, "an error")
+    return parcel_of_error(error, f"{type(error).__name__}: {first_line(error)}")

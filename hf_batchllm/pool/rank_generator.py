@@ -1,13 +1,11 @@
-"""RankGenerator: one list over the ranks of torchrun, accelerate launch or srun, each of which holds its model."""
+"""RankGenerator: one list over the ranks of torchrun or accelerate launch, each of which holds its model."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from transformers import GenerationConfig
 
 from ..config import BatchConfig
 from ..engine.unfinished import Finished, FinishedGenerations, attach, note_of
-from ..errors import GenerationInterrupted, GeneratorBusyError, PoolError
+from ..errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PoolError
 from ..inputs.adapters import AS_IT_IS
 from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
@@ -25,21 +23,25 @@ from ..inputs.preparing import bars_wanted
 from ..inputs.seeds import Seeds
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..model.weights_fingerprint import fingerprint
+from ..planning.pieces import Split
 from ..results.generations import BatchResult
 from ..results.missing_names import OF_A_GENERATOR, no_such
 from ..results.run_report import RunReport
 from ..results.scores import ScoreResult
 from ..results.sharing_plan import SharingPlan
-from ..wording import first_line
+from ..wording import first_line, is_number, shown
 from .checked_work import checked_score_work, checked_work
 from .part_generator import PartGenerator
 from .pool_progress import pool_bar
 from .pool_report import Tally, report_of
-from .rank_call import RankCall, as_error
+from .rank_call import OfAnotherRankError, RankCall, raise_failure, say_failure
+from .rank_digest import digest_of
 from .ranks import Ranks
+from .share import Share
 from .work import ScoreWork, Work
 
 W = TypeVar("W", bound=Work)
+_NO_STREAM = "a RankGenerator has no `stream`: results come in the end. A BatchGenerator has it, and a GeneratorPool"
 _THE_SAME = "each rank has to pass the same prompts and options"
 
 
@@ -50,6 +52,7 @@ class RankGenerator:
         out = gen.generate(prompts, max_new_tokens=100)     # on each rank, with the same prompts
 
     everywhere: whether each rank gets all results. Otherwise the first rank (0) does, and the others get none.
+    patience: seconds after which a rank whose step does not end is taken to hang.
     model, tokenizer, config: as for BatchGenerator. ``config`` holds for each rank.
 
     The list is planned as a whole and split by its prefixes. A rank that has run out of work takes over what others
@@ -66,12 +69,14 @@ class RankGenerator:
         config: BatchConfig | None = None,
         *,
         everywhere: bool = True,
+        patience: float = 900.0,
         **fields: Unpack[ConfigFields],
     ) -> None:
         self._generator = PartGenerator(model, tokenizer, config, **fields)
-        self._ranks = Ranks()
+        if not is_number(patience) or not patience > 0:
+            raise ConfigError(f"`patience` is {shown(patience)}: it is a number of seconds above 0")
+        self._ranks = Ranks(str(_next_number()), float(patience), self._generator._notices)
         self._everywhere = everywhere
-        self._name = f"hf_batchllm/{_next_number()}"
         self._calls = 0
         self._running = self._closed = False
         self.last_report: RunReport | None = None
@@ -80,6 +85,8 @@ class RankGenerator:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if name == "stream":
+                raise AttributeError(_NO_STREAM)
             raise no_such(self, name, OF_A_GENERATOR)
 
     @property
@@ -137,7 +144,7 @@ class RankGenerator:
             )
 
         work, finished = self._run(make, on_error == "raise", progress, seed)
-        rows = finished.results | {work.key(failure): failure for failure in self._failures(work)}
+        rows = {work.key(failure): failure for failure in self._failures(work)} | finished.results
         return BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
 
     @with_short_tracebacks
@@ -167,11 +174,10 @@ class RankGenerator:
         return self._generator.plan(prompts, adapter=adapter, **prompt_options)
 
     def close(self) -> None:
-        """Give this rank's memory back. A process group that the user has made stays."""
-        if not self._closed:
-            self._closed = True
-            self._generator.close()
-            self._ranks.close()
+        """Give this rank's memory back."""
+        self._closed = True
+        self._ranks.close()
+        self._generator.close()
 
     def __enter__(self) -> RankGenerator:
         return self
@@ -184,76 +190,74 @@ class RankGenerator:
     @contextmanager
     def _together(self) -> Iterator[Callable[[str, Any], list[Any]]]:
         """For what all ranks do beside calls: gives a function that tells all ranks what each of them says."""
-        with self._taking():
-            self._calls += 1
-            self._ranks.begin_call()
-            name = f"{self._name}/{self._calls}"
+        with self._taking() as name:
             yield lambda what, value: self._ranks.exchange(f"{name}/{what}", value)
 
     def _run(self, make: Callable[[], W], strict: bool, progress: bool | None, seed: Any) -> tuple[W, Finished[Any]]:
         """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
         finished: Finished[Any] = FinishedGenerations()
-        with self._taking(), self._kept(lambda: finished):
+        wanted = False if self.rank else progress
+        with self._taking() as name, self._kept(lambda: finished):
             began = time.perf_counter()
-            self._calls += 1
-            name = f"{self._name}/{self._calls}"
-            self._ranks.begin_call()
-            work, costs = self._agreed(name, make, seed)
-            finished = work.finished()
-            with bars_wanted(progress):
-                plan = work.plan
-                plan.add_labels(work.sequences, self._generator._tokenizer.decode)
-            # The first rank's: other versions of NumPy may come to another one.
-            mine = None if self.rank else work.split(len(self), costs)
-            split = self._ranks.exchange(f"{name}/split", mine)[0]
-            planning = time.perf_counter() - began
-            call = RankCall(name, self._ranks, self._generator, work, split, strict, finished.expected)
-            noun = "scores" if isinstance(work, ScoreWork) else "results"
-            bar = progress if not self.rank else False
             try:
-                with pool_bar(finished.expected, noun, plan.computed_tokens, plan.saving, len(self), bar) as show:
-                    call.run(show)
-            except BaseException:
-                for result in call.results:
-                    finished.results[work.key(result)] = work.whole(result)
+                with bars_wanted(wanted):
+                    work, costs = self._agreed(name, make, seed)
+                    finished = work.finished()
+                    plan = work.plan
+                    plan.add_labels(work.sequences, self._generator._tokenizer.decode)
+                split = self._split_of_first(name, work, costs)
+                planning = time.perf_counter() - began
+                call = RankCall(name, self._ranks, self._generator, work, split, finished.expected)
+                noun = "scores" if isinstance(work, ScoreWork) else "results"
+                computed, saving = plan.computed_tokens, plan.saving
+                with pool_bar(finished.expected, noun, computed, saving, len(self), wanted) as show:
+                    try:
+                        call.run(show)
+                        seconds = call.seconds
+                        # Once a rank has said this, the others can do without it.
+                        said = self._gathered(name, call)
+                        call.end()
+                    finally:
+                        for result in call.results:
+                            finished.results[work.key(result)] = work.whole(result)
+            except BaseException as error:
+                say_failure(self._ranks, name, error)
                 raise
-            seconds = call.seconds
-            tally = Tally()
-            for result in call.results:
-                tally.add(result)
-            said = self._ranks.gather((call.share, tally, call.problems), everywhere=True)
-            parts = self._ranks.gather(call.results, self._everywhere)
+            problems = {place: why for mine in said for place, why in mine.problems.items()}
+            if self._everywhere or not self.rank or problems:
+                for result in (result for rank in range(len(self)) for result in self._results_of(name, rank)):
+                    finished.results[work.key(result)] = work.whole(result)
             sending = call.seconds - seconds
-            assert said is not None
-            for share, _, problems in said:
-                work.problems.update(problems)
-                share.seconds += sending
-            for result in (result for part in parts or [] for result in part):
-                finished.results[work.key(result)] = work.whole(result)
+            for mine in said:
+                mine.share.seconds += sending
             finished.report = self.last_report = report_of(
-                [(f"rank {rank}", share) for rank, (share, _, _) in enumerate(said)],
+                [(f"rank {rank}", mine.share) for rank, mine in enumerate(said)],
                 plan,
                 work,
-                Tally.of(tally for _, tally, _ in said),
+                Tally.of(mine.tally for mine in said),
                 expected=finished.expected,
                 over=True,
                 seconds=seconds + sending,
                 planning_seconds=planning,
             )
+            self._note_problems(work, problems, finished, strict)
+            if self.rank and not self._everywhere:
+                finished.results.clear()
         return work, finished
 
     def _agreed(self, name: str, make: Callable[[], W], seed: Any) -> tuple[W, Any]:
         """What each rank is asked for, checked, with the first one's seed and costs. Raises what any rank refuses."""
-        problem: BaseException | None = None
+        problem: Exception | None = None
         said: dict[str, Any] = {}
         try:
             work = make()
-            said["asked"] = _digest(work, seed)
+            said["asked"] = digest_of(work, seed is not None, self._everywhere)
             said["weights"] = fingerprint(self.model)
-            said["seed"], said["costs"] = work.job.seed, self._generator.token_costs()
+            drawn = seed is None and work.job.seed is not None
+            said["seed"], said["costs"] = work.job.seed if drawn else None, self._generator.token_costs()
         except Exception as error:
             problem, said["error"] = error, first_line(error) or type(error).__name__
-        everybody = self._ranks.exchange(f"{name}/asked", said)
+        everybody = self._ranks.exchange(f"{name}/asked", said, lambda: raise_failure(self._ranks, name))
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(everybody):
@@ -263,8 +267,39 @@ class RankGenerator:
                 raise PoolError(f"rank {rank} was asked for something else than rank 0: {_THE_SAME}")
             if theirs["weights"] != everybody[0]["weights"]:
                 raise PoolError(f"rank {rank} has other weights than rank 0: each rank has to hold the same model")
-        work.job = replace(work.job, seed=everybody[0]["seed"])
+        if drawn:
+            work.job = replace(work.job, seed=everybody[0]["seed"])
         return work, everybody[0]["costs"]
+
+    def _split_of_first(self, name: str, work: Work, costs: Any) -> Split:
+        """The first rank's: other versions of NumPy might come to another one."""
+        if not self.rank:
+            self._ranks.say(f"{name}/split", work.split(len(self), costs))
+        split: Split = self._ranks.wait_for(f"{name}/split", 0, lambda: raise_failure(self._ranks, name))
+        return split
+
+    def _gathered(self, name: str, call: RankCall) -> list[_Said]:
+        """What each rank says in the end. Its results are in the store by then."""
+        tally = Tally()
+        for result in call.results:
+            tally.add(result)
+        self._ranks.say(f"{name}/results/{self.rank}", call.results)
+        return self._ranks.exchange(f"{name}/ended", _Said(call.share, tally, call.problems), call.look)
+
+    def _results_of(self, name: str, rank: int) -> list[Any]:
+        results: list[Any] = self._ranks.heard(f"{name}/results/{rank}")
+        return results
+
+    def _note_problems(self, work: Work, problems: dict[Any, str], finished: Finished[Any], strict: bool) -> None:
+        """Those of units that fitted into no rank's memory."""
+        left = False
+        for place, why in problems.items():
+            unit = work.problem_units({place: why})[0]
+            if any(key not in finished.results for key in work.keys(unit)):
+                work.problems[place] = why
+                left = True
+        if strict and left:
+            raise work.error()
 
     def _failures(self, work: Work) -> list[Any]:
         return list(work.failures()) if self._everywhere or not self.rank else []
@@ -273,14 +308,17 @@ class RankGenerator:
         return self._generator._tokenizer.decode(ids)
 
     @contextmanager
-    def _taking(self) -> Iterator[None]:
+    def _taking(self) -> Iterator[str]:
+        """Gives the call's name, which is that of no other call."""
         if self._closed:
             raise GeneratorBusyError("this RankGenerator is closed: make a new one")
         if self._running:
             raise GeneratorBusyError("a call is running already: let it end")
         self._running = True
         try:
-            yield
+            self._calls += 1
+            self._ranks.begin_call()
+            yield str(self._calls)
         finally:
             self._running = False
 
@@ -294,7 +332,7 @@ class RankGenerator:
             self.interrupted = finished().part(self._decode)
             raise GenerationInterrupted(self.interrupted, len(finished().results), finished().expected) from None
         except Exception as error:
-            raised = as_error(error)
+            raised = error.error if isinstance(error, OfAnotherRankError) else error
             if isinstance(raised, dist.DistError):
                 raised = PoolError(f"the other ranks cannot be reached, as if rank 0 had ended: {first_line(raised)}")
             if finished().results:
@@ -305,18 +343,13 @@ class RankGenerator:
             raise raised from None
 
 
-def _digest(work: Work, seed: Any) -> str:
-    """Of all that ranks have to be asked alike. Objects of the user's count by their class."""
-    job = work.job
-    ways = {id(each): number for number, each in enumerate(dict.fromkeys(job.options))}
-    plain = [job.places, job.max_new_tokens, job.can_stop, sorted(map(str, job.problems)), job.adapters, seed]
-    settings = [each.config.to_dict() for each in dict.fromkeys(job.options)]
-    said = [plain, [ways[id(each)] for each in job.options], settings]
-    text = json.dumps(said, default=lambda value: type(value).__name__, sort_keys=True)
-    digest = hashlib.blake2b(text.encode(), digest_size=12)
-    for prompt in job.prompts:
-        digest.update(len(prompt).to_bytes(4, "little") + prompt.ids.tobytes())
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class _Said:
+    """In the end, by a rank."""
+
+    share: Share
+    tally: Tally
+    problems: dict[Any, str]
 
 
 _made = 0

@@ -12,7 +12,7 @@ from .timeline import Timeline
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one process of a GeneratorPool did in a call.
+    """What one process of a GeneratorPool, or one rank, did in a call.
 
     pieces: parts of the list of which it ran something. read_tokens, new_tokens: that it ran over, and generated.
     busy: the share of the call's time in which it had work. sending_seconds: of that, while the work and its results
