@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..inputs.seeds import without_numbers
 from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
 from ..results.sharing_plan import SharingPlan
@@ -56,7 +57,7 @@ def report_of(
         scored_tokens=tally.scored_tokens,
         seconds=planning_seconds + call.seconds,
         planning_seconds=planning_seconds,
-        seed=work.job.seed,
+        seed=without_numbers(work.job.seed),
         plan=plan,
         device_memory=max((report.device_memory for report in reports), default=0),
         workers=tuple(
