@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support_ray import Load, in_one_process, texts
+from support_real_model import examples_module, small_model
 
 from hf_batchllm import ConfigError, OptionValueError
 from hf_batchllm.ray import generate_dataset
+from hf_batchllm.ray.planned_source import dataset_of_blocks, tables_in_order
+from hf_batchllm.ray.rows import ROW
 
 ray: Any = pytest.importorskip("ray", reason="needs Ray: pip install 'hf-batchllm[ray]'")
 pytest.importorskip("ray.data")
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore:.*ray.*", "ignore::FutureWarning")]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")]
 ROOT = Path(__file__).parents[1]
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 6, "seed": 5}
 
@@ -135,5 +141,31 @@ def test_what_is_wrong_is_told_before_any_actor_starts() -> None:
         generate_dataset(ds, Load()()[0], concurrency=1, prompt_column="question")
 
 
+def test_rows_are_numbered_in_the_order_of_the_source() -> None:
+    """Whichever of them is read first; and the dataset's own settings stay as they are."""
+
+    def slow_at_first(table: pa.Table) -> pa.Table:
+        time.sleep(0.3 if table["id"][0].as_py() == 0 else 0)
+        return table
+
+    ds = ray.data.range(12, override_num_blocks=4).map_batches(slow_at_first, batch_size=None, batch_format="pyarrow")
+    tables = ray.get(tables_in_order(ds))
+    assert pa.concat_tables(tables)["id"].to_pylist() == list(range(12))
+    assert not ds.context.execution_options.preserve_order
+    blocks = [np.array([1, 4, 11]), np.array([0])]
+    planned = dataset_of_blocks([ray.put(table) for table in tables], [len(table) for table in tables], blocks, 1)
+    assert sorted(row["id"] for row in planned.iter_rows()) == [0, 1, 4, 11]
+    assert all(row["id"] == row[ROW] for row in planned.iter_rows())
+
+
 def test_a_dataset_without_rows_stays_so() -> None:
     assert run(ray.data.from_items([{"prompt": "ab"}]).limit(0)).count() == 0
+
+
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "small_model", small_model)
+    example = examples_module("ray_data")
+    example.load, example.WORKERS = Load(), 1
+    example.main()
+    printed = capsys.readouterr().out
+    assert "12 answers about 3 pages" in printed and "the same in one process: 12 of 12" in printed

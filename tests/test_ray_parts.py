@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from support_ray import Load, in_one_process, texts
 from transformers import GenerationConfig, LogitsProcessor
 
@@ -182,6 +183,36 @@ def test_an_option_that_the_model_refuses_ends_the_worker_before_any_block() -> 
     asked = checked_options({"adapter": "judge"}, None)
     with pytest.raises(ValueError, match="adapter"):
         Worker(WorkerCall(Load(), None, BatchConfig(), "cpu", reader, None, asked, 0, False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_worker_without_its_gpu_says_so() -> None:
+    reader = reader_of(RecordLayout(prompt_field="prompt"), ["prompt"])
+    with pytest.raises(ConfigError, match=r"PyTorch sees none.*num_gpus=0"):
+        Worker(WorkerCall(Load(), None, BatchConfig(), "cuda", reader, None, {}, 0, False))
+
+
+def test_a_worker_whose_device_has_failed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts another one. Other errors are the user's to see."""
+    table = pa.table({"prompt": ["ab"], ROW: [0]})
+    reader = reader_of(RecordLayout(prompt_field="prompt"), ["prompt"])
+    worker = Worker(
+        WorkerCall(Load(), None, BatchConfig(), "cpu", reader, None, {"max_new_tokens": 2}, 0, False, False)
+    )
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    for error in (RuntimeError("CUDA error: unspecified launch failure"), torch.OutOfMemoryError(), KeyError("mine")):
+        monkeypatch.setattr(worker._gen, "generate", raising(error))
+        with pytest.raises(type(error)):
+            worker(table)
+    assert len(ended) == 1 and ended[0] != 0
+
+
+def raising(error: Exception) -> Any:
+    def call(*given: Any, **options: Any) -> None:
+        raise error
+
+    return call
 
 
 def test_sampling_that_was_not_asked_for_is_warned_of() -> None:

@@ -44,7 +44,7 @@ def _in_order(context: Any) -> Iterator[None]:
 
 
 def dataset_of_blocks(tables: Sequence[Any], sizes: Sequence[int], blocks: Sequence[np.ndarray], readers: int) -> Any:
-    """A dataset with one block for each of ``blocks``: the rows of these numbers, and their numbers in the column ROW.
+    """A dataset with a block for each of ``blocks``: the rows of these numbers, which ascend, and the numbers as ROW.
 
     It is read from a source, as Ray's checkpoints leave out what is done where a source is read. ``sizes``: how many
     rows each of the ``tables`` has.
@@ -62,7 +62,9 @@ def dataset_of_blocks(tables: Sequence[Any], sizes: Sequence[int], blocks: Seque
         metadata = BlockMetadata(num_rows=len(rows), size_bytes=None, input_files=None, exec_stats=None)
         return ray.data.ReadTask(lambda: [_gathered(parts, rows)], metadata)
 
-    class PlannedRows(ray.data.Datasource):
+    source: Any = ray.data.Datasource
+
+    class PlannedRows(source):
         def get_read_tasks(self, parallelism: int, *more: Any, **given: Any) -> list[Any]:
             return [read_task(rows) for rows in blocks]
 

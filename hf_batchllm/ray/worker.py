@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import BatchConfig
+from ..errors import ConfigError
 from ..files.records.prompt_records import PromptRecord
 from ..files.records.result_lines import SampleFields
 from ..files.records.token_texts import TokenTexts
@@ -44,9 +45,16 @@ class WorkerCall:
 
 class Worker:
     def __init__(self, call: WorkerCall) -> None:
+        import torch
+
         from ..generator import BatchGenerator
         from .call_options import resolved
 
+        if call.device != "cpu" and not torch.cuda.is_available():
+            raise ConfigError(
+                "Ray gave this worker a GPU, and PyTorch sees none: install a PyTorch for this GPU there, or pass "
+                "num_gpus=0 for the CPU"
+            )
         self._call = call
         self._gen = BatchGenerator(*load_in_worker(call.load, call.tokenizer, call.device), call.config)
         options = resolved(self._gen, call.generation_config, call.options, call.seed if call.seed_given else None)
