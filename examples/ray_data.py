@@ -38,7 +38,7 @@ def main() -> None:
         ds = ray.data.read_json(f"{folder}/in.jsonl", lines=True)
         out = generate_dataset(ds, load, concurrency=WORKERS, num_gpus=0, **SAMPLED)
         out.write_parquet(f"{folder}/out")
-        answers = ray.data.read_parquet(f"{folder}/out").sort("index").take_all()
+        answers = sorted(ray.data.read_parquet(f"{folder}/out").iter_rows(), key=lambda row: row["index"])
 
     print(f"\n{len(answers)} answers about {len(MODULES)} pages")
     for row in answers:
