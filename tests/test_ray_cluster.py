@@ -135,6 +135,8 @@ def test_what_is_wrong_is_told_before_any_actor_starts() -> None:
         run(ds, prompt_column="question", max_new_tokens=0)
     with pytest.raises(ConfigError, match="`concurrency` is 0"):
         run(ds, concurrency=0)
+    with pytest.raises(ConfigError, match="'num_gpus', which is an argument of generate_dataset"):
+        run(ds, ray_options={"num_gpus": 1})
     with pytest.raises(ConfigError, match="a dataset of Ray Data"):
         run([{"prompt": "ab"}])
     with pytest.raises(ConfigError, match=r"as in generate_dataset\(ds, "):

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     import ray.data
     from transformers import GenerationConfig
 
+_NOT_FOR_RAY = {
+    **dict.fromkeys(("num_gpus", "concurrency"), "is an argument of generate_dataset itself"),
+    **dict.fromkeys(("compute", "batch_size", "batch_format"), "follows from the plan: leave it out"),
+}
+
 
 @shows_options
 @with_short_tracebacks
@@ -87,6 +92,9 @@ def generate_dataset(
         raise ConfigError(f"`num_gpus` is {shown(num_gpus)}: it is how many GPUs each worker gets, 0 for the CPU")
     if blocks is not None and (not is_whole(blocks) or blocks < 1):
         raise ConfigError(f"`blocks` is {shown(blocks)}: it is a whole number of at least 1")
+    for name in ray_options or {}:
+        if name in _NOT_FOR_RAY:
+            raise ConfigError(f"`ray_options` has {name!r}, which {_NOT_FOR_RAY[name]}")
     config = BatchConfig.of(config, {})
     asked = checked_options(options, generation_config)
     drawn = _drawn_seed() if seed is None else seed

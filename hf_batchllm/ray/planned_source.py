@@ -92,15 +92,9 @@ def run_blocks(
 
     ray = ray_data()
     # The public map_batches refuses GPUs without a batch size, and any batch size cuts blocks or joins them.
-    # This is what map_groups calls, which has the same need; its name until Ray 2.5x is the second.
+    # This is what map_groups calls, which has the same need; Ray 2.54 has it by the second name.
     whole = getattr(ds, "map_batches_internal", None) or ds._map_batches_without_batch_size_validation
-    given: dict[str, Any] = {
-        "num_cpus": None,
-        "memory": None,
-        "max_restarts": -1,
-        "max_task_retries": _RETRIES,
-        **ray_options,
-    }
+    given = {"num_cpus": None, "memory": None, "max_restarts": -1, "max_task_retries": _RETRIES, **ray_options}
     return whole(
         Worker,
         batch_size=None,
