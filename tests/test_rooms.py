@@ -19,6 +19,7 @@ FOLDERS = {"hf_batchllm": "hf_batchllm", "hf_batchllm.kernels": "kernels", "hf_b
 ROOMS = (  # from the top down
     "cli",
     "bench",
+    "ray",
     "files",
     "lm_eval",
     "integrations",

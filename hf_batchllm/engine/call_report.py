@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..inputs.seeds import Seeds
+from ..inputs.seeds import Seeds, without_numbers
 from ..planning.lineup import Lineup
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Request
@@ -64,7 +64,7 @@ def report_of(
         planning_seconds=planning_seconds,
         peak_memory=kv_bytes[0],
         kv_memory=kv_bytes[1],
-        seed=seed,
+        seed=without_numbers(seed),
         plan=plan,
         fused=fused,
         graphs=graphs,

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OptionValueError
 from ..wording import is_array, shown
 
-Seeds = int | Sequence[int]  # one for all prompts, or one for each
+
+@dataclass(frozen=True)
+class SeedOfWhole:
+    """The seed of a whole list of which a call runs some prompts: their noise is that of a call with all of them."""
+
+    seed: int
+    numbers: Sequence[int]  # of each prompt of the call, its number in the whole list
+
+
+Seeds = int | Sequence[int] | SeedOfWhole  # one for all prompts, or one for each
 
 _WHOLE = "a whole number from 0 to 2**64 - 1"
 
@@ -19,7 +29,14 @@ def noise_key(seeds: Seeds, index: int) -> tuple[int, int]:
 
     A prompt with a seed of its own is always number 0: its place in the list makes no difference.
     """
+    if isinstance(seeds, SeedOfWhole):
+        return seeds.seed, seeds.numbers[index]
     return (seeds, index) if isinstance(seeds, int) else (seeds[index], 0)
+
+
+def without_numbers(seeds: Seeds | None) -> int | Sequence[int] | None:
+    """As a report names it."""
+    return seeds.seed if isinstance(seeds, SeedOfWhole) else seeds
 
 
 def as_int64(seed: int) -> int:
@@ -29,6 +46,9 @@ def as_int64(seed: int) -> int:
 
 def checked_seeds(given: Any, prompts: int) -> Seeds:
     """``given`` as integers: one, or as many as there are ``prompts``; OptionValueError for anything else."""
+    if isinstance(given, SeedOfWhole):
+        assert len(given.numbers) == prompts
+        return given
     each = given.tolist() if is_array(given) else list(given) if isinstance(given, list | tuple | range) else given
     if not isinstance(each, list):
         return _checked(given)

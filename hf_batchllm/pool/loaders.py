@@ -13,6 +13,8 @@ from ..inputs.tokenizer import check_tokenizer
 from ..wording import a_kind
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .part_generator import PartGenerator
 
 _MODEL_IS = "a path or name for from_pretrained, or a function that loads the model and returns it"
@@ -41,30 +43,35 @@ class LoadGenerator:
     device: str
 
     def __call__(self) -> PartGenerator:
-        import torch
-        from torch import nn
-        from transformers.utils import logging
-
         from .part_generator import PartGenerator
 
-        logging.disable_progress_bar()  # as many as there are workers would be drawn over each other
-        made, tokenizer = self.load(), self.tokenizer
-        if isinstance(made, tuple) and len(made) == 2:
-            made, own = made
-            tokenizer = own if tokenizer is None else tokenizer
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"the function that loads the model returned {a_kind(made)}: it must return a model")
-        if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        if self.device != "cpu" and all(each.device.type == "cpu" for each in made.parameters()):
-            made = made.to(torch.device(self.device))
-        return PartGenerator(made, tokenizer, self.config)
+        return PartGenerator(*load_in_worker(self.load, self.tokenizer, self.device), self.config)
 
 
-def loader_for(model: Any, options: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """What gives the model in each worker; ConfigError for what cannot be sent there."""
+def load_in_worker(load: Callable[[], Any], tokenizer: Any, device: str) -> tuple[nn.Module, Any]:
+    """The model, on its device, and its tokenizer. ``load``, ``tokenizer``: as for LoadGenerator."""
+    import torch
+    from torch import nn
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # as many as there are workers would be drawn over each other
+    made = load()
+    if isinstance(made, tuple) and len(made) == 2:
+        made, own = made
+        tokenizer = own if tokenizer is None else tokenizer
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"the function that loads the model returned {a_kind(made)}: it must return a model")
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if device != "cpu" and all(each.device.type == "cpu" for each in made.parameters()):
+        made = made.to(torch.device(device))
+    return made, tokenizer
+
+
+def loader_for(model: Any, options: Mapping[str, Any] | None, call: str = "GeneratorPool({})") -> Callable[[], Any]:
+    """What gives the model in each worker; ConfigError for what cannot be sent there. ``call``: as users write it."""
     from torch import nn
 
     if isinstance(model, str | os.PathLike):
@@ -74,8 +81,8 @@ def loader_for(model: Any, options: Mapping[str, Any] | None) -> Callable[[], An
     if isinstance(model, nn.Module):
         name = getattr(getattr(model, "config", None), "_name_or_path", "") or "path/or/name"
         raise ConfigError(
-            "a pool loads the model in processes of its own, and this one is in this process: pass where it comes "
-            f"from, as in GeneratorPool({name!r}), or a function that loads it "
+            "the model is loaded in processes of their own, and this one is in this process: pass where it comes "
+            f"from, as in {call.format(repr(name))}, or a function that loads it "
             "(for changed weights, save_pretrained first)"
         )
     if not callable(model):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..inputs.seeds import without_numbers
 from ..results.run_report import RunReport, WorkerReport
 from ..results.scores import Score
 from ..results.sharing_plan import SharingPlan
@@ -73,7 +74,7 @@ def report_of(
         scored_tokens=tally.scored_tokens,
         seconds=planning_seconds + seconds,
         planning_seconds=planning_seconds,
-        seed=work.job.seed,
+        seed=without_numbers(work.job.seed),
         plan=plan,
         device_memory=max((report.device_memory for report in reports), default=0),
         workers=tuple(_of_worker(name, share, seconds, isinstance(work, ScoreWork)) for name, share in shares),

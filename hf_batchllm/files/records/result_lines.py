@@ -21,6 +21,41 @@ _TAKEN = frozenset(
 )  # a kept field of such a name gets "input_" before it
 
 
+class SampleFields:
+    """The fields of a sample: in a line of its own, or in the list ``samples``."""
+
+    def __init__(self, tokens: TokenTexts, token_ids: bool) -> None:
+        self._tokens = tokens
+        self._token_ids = token_ids
+
+    def of(self, generation: Generation, logprobs: int | None) -> dict[str, Any]:
+        """``logprobs``: how many of the likeliest tokens are wanted; None for no log-probabilities."""
+        made: dict[str, Any] = {
+            "text": generation.text,
+            "finish_reason": generation.finish_reason,
+            "new_tokens": len(generation.token_ids),
+        }
+        if generation.score is not None:
+            made["score"] = generation.score
+        if self._token_ids:
+            made["token_ids"] = generation.token_ids
+        if logprobs is not None and generation.logprobs is not None:
+            made["logprobs"] = [
+                self._token_logprobs(token, values, logprobs)
+                for token, values in zip(generation.token_ids, generation.logprobs, strict=True)
+            ]
+        return made
+
+    def _token_logprobs(self, token: int, logprobs: Mapping[int, float], wanted: int) -> dict[str, Any]:
+        entry = self._logprob(token, logprobs[token])
+        if wanted:
+            entry["top"] = [self._logprob(each, value) for each, value in likeliest(logprobs, wanted)]
+        return entry
+
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token, "token": self._tokens.text(token), "logprob": finite(logprob)}
+
+
 class ResultWriter:
     """Results -> lines of JSON, without the newline.
 
@@ -42,7 +77,7 @@ class ResultWriter:
     ) -> None:
         self.dialect = dialect
         self._tokens = tokens or TokenTexts(None)
-        self._token_ids = token_ids
+        self._samples = SampleFields(self._tokens, token_ids)
         self._model = model
         self._created = created
         self._where = where
@@ -59,7 +94,7 @@ class ResultWriter:
             self._compare_model(record)
             return as_line(response(record, key, generations, self._tokens, self._model, self._created))
         line: dict[str, Any] = {"index": record.number, **_id(record)}
-        samples = [self._sample(record, each) for each in generations]
+        samples = [self._samples.of(each, record.settings.logprobs) for each in generations]
         tokens: dict[str, Any] = {"prompt_tokens": len(generations[0].prompt_token_ids)}
         if generations[0].adapter is not None:
             tokens["adapter"] = generations[0].adapter
@@ -85,33 +120,6 @@ class ResultWriter:
         if self._note is not None and asked is not None and asked != self._model:
             self._note(f"requests name the model {asked!r}; all of them are answered by {self._model!r}")
             self._note = None
-
-    def _sample(self, record: PromptRecord, generation: Generation) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "text": generation.text,
-            "finish_reason": generation.finish_reason,
-            "new_tokens": len(generation.token_ids),
-        }
-        if generation.score is not None:
-            made["score"] = generation.score
-        if self._token_ids:
-            made["token_ids"] = generation.token_ids
-        wanted = record.settings.logprobs
-        if wanted is not None and generation.logprobs is not None:
-            made["logprobs"] = [
-                self._token_logprobs(token, logprobs, wanted)
-                for token, logprobs in zip(generation.token_ids, generation.logprobs, strict=True)
-            ]
-        return made
-
-    def _token_logprobs(self, token: int, logprobs: Mapping[int, float], wanted: int) -> dict[str, Any]:
-        entry = self._logprob(token, logprobs[token])
-        if wanted:
-            entry["top"] = [self._logprob(each, value) for each, value in likeliest(logprobs, wanted)]
-        return entry
-
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token_id": token, "token": self._tokens.text(token), "logprob": finite(logprob)}
 
 
 def as_line(line: Mapping[str, Any]) -> bytes:

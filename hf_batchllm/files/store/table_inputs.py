@@ -118,7 +118,7 @@ def parquet_rows(stream: IO[bytes], path: str) -> Iterator[Row]:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             columns = [_column(column, pyarrow) for column in batch.columns]
             for cells in zip(*columns, strict=True):
-                record = dict(zip(names, map(_plain, cells), strict=True))
+                record = dict(zip(names, map(plain, cells), strict=True))
                 yield json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace"), ""
     except pyarrow.ArrowException as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -132,16 +132,16 @@ def _column(column: Any, pyarrow: Any) -> list[Any]:
     return cells
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as JSON has it. Null fields of a struct are left out: Parquet writes them for missing fields."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items() if each is not None}
+        return {str(name): plain(each) for name, each in value.items() if each is not None}
     if isinstance(value, bytes):
         try:
             return value.decode()
