@@ -20,6 +20,7 @@ ROOMS = (  # from the top down
     "cli",
     "bench",
     "ray",
+    "datatrove",
     "files",
     "lm_eval",
     "integrations",
