@@ -7,6 +7,7 @@
 #   make lint          the linter, the formatter's check and the type checker
 #   make types         the type checker alone
 #   make fuzz          random cases held against model.generate for SECONDS=60, on a GPU with ARGS='--device cuda'
+#   make test-ray      the tests that start a cluster of Ray's, which others skip where Ray is not installed
 #   make test-oldest   all tests on the oldest supported transformers, in an environment of its own
 #   make sweep         every class of transformers against model.generate, and docs/models.md anew (five minutes on two cores)
 #   make sweep-oldest  the same on the oldest supported transformers, without the page
@@ -36,7 +37,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest kernel-page pictures dist clean
+.PHONY: demo test test-ray test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest kernel-page pictures dist clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED_DEMO)
@@ -83,6 +84,11 @@ lint: ruff types
 ruff: $(INSTALLED)
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --quiet --check . || { $(VENV)/bin/python -m ruff format --check .; exit 1; }
+
+# Starts clusters, which takes a minute, and installs Ray into the environment.
+test-ray: $(INSTALLED)
+	@$(VENV)/bin/pip install -q -c constraints.txt -e '.[ray]'
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/test_ray_cluster.py tests/test_ray_parts.py $(ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
 	@OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)

@@ -22,7 +22,10 @@ from hf_batchllm.pool.pool_call import PoolCall
 PROMPTS = [[5, number, number // 7] for number in range(60)]
 
 
-@pytest.fixture
+pytestmark = pytest.mark.xdist_group("pool_odd_moments")
+
+
+@pytest.fixture(scope="module")
 def pool() -> Iterator[GeneratorPool]:
     with GeneratorPool(Load(slow={0: 0.01, 1: 0.01}), gpus=["cpu", "cpu"], patience=2.0) as made:
         made.wait()

@@ -16,6 +16,7 @@ from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
 from hf_batchllm.errors import OutputBusyError
 from hf_batchllm.files.store.locks import lock
 
+pytestmark = pytest.mark.xdist_group("pool_ranks")  # which share what two ranks found
 HERE = Path(__file__).parent
 GOOD = ("same_answers", "same_scores", "a_seed_for_all", "bad_prompts", "too_long_for_memory", "one_has_all_the_work")
 MORE = ("a_file", "on_the_first_alone", "many_calls", "other_prompts", "other_weights", "other_options", "one_fails")

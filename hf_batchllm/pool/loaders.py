@@ -54,8 +54,13 @@ def load_in_worker(load: Callable[[], Any], tokenizer: Any, device: str) -> tupl
     from torch import nn
     from transformers.utils import logging
 
+    had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # as many as there are workers would be drawn over each other
-    made = load()
+    try:
+        made = load()
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
     if isinstance(made, tuple) and len(made) == 2:
         made, own = made
         tokenizer = own if tokenizer is None else tokenizer
