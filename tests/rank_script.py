@@ -316,6 +316,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def main(folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process ignores
     if names[0] != "without_a_group":
         dist.init_process_group("gloo")
     found: dict[str, Any] = {}

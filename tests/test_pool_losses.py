@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -213,12 +212,20 @@ def test_models_that_differ_are_found() -> None:
         ready(pool)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """A process that a shell has started in the background ignores them."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c() -> None:
     """It reaches this process alone: the workers go on with the next call."""
     with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu", "cpu"]) as pool:
         ready(pool)
         started += [worker.process_id for worker in pool._crew.workers]
-        gc.collect()  # an interrupt is lost in the finalizers of earlier pools' connections
         for seconds in (0.05, 0.6):
             timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, Protocol, TypeVar
 
+from ..errors import GenerationInterrupted
 from ..results.generations import BatchResult, Generation
 from ..results.run_report import RunReport
 from ..results.scores import Score, ScoreResult
@@ -78,3 +79,26 @@ def part_of(error: BaseException) -> BatchResult | ScoreResult | None:
     with suppress(Exception):
         part = getattr(error, "result", None)
     return part if isinstance(part, BatchResult | ScoreResult) else None
+
+
+class KeepsResults(Protocol):
+    """A generator, as far as a call that was broken off is concerned."""
+
+    interrupted: BatchResult | ScoreResult | None
+    last_report: RunReport | None
+
+
+@contextmanager
+def results_kept(owner: KeepsResults, finished: Callable[[], Finished[Any]], decode: Decode) -> Iterator[None]:
+    """Around a call: after an interrupt or an error, its ``owner`` has what had finished, and so has the error."""
+    owner.interrupted, owner.last_report = None, None
+    try:
+        yield
+    except KeyboardInterrupt:
+        owner.interrupted = finished().part(decode)
+        raise GenerationInterrupted(owner.interrupted, len(finished().results), finished().expected) from None
+    except Exception as error:
+        if finished().results:
+            owner.interrupted = finished().part(decode)
+            attach(error, owner.interrupted, note_of(len(finished().results), finished().expected, at_hand=True))
+        raise

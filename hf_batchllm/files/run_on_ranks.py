@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from ..errors import PoolError
 from ..generator import BatchGenerator
 from ..pool.rank_generator import RankGenerator
 from .file_report import FileReport
@@ -27,37 +26,20 @@ def run_on_ranks(
     output_format: str | None,
     restart: bool,
 ) -> FileReport:
-    """On every rank. A rank that is killed loses only what it had not written, and the same call continues.
+    """On every rank. A rank that is killed loses only what it had not written, and the same call continues. An error of
+    one rank is raised on the others once they have written their parts.
 
     Where the output is there already, the first rank continues it alone: it is complete, or nearly so.
     """
     with gen._together() as exchange:
         there = os.path.exists(record_path(target)) and not restart and not shards_beside(target)
-        alone = exchange("alone", there)[0] or len(gen) == 1
-
-        def told(what: str, act: Callable[[], FileReport | None]) -> list[FileReport | None]:
-            """What each rank comes to. An error of one is raised on all, once all have ended."""
-            problem: Exception | None = None
-            report, said = None, ""
-            try:
-                report = act()
-            except Exception as error:
-                problem, said = error, f"{type(error).__name__}: {' '.join(str(error).split())}"
-            everybody = exchange(what, (report, said))
-            if problem is not None:
-                raise problem
-            for rank, (_, why) in enumerate(everybody):
-                if why:
-                    raise PoolError(f"rank {rank} has failed, and what the others have written is kept. {why}")
-            return [each for each, _ in everybody]
-
-        if alone:
-            (report, *_) = told("run", lambda: None if gen.rank else run(gen._generator, None))
-            assert report is not None
+        if exchange("alone", there)[0] or len(gen) == 1:
+            report: FileReport = exchange("run", None if gen.rank else run(gen._generator, None))[0]
             return report
-        mine = Shard(gen.rank + 1, len(gen))
-        reports = [each for each in told("run", lambda: run(gen._generator, mine)) if each is not None]
-        told("merge", lambda: None if gen.rank else _merge(target, output_format, restart))
+        reports = exchange("run", run(gen._generator, Shard(gen.rank + 1, len(gen))))
+        if not gen.rank:
+            _merge(target, output_format, restart)
+        exchange("merged", True)
         return _of_all(target, reports)
 
 

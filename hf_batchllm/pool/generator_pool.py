@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from transformers import AutoTokenizer, GenerationConfig
 
 from ..config import BatchConfig
-from ..engine.unfinished import Finished, FinishedGenerations, attach, note_of
-from ..errors import ConfigError, GenerationInterrupted, GeneratorBusyError
+from ..engine.unfinished import Finished, FinishedGenerations, results_kept
+from ..errors import ConfigError, GeneratorBusyError
 from ..inputs.adapters import AS_IT_IS
 from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
@@ -154,7 +154,7 @@ class GeneratorPool:
             rows = finished.results | {work.key(failure): failure for failure in work.failures()}
             return BatchResult([rows[key] for key in sorted(rows)], finished.report, self._decode)
 
-        with self._taking(), self._kept(lambda: finished):
+        with self._taking(), results_kept(self, lambda: finished, self._decode):
             check_progress(progress)
             return body()
 
@@ -231,7 +231,7 @@ class GeneratorPool:
                 finished.results[work.key(result)] = result
             return ScoreResult([*finished.results.values(), *work.failures()], finished.report)
 
-        with self._taking(), self._kept(lambda: finished):
+        with self._taking(), results_kept(self, lambda: finished, self._decode):
             check_progress(progress)
             return body()
 
@@ -291,21 +291,6 @@ class GeneratorPool:
             yield
         finally:
             self._running = False
-
-    @contextmanager
-    def _kept(self, finished: Callable[[], Finished[Any]]) -> Iterator[None]:
-        """After an interrupt or an error, what has finished by then is kept."""
-        self.interrupted, self.last_report = None, None
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.interrupted = finished().part(self._decode)
-            raise GenerationInterrupted(self.interrupted, len(finished().results), finished().expected) from None
-        except Exception as error:
-            if finished().results:
-                self.interrupted = finished().part(self._decode)
-                attach(error, self.interrupted, note_of(len(finished().results), finished().expected, at_hand=True))
-            raise
 
     def _generate_work(
         self,

@@ -43,7 +43,7 @@ class RankClaims(PieceClaims):
 
 
 class RankCall:
-    """``name``: of the call, the same on all ranks, and of no other call. ``said_by``: what a rank says of its part."""
+    """``name``: of the call, the same on all ranks, and of no other call."""
 
     def __init__(
         self, name: str, ranks: Ranks, generator: PartGenerator, work: Work, split: Split, expected: int
@@ -194,9 +194,7 @@ def raise_failure(ranks: Ranks, name: str) -> None:
 
 
 def say_failure(ranks: Ranks, name: str, error: BaseException) -> None:
-    """To the ranks that are in the call, unless it came from one of them."""
-    if isinstance(error, OfAnotherRankError):
-        return
+    """To the ranks that are in the call."""
     told = error if isinstance(error, Exception) else PoolError(f"rank {ranks.rank} was interrupted")
     with contextlib.suppress(Exception):  # the error itself is what its own rank raises
         ranks.say(f"{name}/failed", (ranks.rank, _parcel(told)))

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ..config import BatchConfig
-from ..engine.unfinished import Finished, FinishedGenerations, attach, note_of
-from ..errors import ConfigError, GenerationInterrupted, GeneratorBusyError, PoolError
+from ..engine.unfinished import Finished, FinishedGenerations, results_kept
+from ..errors import ConfigError, GeneratorBusyError, PoolError
 from ..inputs.adapters import AS_IT_IS
 from ..inputs.config_fields import ConfigFields, shows_config_fields
 from ..inputs.named_options import LEFT_OUT, GenerateOptions, shows_options
@@ -190,16 +190,21 @@ class RankGenerator:
     @contextmanager
     def _together(self) -> Iterator[Callable[[str, Any], list[Any]]]:
         """For what all ranks do beside calls: gives a function that tells all ranks what each of them says."""
-        with self._taking() as name:
-            yield lambda what, value: self._ranks.exchange(f"{name}/{what}", value)
+
+        def look() -> None:
+            raise_failure(self._ranks, name)
+
+        with self._taking() as name, self._said_to_all(name):
+            self._ranks.exchange(f"{name}/here", True, look, arriving=True)
+            yield lambda what, value: self._ranks.exchange(f"{name}/{what}", value, look)
 
     def _run(self, make: Callable[[], W], strict: bool, progress: bool | None, seed: Any) -> tuple[W, Finished[Any]]:
         """Everything of a call. What comes out is the same on all ranks, or, if asked so, on the first one alone."""
         finished: Finished[Any] = FinishedGenerations()
         wanted = False if self.rank else progress
-        with self._taking() as name, self._kept(lambda: finished):
+        with self._taking() as name, results_kept(self, lambda: finished, self._decode):
             began = time.perf_counter()
-            try:
+            with self._said_to_all(name):
                 with bars_wanted(wanted):
                     work, costs = self._agreed(name, make, seed)
                     finished = work.finished()
@@ -220,9 +225,6 @@ class RankGenerator:
                     finally:
                         for result in call.results:
                             finished.results[work.key(result)] = work.whole(result)
-            except BaseException as error:
-                say_failure(self._ranks, name, error)
-                raise
             problems = {place: why for mine in said for place, why in mine.problems.items()}
             if self._everywhere or not self.rank or problems:
                 for result in (result for rank in range(len(self)) for result in self._results_of(name, rank)):
@@ -257,7 +259,7 @@ class RankGenerator:
             said["seed"], said["costs"] = work.job.seed if drawn else None, self._generator.token_costs()
         except Exception as error:
             problem, said["error"] = error, first_line(error) or type(error).__name__
-        everybody = self._ranks.exchange(f"{name}/asked", said, lambda: raise_failure(self._ranks, name))
+        everybody = self._ranks.exchange(f"{name}/asked", said, lambda: raise_failure(self._ranks, name), arriving=True)
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(everybody):
@@ -323,24 +325,18 @@ class RankGenerator:
             self._running = False
 
     @contextmanager
-    def _kept(self, finished: Callable[[], Finished[Any]]) -> Iterator[None]:
-        """After an interrupt or an error, what this rank has finished by then is kept."""
-        self.interrupted, self.last_report = None, None
+    def _said_to_all(self, name: str) -> Iterator[None]:
+        """An error or an interrupt of this rank ends the call of this name on the others; theirs is raised here."""
         try:
             yield
-        except KeyboardInterrupt:
-            self.interrupted = finished().part(self._decode)
-            raise GenerationInterrupted(self.interrupted, len(finished().results), finished().expected) from None
-        except Exception as error:
-            raised = error.error if isinstance(error, OfAnotherRankError) else error
-            if isinstance(raised, dist.DistError):
-                raised = PoolError(f"the other ranks cannot be reached, as if rank 0 had ended: {first_line(raised)}")
-            if finished().results:
-                self.interrupted = finished().part(self._decode)
-                attach(raised, self.interrupted, note_of(len(finished().results), finished().expected, at_hand=True))
-            if raised is error:
-                raise
-            raise raised from None
+        except OfAnotherRankError as theirs:
+            raise theirs.error from None
+        except dist.DistError as error:
+            why = f"the other ranks cannot be reached, as if rank 0 had ended: {first_line(error)}"
+            raise PoolError(why) from None
+        except BaseException as error:
+            say_failure(self._ranks, name, error)
+            raise
 
 
 @dataclass(frozen=True)

@@ -84,21 +84,21 @@ class Ranks:
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(key, amount))
 
-    def wait_for(self, key: str, rank: int, look: Callable[[], None]) -> Any:
-        """What this rank says. ``look`` is called now and then, and may raise."""
+    def wait_for(self, key: str, rank: int, look: Callable[[], None], arriving: bool = False) -> Any:
+        """What this rank says. ``look`` is called now and then, and may raise. ``arriving``: it has no work yet."""
         began = time.monotonic()
         while not self.is_said(key):
             look()
             self._look_after(rank)
-            if time.monotonic() - began > _LATE_AFTER:
+            if arriving and time.monotonic() - began > _LATE_AFTER:
                 self._notices(f"late {key}", f"rank {self.rank} waits for rank {rank}, which has not come to this call")
             time.sleep(_LOOK_EVERY)
         return self.heard(key)
 
-    def exchange(self, key: str, value: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
+    def exchange(self, key: str, value: Any, look: Callable[[], None], arriving: bool = False) -> list[Any]:
         """What each rank says."""
         self.say(f"{key}/{self.rank}", value)
-        return [self.wait_for(f"{key}/{rank}", rank, look) for rank in range(self.count)]
+        return [self.wait_for(f"{key}/{rank}", rank, look, arriving) for rank in range(self.count)]
 
     # -- life ------------------------------------------------------------------------------------------------------
 

@@ -88,8 +88,9 @@ class WorkerHandle:
             (self._read, ()),
             (self._show, (self._process.stdout,)),
         ]
-        for task, given in tasks:
-            threading.Thread(target=task, args=given, daemon=True).start()
+        self._threads = [threading.Thread(target=task, args=given, daemon=True) for task, given in tasks]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def process_id(self) -> int:
@@ -211,3 +212,8 @@ class WorkerHandle:
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a driver cannot be killed
             self._process.wait(_PATIENCE)
         self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # whichever drops the pool last ends it
+                thread.join(_LAST_WORDS)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._connection.close()  # and not by its finalizer, in which an interrupt would be lost
