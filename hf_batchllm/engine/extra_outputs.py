@@ -1,6 +1,7 @@
 """What ``generate`` gives back beside tokens: scores and logits as its ModelOutput has them, and log-probabilities.
 
-The host works all of it out, step by step. Log-probabilities are those of the model's raw logits in float32.
+The host works all of it out, step by step. Log-probabilities are those of the model's raw logits in float32; or, for
+code that is used to it, those of the scores.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
 from ..results.generations import Generation
 from ..results.sharing_plan import SharingPlan
-from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs
+from ..sampling.host_sampler import RecordScores
+from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs, SampledLogProbs
 from ..sampling.step_tensors import StepTensors
 from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
 from .id_lists import IdLists
 
 
 class ExtraOutputs(CallOutputs):
-    """``options``: of each prompt of the call; what is asked for here is the same for all of them."""
+    """``options``: of each prompt of the call; what is asked for here is the same for all of them.
 
-    def __init__(self, options: Sequence[Options]) -> None:
+    ``of_scores``: log-probabilities of new tokens are those that they were drawn with, after processors.
+    """
+
+    def __init__(self, options: Sequence[Options], of_scores: bool = False) -> None:
         self._new_tokens: NewTokenLogProbs | None = None
         self._prompts: PromptLogProbs | None = None
         self._id_lists = IdLists()
@@ -36,7 +41,8 @@ class ExtraOutputs(CallOutputs):
             samples = beams if beams > 1 else options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))
         if given.logprobs is not None:
-            self._new_tokens = NewTokenLogProbs(int(given.logprobs))
+            kind = SampledLogProbs if of_scores else NewTokenLogProbs
+            self._new_tokens = kind(int(given.logprobs))
         if given.prompt_logprobs is not None:
             self._prompts = PromptLogProbs(int(given.prompt_logprobs))
 
@@ -69,6 +75,10 @@ class ExtraOutputs(CallOutputs):
             return None
         quoted = " and ".join(f"`{name}`" for name in names)
         return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
+
+    @property
+    def record_scores(self) -> RecordScores | None:
+        return self._new_tokens.record if isinstance(self._new_tokens, SampledLogProbs) else super().record_scores
 
     def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, with the log-probabilities of the tokens that it picks taken down."""

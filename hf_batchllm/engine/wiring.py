@@ -108,8 +108,7 @@ class Wiring:
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
-            record = None if outputs.tensors is None else outputs.tensors.record
-            sampler = picking.by_host(record, self.notices)
+            sampler = picking.by_host(outputs.record_scores, self.notices)
             return AtOnce(self.runner, outputs.around(sampler), self.timekeeper, sampler.may_repeat), 1
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)

@@ -75,8 +75,12 @@ def resolve_each(
     inner, notices = base_model(model), notices or Notices()
     arguments, fields = _checked_arguments(kwargs, inner, None)
     known: dict[Hashable, Options] = {}
+    by_object: dict[int, Options] = {}  # the list holds them all
     resolved: list[Options] = []
     for place, config in enumerate(generation_config):
+        if id(config) in by_object:
+            resolved.append(by_object[id(config)])
+            continue
         check_generation_config(config, f"generation_config[{place}]")
         key = _content_key(config)
         if key not in known:
@@ -86,6 +90,7 @@ def resolve_each(
                 if getattr(error, "option", None) not in kwargs:
                     error.args = (f"generation_config[{place}]: {error}",)
                 raise
+        by_object[id(config)] = known[key]
         resolved.append(known[key])
     return resolved
 
