@@ -127,16 +127,16 @@ def test_what_needs_single_tokens_is_done_by_transformers_own_manager() -> None:
         assert isinstance(manager._theirs, ContinuousBatchingManager)
         streamed = list(manager.request_id_iter("req_1"))
         plain = next(manager.request_id_iter("req_0"))
-        ids = torch.tensor([[5, 6]])
-        assert model.generate(ids, max_new_tokens=2).shape == (1, 4)  # while its thread waits
+        model.generate_batch([[5, 6]], config(), small())  # while its thread waits
+        assert model.last_report is None
         manager.stop()
-        assert model.generate(ids, max_new_tokens=2).shape == (1, 4)
+        model.generate_batch([[5, 6]], config(), small())
         assert model.last_report is not None
     assert [len(output.generated_tokens) for output in streamed] == [1, 2, 3, 4, 5, 6]
     assert plain.generated_tokens == alone(model, [5, 6, 7])
     assert len(found) == 2
     assert "transformers' own continuous batching runs instead: `streaming` is about single tokens" in found[0]
-    assert "the model's own generate runs instead: transformers' own manager runs on the model" in found[1]
+    assert "continuous batching runs instead: transformers' own manager runs on the model: stop() it" in found[1]
 
 
 def test_the_block_ends_before_the_requests_do(model: Any) -> None:
