@@ -103,6 +103,15 @@ def test_adapters_and_log_probabilities_that_nobody_wants(tmp_path: Path) -> Non
     assert made.model.is_gradient_checkpointing  # which was off for the rollouts alone
 
 
+def test_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
+    made = trainer("GRPO", tmp_path, rollout_func=rollout_func, generation_kwargs={"do_sample": False})
+    expected = greedy(made.model, PROMPTS[0], own=True)
+    made.model_wrapped = torch.compile(made.model, backend="eager")
+    with pytest.warns(UserWarning, match="is compiled with torch.compile"):
+        output = rollout_func(PROMPTS[:1], made)
+    assert output["completion_ids"] == [expected]
+
+
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     model: Any = FAMILIES["llama"]()
     made = trainer("GRPO", tmp_path, model=model, rollout_func=rollout_func)
