@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support_families import FAMILIES
+from support_fused import fusing as fusing  # a fixture
+from support_fused import new_model
+from support_kernels import INTERPRETED
 from support_trl import PROMPTS, STEPS, EachStep, greedy, odd, train, trainer
 
 from hf_batchllm import accelerated
+from hf_batchllm.patches.merged_weights import merged
 
 KINDS: dict[str, dict[str, Any]] = {
     "GRPO": {},
@@ -40,6 +44,25 @@ def test_every_rollout_is_served_with_the_weights_of_its_step(name: str, tmp_pat
     assert all(report is not None and report.finished == report.sequences > 1 for report in reports)
     assert len(set(said)) > 1  # the optimizer has changed the model
     assert not vars(made.model).keys() & {"generate", "generate_batch", "init_continuous_batching"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
+def test_weights_laid_end_to_end_are_trained(fusing: list[int], tmp_path: Path) -> None:
+    """As on a GPU, where the weights of several products lie in one piece of memory for as long as the block runs."""
+
+    def reward(completion_ids: Any, **rest: Any) -> list[float]:
+        assert merged([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+        ours, theirs = (greedy(made.model, PROMPTS[0], own) for own in (False, True))
+        assert ours == theirs
+        weights.append(attention.q_proj.weight.detach().clone())
+        return odd(completion_ids)
+
+    weights: list[torch.Tensor] = []
+    made = trainer("GRPO", tmp_path, reward, new_model())
+    attention = made.model.model.layers[1].self_attn
+    with accelerated(made.model, page_size=16):
+        train(made)
+    assert len(weights) == STEPS and not torch.equal(weights[0], weights[1])
 
 
 def test_greedy_rollouts_train_as_those_of_generate_do(tmp_path: Path) -> None:
