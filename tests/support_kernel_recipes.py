@@ -17,6 +17,7 @@ from hf_batchllm.kernels import (
     experts_triton,
     gated_ops_triton,
     layer_ops_triton,
+    likeliest_triton,
     penalties_triton,
     prefill_triton,
     routing_triton,
@@ -107,6 +108,7 @@ def before_sampling() -> None:
         logits, by_row=by_row, seen=seen, line=line, penalty=1.2, eos=eos, made=minimum, minimum=minimum
     )
     penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
+    likeliest_triton.note_likeliest(logits, line.long(), _ints(ROWS, 4, 20), zeros(ROWS, 4, 21, dtype=FP32), line)
 
 
 def fused_layers() -> None:

@@ -80,6 +80,7 @@ KERNELS = {
         "sample": ["greedy", "gumbel_sample", "advance"],
         "top_k_top_p": ["cutoffs"],
         "penalties": ["mark_seen", "penalise"],
+        "likeliest": ["note_likeliest"],
     },
     "states": {
         "convolution": ["short_convolution"],

@@ -116,7 +116,9 @@ class Wiring:
         longest = max((request.max_new_tokens for request in self.requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1
-        graphs = graphs_for(config, self.runner, seats, pick, advance, times, self.notices)
+        notes = outputs.notes(device, picking.kernels)
+        noting = None if notes is None else notes.on_device
+        graphs = graphs_for(config, self.runner, seats, pick, advance, times, self.notices, noting)
         if graphs is None and config.steps_per_sync is None:
             depth = _DEPTH.get(device.type, 1)
         if device.type == "cuda" and not scheduler.runs_ahead:
@@ -125,7 +127,7 @@ class Wiring:
                 f"{scheduler_name(scheduler)} does not run ahead, so the device waits while a step is prepared: "
                 "see `runs_ahead` in hf_batchllm.BaseScheduler",
             )
-        self.ahead = RunAhead(self.runner, pick, seats, graphs, device)
+        self.ahead = RunAhead(self.runner, pick, seats, graphs, device, notes)
         return self.ahead, depth
 
     def _endings(self, scheduler: BaseScheduler) -> Endings:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import penalties_torch, sample_torch, top_k_top_p_torch
+from ..kernels import likeliest_torch, penalties_torch, sample_torch, top_k_top_p_torch
 from ..kernels.sample_torch import RUNNING, Rows
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from .comparing import Where, Wrong, near, same
@@ -25,7 +25,7 @@ _RECIPES = (Recipe(temperature=0.0), Recipe(1.3, 0.8, 40), Recipe(1.1, 0.7, top_
 
 
 def sampling(where: Where) -> dict[str, Callable[[], None]]:
-    from ..kernels import penalties_triton, sample_triton, top_k_top_p_triton
+    from ..kernels import likeliest_triton, penalties_triton, sample_triton, top_k_top_p_triton
 
     numbers = torch.arange(_ROWS, device=where.device)
 
@@ -77,6 +77,16 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         same(results[0][0], results[1][0], "the bits")
         near(results[0][1], results[1][1])
 
+    def likeliest(k: int) -> None:
+        picked, results = torch.arange(_ROWS, device=where.device) * 7 - 1, []
+        for module in (likeliest_triton, likeliest_torch):
+            ids = torch.zeros(_ROWS, 3, k, dtype=torch.int32, device=where.device)
+            values = torch.zeros(_ROWS, 3, k + 1, dtype=torch.float32, device=where.device)
+            module.note_likeliest(logits(), picked, ids, values, numbers)
+            results.append((ids, values.nan_to_num(nan=7.0)))
+        near(results[0][1], results[1][1])
+        same(results[0][0], results[1][0], "the tokens", but=_ROWS)  # of equals that 16-bit logits have, either
+
     def steps(sets: bool) -> None:
         """Rows of which some end at a token, some at a length, and some for want of a page.
 
@@ -108,6 +118,8 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         "cutoffs, rows of their own": lambda: cutoffs({"by_row": by_row()}),
         "penalties": partial(penalties, each_its_own=False),
         "penalties, rows of their own": partial(penalties, each_its_own=True),
+        "log-probabilities": partial(likeliest, k=0),
+        "log-probabilities of the likeliest": partial(likeliest, k=5),
         "steps of rows": partial(steps, sets=False),
         "steps of rows, ends of their own": partial(steps, sets=True),
     }

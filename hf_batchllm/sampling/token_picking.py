@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .device_sampler import may_pick_on, penalised_by, why_picked_by_host
 from .host_sampler import HostSampler, RecordScores
-from .sampling_kernels import sampling_kernels
+from .sampling_kernels import SamplingKernels, sampling_kernels
 from .seated_sampler import SeatedSampler
 
 
@@ -57,10 +58,15 @@ class TokenPicking:
         )
 
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
-        kernels = sampling_kernels(self.device, self.amd) if may_pick_on(self.device, self.amd) else None
+        kernels = self.kernels if may_pick_on(self.device, self.amd) else None
         return HostSampler(self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels)
+
+    @cached_property
+    def kernels(self) -> SamplingKernels:
+        """What picks tokens on the device."""
+        return sampling_kernels(self.device, self.amd)
 
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
-        kernels = sampling_kernels(self.device, self.amd)
-        return SeatedSampler(requests, self.options, self.seed, self.device, kernels), kernels.advance
+        sampler = SeatedSampler(requests, self.options, self.seed, self.device, self.kernels)
+        return sampler, self.kernels.advance

@@ -21,7 +21,8 @@ from ...model.owners_state import OwnersState, not_in_graphs
 from ...model.runner import ModelRunner
 from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
-from .decode_rows import Advance, DecodeRows, Pick
+from ...sampling.device_logprobs import DeviceLogProbs
+from .decode_rows import Advance, DecodeRows, Pick, Produced
 from .graph_sizes import WORTHWHILE_STEPS, size_of, sizes_to_come
 from .seats import Seats
 
@@ -47,8 +48,10 @@ class DecodeGraphs:
         advance: Advance,
         most_times: int,
         notices: Notices,
+        noting: DeviceLogProbs | None = None,
         capture: bool = True,
     ) -> None:
+        self._noting = noting
         self._runner = runner
         self._backend = backend
         self._seats = seats
@@ -77,8 +80,8 @@ class DecodeGraphs:
         self.steps = 0  # that graphs have run
         self.replays = False  # whether the latest step is a captured graph
 
-    def run(self, batch: ModelBatch, steps_to_come: int) -> torch.Tensor | None:  # [rows, most_times]
-        """Run a burst. Returns its tokens as ``DecodeRows.settle``, or None if the kernels cannot do every layer.
+    def run(self, batch: ModelBatch, steps_to_come: int) -> Produced | None:
+        """Run a burst. Returns what comes of it, or None if the kernels cannot do every layer.
 
         In that case nothing has run.
         """
@@ -106,7 +109,7 @@ class DecodeGraphs:
         for _ in range(times):
             graph.run()
         self.steps += times if graph.captured else 0
-        return graph.settle()[:rows]
+        return graph.settle(rows)
 
     def owner_gets_control(self) -> None:
         """Note what the model's own code reads. What it changes by itself, such as a counter, is no change of then."""
@@ -193,8 +196,9 @@ class DecodeGraphs:
 
     def _new(self, size: int) -> DecodeRows:
         return DecodeRows(
-            size, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met
-        )
+            size, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met,
+            self._noting,
+        )  # fmt: skip
 
     def _capture(self, graph: DecodeRows) -> None:
         began = time.perf_counter()
@@ -263,9 +267,10 @@ def graphs_for(
     advance: Advance,
     most_times: int,
     notices: Notices,
+    noting: DeviceLogProbs | None = None,
 ) -> DecodeGraphs | None:
     """None where the backend cannot keep the state of decode rows on the device."""
     if not isinstance(runner.backend, TritonBackend):
         return None
     capture = config.cuda_graphs and seats.last.device.type == "cuda"
-    return DecodeGraphs(runner, runner.backend, seats, pick, advance, most_times, notices, capture)
+    return DecodeGraphs(runner, runner.backend, seats, pick, advance, most_times, notices, noting, capture)

@@ -8,6 +8,7 @@ read no key, write nothing, and their output is dropped. A row that has ended is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
 from ...planning.requests_and_prefixes import NO_SLOT
+from ...sampling.device_logprobs import DeviceLogProbs, NotedRows
 from .graph_capture import capturing, own_copies
 from .seats import Seats
 
@@ -116,12 +118,20 @@ class RowsWork(WorkSource):
         return room
 
 
+@dataclass(frozen=True)
+class Produced:
+    """What a burst gave. A request's new token i stands at place i modulo the number of places; its note does, too."""
+
+    tokens: torch.Tensor  # [rows, places] int64  -1: none
+    noted: NotedRows | None
+
+
 class DecodeRows:
     """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row."""
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick,
-        advance: Advance, met: dict[tuple[Any, ...], WorkSeen],
+        advance: Advance, met: dict[tuple[Any, ...], WorkSeen], noting: DeviceLogProbs | None = None,
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -151,6 +161,8 @@ class DecodeRows:
             )
             self._seat = zeros(rows, dtype=torch.long)
             self._which = None if seats.which is None else zeros(rows)  # each row's set of eos tokens
+        self._noting = noting
+        self._noted = None if noting is None else noting.room(rows, most_times)
         entries = backend.storage.num_pages + 8 * rows + 64
         self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
         self._context = KernelAttention(self.work, backend)
@@ -205,13 +217,13 @@ class DecodeRows:
         else:
             self._run()
 
-    def settle(self) -> torch.Tensor:  # [rows, most_times]
-        """End the burst. Returns the rows' tokens: a request's new token i at i modulo ``most_times``; -1 for none."""
+    def settle(self, rows: int) -> Produced:
+        """End the burst. Returns what came of its first rows."""
         state, seats = self._state, self._seats
         seats.last[self._seat] = state.token
         if seats.any_eos:
             seats.ended[self._seat] = state.status == STOPPED
-        return state.produced
+        return Produced(state.produced[:rows], None if self._noted is None else self._noted.first(rows))
 
     def run_idle(self, known: Mapping[tuple[Any, ...], WorkSeen]) -> None:
         """Run padding rows once, so that whatever the model makes on first use is made."""
@@ -243,6 +255,8 @@ class DecodeRows:
             self._states.calls = 0
         logits = self._runner.rows(state.token, state.position, self._context, self._states)
         picked = self._pick(logits, self._seat, state.made)
+        if self._noting is not None and self._noted is not None:
+            self._noting.note(self._noted, logits, picked, state.made)
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
 
 

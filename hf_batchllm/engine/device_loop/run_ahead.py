@@ -16,8 +16,10 @@ from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host
 from ...planning.requests_and_prefixes import Request
 from ...planning.step import Step
+from ...sampling.device_logprobs import NotedRows
 from ...sampling.seated_sampler import SeatedSampler
 from ...wording import shown_size
+from ..call_outputs import LogProbNotes
 from .decode_graphs import DecodeGraphs
 from .seats import Seats
 from .still_running import StillRunning
@@ -27,8 +29,15 @@ class RunAhead:
     """A ``Launcher`` whose steps go to the device without waiting for the tokens of earlier ones."""
 
     def __init__(
-        self, runner: ModelRunner, pick: SeatedSampler, seats: Seats, graphs: DecodeGraphs | None, device: torch.device
+        self,
+        runner: ModelRunner,
+        pick: SeatedSampler,
+        seats: Seats,
+        graphs: DecodeGraphs | None,
+        device: torch.device,
+        notes: LogProbNotes | None = None,
     ) -> None:
+        self.notes = notes
         self.runner = runner
         self.pick = pick
         self.seats = seats
@@ -70,9 +79,8 @@ class RunAhead:
         if self.graphs is not None and burst is not None:
             produced = self.graphs.run(batch, int(burst.left.max()))
             if produced is not None:
-                copied = start_copy_to_host(produced)
                 places = batch.tokens.made.numpy()[:, None] + np.arange(burst.times)  # [rows, times]
-                return lambda: np.take_along_axis(copied(), places % produced.shape[1], axis=1)
+                return self._copied(sampling, produced.tokens, produced.noted, places % produced.tokens.shape[1])
         batch = batch.to(self.device)
         tokens = batch.tokens
         rows = len(tokens.row_seats)
@@ -83,7 +91,36 @@ class RunAhead:
             return lambda: np.empty((0, 1), dtype=np.int64)
         picked = self.pick(logits, tokens.sample_seats, tokens.made)
         self.seats.store(tokens.sample_seats, picked)
-        return start_copy_to_host(picked[:, None])
+        noted = None
+        if self.notes is not None:
+            noted = self.notes.on_device.room(len(picked))
+            self.notes.on_device.note(noted, logits, picked)
+        return self._copied(sampling, picked[:, None], noted)
+
+    def _copied(
+        self,
+        sampling: Sequence[Request],
+        tokens: torch.Tensor,
+        noted: NotedRows | None,
+        places: np.ndarray | None = None,
+    ) -> Callable[[], np.ndarray]:
+        """Start copies to the host. What comes back gives the tokens, and takes down what was noted beside them.
+
+        places: [requests, times], where a request's tokens and notes stand in its row; None: in their order.
+        """
+        copied = start_copy_to_host(tokens)
+        copied_notes = None if noted is None else noted.copied()
+
+        def wait() -> np.ndarray:
+            found = copied() if places is None else np.take_along_axis(copied(), places, axis=1)
+            if copied_notes is not None and self.notes is not None:
+                ids, values = copied_notes()
+                if places is not None:
+                    ids, values = (np.take_along_axis(each, places[:, :, None], axis=1) for each in (ids, values))
+                self.notes.put(sampling, found, ids, values)
+            return found
+
+        return wait
 
     def _is_behind(self) -> bool:
         """Whether the device is still at work on the step before this one: then the host has time."""
