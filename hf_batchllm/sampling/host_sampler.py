@@ -71,6 +71,11 @@ class HostSampler:
         self._seed = seed
         self._record = record
 
+    @property
+    def calls_owners_code(self) -> bool:
+        """Whether tokens are picked with code of the user's own."""
+        return self._chains.calls_owners_code
+
     def may_repeat(self, requests: Sequence[Request]) -> bool:
         """Whether a step of these requests may be picked from twice."""
         return self._chains.may_repeat(requests)

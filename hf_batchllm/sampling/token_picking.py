@@ -57,6 +57,11 @@ class TokenPicking:
             different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary, amd=self.amd
         )
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether the model may run in graphs, also where the host picks the tokens."""
+        return may_pick_on(self.device, self.amd)
+
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
         kernels = self.kernels if may_pick_on(self.device, self.amd) else None
         return HostSampler(self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels)

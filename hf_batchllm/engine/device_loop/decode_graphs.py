@@ -44,11 +44,11 @@ class DecodeGraphs:
         runner: ModelRunner,
         backend: TritonBackend,
         seats: Seats,
-        pick: Pick,
+        pick: Pick | None,
         advance: Advance,
         most_times: int,
         notices: Notices,
-        noting: DeviceLogProbs | None = None,
+        noting: DeviceLogProbs | None,
         capture: bool = True,
     ) -> None:
         self._noting = noting
@@ -263,11 +263,11 @@ def graphs_for(
     config: BatchConfig,
     runner: ModelRunner,
     seats: Seats,
-    pick: Pick,
+    pick: Pick | None,
     advance: Advance,
     most_times: int,
     notices: Notices,
-    noting: DeviceLogProbs | None = None,
+    noting: DeviceLogProbs | None,
 ) -> DecodeGraphs | None:
     """None where the backend cannot keep the state of decode rows on the device."""
     if not isinstance(runner.backend, TritonBackend):
