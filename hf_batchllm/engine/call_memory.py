@@ -85,5 +85,5 @@ class CallMemory:
         picking = picking_of(self._job, self._use)
         by_host = why_by_host(self._job, self._outputs, picking) is not None
         copied = picking.changes_logits
-        taken = picking_bytes(step.samples, self._vocabulary, picking.penalised, copied=copied, by_host=by_host)
+        taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copied=copied, by_host=by_host)
         return step, taken, self._job.widths is None and picking.in_graphs

@@ -158,9 +158,17 @@ def scheduler_for(choice: str | BaseScheduler, device: torch.device) -> BaseSche
 
 
 def picking_of(job: Job, use: ModelInUse) -> TokenPicking:
-    vocabulary = use.architecture.vocab_size
     return TokenPicking(
-        use.model, use.device, vocabulary, job.options, job.places, job.samples, job.seed, amd=use.kernels_by_name
+        use.model,
+        use.device,
+        use.architecture.vocab_size,
+        job.options,
+        job.places,
+        job.samples,
+        [len(prompt.ids) for prompt in job.prompts],
+        job.max_new_tokens,
+        job.seed,
+        amd=use.kernels_by_name,
     )
 
 

@@ -21,10 +21,15 @@ class SamplingKernels:
     mark_seen: Callable[..., None]
     advance: Callable[..., None]
     note_likeliest: Callable[..., None]
+    edit_tokens: Callable[..., None]
+    ban_repeats: Callable[..., None]
+    force_tokens: Callable[..., None]
+    grow_ends: Callable[..., None]
+    append_tokens: Callable[..., None]
 
 
 def triton_sampling() -> SamplingKernels:
-    from ..kernels import likeliest_triton, penalties_triton, sample_triton, top_k_top_p_triton
+    from ..kernels import likeliest_triton, penalties_triton, sample_triton, token_edits_triton, top_k_top_p_triton
 
     return SamplingKernels(
         greedy=sample_triton.greedy,
@@ -34,11 +39,16 @@ def triton_sampling() -> SamplingKernels:
         mark_seen=penalties_triton.mark_seen,
         advance=sample_triton.advance,
         note_likeliest=likeliest_triton.note_likeliest,
+        edit_tokens=token_edits_triton.edit_tokens,
+        ban_repeats=token_edits_triton.ban_repeats,
+        force_tokens=token_edits_triton.force_tokens,
+        grow_ends=token_edits_triton.grow_ends,
+        append_tokens=token_edits_triton.append_tokens,
     )
 
 
 def torch_sampling() -> SamplingKernels:
-    from ..kernels import likeliest_torch, penalties_torch, sample_torch, top_k_top_p_torch
+    from ..kernels import likeliest_torch, penalties_torch, sample_torch, token_edits_torch, top_k_top_p_torch
 
     return SamplingKernels(
         greedy=sample_torch.greedy,
@@ -48,6 +58,11 @@ def torch_sampling() -> SamplingKernels:
         mark_seen=penalties_torch.mark_seen,
         advance=sample_torch.advance,
         note_likeliest=likeliest_torch.note_likeliest,
+        edit_tokens=token_edits_torch.edit_tokens,
+        ban_repeats=token_edits_torch.ban_repeats,
+        force_tokens=token_edits_torch.force_tokens,
+        grow_ends=token_edits_torch.grow_ends,
+        append_tokens=token_edits_torch.append_tokens,
     )
 
 
