@@ -118,8 +118,9 @@ class Wiring:
             seats = Seats.of([frozenset()] * len(self.requests), device)
             graphs = graphs_for(config, self.runner, seats, None, picking.kernels.advance, 1, self.notices, None)
             self.graphs = StepByStep(
-                self.runner, around, may_repeat, seats, graphs, device, self.timekeeper, sampler.calls_owners_code
-            )
+                self.runner, around, sampler.prepare, may_repeat, seats, graphs, device, self.timekeeper,
+                sampler.calls_owners_code,
+            )  # fmt: skip
             return self.graphs, 1
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)

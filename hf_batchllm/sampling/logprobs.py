@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,17 @@ class _UnitLogProbs:
         return None not in self.entries[first : cut - self.start]
 
 
+@dataclass(frozen=True)
+class _Asker:
+    """A part whose logits are there, and the tokens that it asks for."""
+
+    known: _UnitLogProbs
+    part: Chunk
+    own: int  # tokens of the unit itself, from the one behind the part's first
+    positions: list[int]  # at which other units begin
+    others: list[list[_UnitLogProbs]]  # for each of their first tokens, the units that begin so
+
+
 class PromptLogProbs:
     """The log-probabilities of prompts' tokens, and of the ``k`` likeliest at their positions.
 
@@ -128,40 +140,47 @@ class PromptLogProbs:
 
         The device is not waited for: they are taken down once a request that they belong to has ended.
         """
-        row = 0
+        rows: list[int] = []
+        tokens: list[int] = []
+        askers: list[_Asker] = []
+        begin = 0
         for part in parts:
-            count = part.end - part.begin
-            self._record(part, logits[row : row + count])
-            row += count
-        assert row == len(logits)
+            askers.append(self._ask(part, begin, rows, tokens))
+            begin += part.end - part.begin
+        assert begin == len(logits)
+        found = start_log_probs(logits, np.array(rows, dtype=np.int64), tokens, self.k)
+        for asker in askers:  # only now: if memory runs out before, the parts are run again
+            asker.known.seen = asker.part.end
+            for position in asker.positions:
+                del asker.known.branches[position]
 
-    def _record(self, part: Chunk, logits: torch.Tensor) -> None:
+        def take_down() -> None:
+            entries = iter(found())
+            for asker in askers:
+                first = asker.part.begin + 1 - asker.known.start
+                asker.known.entries[first : first + asker.own] = itertools.islice(entries, asker.own)
+                for branches in asker.others:
+                    entry = next(entries)
+                    for branch in branches:
+                        branch.entries[0] = entry
+
+        self._to_come.append(take_down)
+
+    def _ask(self, part: Chunk, begin: int, rows: list[int], tokens: list[int]) -> _Asker:
+        """Add the rows and tokens that a part asks for; its logits begin at row ``begin``."""
         known = self._known[part.unit]
         # Rows whose next token the unit has itself.
         own = max(min(part.end, known.start + len(known.entries) - 1) - part.begin, 0)
-        rows = [*range(own)]
-        tokens = part.unit.tokens(part.begin + 1, part.begin + 1 + own).tolist() if own else []
+        rows += range(begin, begin + own)
+        tokens += part.unit.tokens(part.begin + 1, part.begin + 1 + own).tolist() if own else []
         others: list[list[_UnitLogProbs]] = []
         positions = sorted(at for at in known.branches if part.begin <= at < part.end)
         for position in positions:
             for token, branches in known.branches[position].items():
-                rows.append(position - part.begin)
+                rows.append(begin + position - part.begin)
                 tokens.append(token)
                 others.append(branches)
-        found = start_log_probs(logits, np.array(rows, dtype=np.int64), tokens, self.k)
-        for position in positions:  # only now: if memory runs out before, the part is run again
-            del known.branches[position]
-        first = part.begin + 1 - known.start
-
-        def take_down() -> None:
-            entries = found()
-            known.entries[first : first + own] = entries[:own]
-            for branches, entry in zip(others, entries[own:], strict=True):
-                for branch in branches:
-                    branch.entries[0] = entry
-
-        self._to_come.append(take_down)
-        known.seen = part.end
+        return _Asker(known, part, own, positions, others)
 
     def take(self, request: Request) -> list[LogProbs | None]:
         """Hand out, and forget, those of a request that has ended."""
@@ -183,22 +202,23 @@ def start_log_probs(
     """As ``log_probs``. What comes back waits for the device and gives them; the logits are not needed any more."""
     order = np.argsort(rows, kind="stable")
     chosen = np.asarray(tokens, dtype=np.int64)[order]
-    found: list[tuple[slice, list[Callable[[], np.ndarray]]]] = []
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # of each block, in the order of the rows
     for block in _blocks(logits, rows[order], chosen, LOGITS_AT_ONCE):
         best, ids = block.logits.topk(min(k, logits.shape[-1]), dim=-1)  # [block, k]
-        likely = (best - block.lse[:, None])[block.rows]
-        copies = [start_copy_to_host(each) for each in (ids[block.rows], likely, block.of_tokens())]
-        found.append((block.pairs, copies))
+        found.append((ids[block.rows], (best - block.lse[:, None])[block.rows], block.of_tokens()))
         del block  # before the next one is made
+    if not found:
+        return lambda: []
+    # One copy of each kind: the host's memory for it takes long to get.
+    copies = [start_copy_to_host(torch.cat(each)) for each in zip(*found, strict=True)]
 
     def read() -> list[LogProbs]:
         entries: list[LogProbs] = [{}] * len(order)
-        for pairs, copies in found:
-            others, values, of_tokens = (copied().tolist() for copied in copies)
-            every = zip(order[pairs].tolist(), others, values, chosen[pairs].tolist(), of_tokens, strict=True)
-            for place, likeliest, likely, token, value in every:
-                entries[place] = entry = dict(zip(likeliest, likely, strict=True))
-                entry.setdefault(token, value)  # no likelier than those before it
+        others, values, of_tokens = (copied().tolist() for copied in copies)
+        every = zip(order.tolist(), others, values, chosen.tolist(), of_tokens, strict=True)
+        for place, likeliest, likely, token, value in every:
+            entries[place] = entry = dict(zip(likeliest, likely, strict=True))
+            entry.setdefault(token, value)  # no likelier than those before it
         return entries
 
     return read

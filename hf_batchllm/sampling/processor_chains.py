@@ -84,6 +84,10 @@ class ChainLayout:
     kinds: tuple[ProcessorKind, ...]
     blind: int  # all processors from this one on are blind to history, and the same for all requests
 
+    @property
+    def reads_histories(self) -> bool:
+        return ProcessorKind.ALIKE in self.kinds or ProcessorKind.ALONE in self.kinds
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ProcessorChain:
@@ -302,8 +306,36 @@ def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.
     return scores
 
 
+class Histories:
+    """The tokens of some requests, as processors are given them."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self._requests = requests
+        self._device = device
+        self._rows: tuple[torch.Tensor, ...] = ()
+
+    def send(self) -> None:
+        """All of them in one copy to the device."""
+        every = [request.tokens(0, request.length) for request in self._requests]
+        flat = to_device(np.concatenate(every).astype(np.int64)[None], self._device)
+        self._rows = flat.split([len(ids) for ids in every], dim=1)
+
+    def of(self, row: int) -> torch.Tensor:  # [1, length], without padding
+        if not self._rows:
+            self.send()
+        return self._rows[row]
+
+    def some(self, rows: Sequence[int]) -> Callable[[int], torch.Tensor]:
+        """Those of a few rows, by their places among these."""
+        return lambda place: self.of(rows[place])
+
+
 def apply_looking_back(
-    scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[ProcessorChain], together: int = 1
+    scores: torch.Tensor,
+    requests: Sequence[Request],
+    chains: Sequence[ProcessorChain],
+    history: Callable[[int], torch.Tensor],  # of each row, [1, length]
+    together: int = 1,
 ) -> torch.Tensor:
     """The scores [rows, vocabulary] after the processors that look back; the chains have the same layout.
 
@@ -312,15 +344,6 @@ def apply_looking_back(
     ``scores`` are not written to: a hook of the model's owner may have kept them.
     """
     layout = chains[0].layout
-    histories: list[torch.Tensor] = []
-
-    def history(row: int) -> torch.Tensor:  # [1, length], without padding
-        if not histories:  # all of them in one copy to the device
-            every = [request.tokens(0, request.length) for request in requests]
-            flat = to_device(np.concatenate(every).astype(np.int64)[None], scores.device)
-            histories.extend(flat.split([len(ids) for ids in every], dim=1))
-        return histories[row]
-
     for place, kind in enumerate(layout.kinds[: layout.blind]):
         processor = chains[0].looking_back[place]
         if kind is ProcessorKind.BLIND:

@@ -66,6 +66,8 @@ class DecodeGraphs:
         self._given_up = not capture or notices.was_given(_CAPTURE)
         self._state: OwnersState | None = None  # the model's state as it was captured
         self._adapter: str | None = None
+        self._checks_later = False
+        self._held: list[torch.Tensor] = []  # what the model consisted of then
         self._warm = False  # whether a run has compiled the kernels of all sizes that are prepared
         self.model_may_have_changed = True  # the caller had control since the last step
         self._reads: PlainReads | None = None  # what code of the owner's reads beside the model's state
@@ -87,8 +89,11 @@ class DecodeGraphs:
         """
         if batch.burst is None or not self.does_all:
             return None
-        self._drop_outdated()
         rows = batch.attention.rows
+        held = self._graphs.get(size_of(rows))
+        checks_later = self._checks_later and held is not None and held.captured
+        if not checks_later:
+            self._drop_outdated()
         size = size_of(rows)
         graph = self._graphs.get(size) or self._make(size)
         step = self._backend.work_of(batch.attention)
@@ -108,6 +113,8 @@ class DecodeGraphs:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
+        if checks_later and self._drop_outdated():
+            return self.run(batch, steps_to_come)  # what has run was a model that is no more
         self.steps += times if graph.captured else 0
         return graph.settle(rows)
 
@@ -124,24 +131,37 @@ class DecodeGraphs:
         if self._reads and self._reads.now() != self._read_before:
             self._reads_others = True
 
-    def _drop_outdated(self) -> None:
-        """Drop graphs of a model that has changed: between two results its owner may do anything to it."""
+    def check_later(self) -> None:
+        """From now on, whether the model has changed is looked at while the device runs it, and not before.
+
+        For a model whose owner's code runs between all steps. Its tensors are held until then, as the run may read
+        them. A step that runs a second time writes the same again, unless layers carry states.
+        """
+        self._checks_later = not self._runner.architecture.states
+
+    def _drop_outdated(self) -> bool:
+        """Drop graphs of a model that has changed: between two results its owner may do anything to it.
+
+        Gives whether any was dropped.
+        """
         captured = [graph for graph in self._graphs.values() if graph.captured]
         if not self.model_may_have_changed or (self._given_up and not captured):
-            return
+            return False
         adapters = self._runner.adapters
         adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
         model = self._runner.model
         self.model_may_have_changed = False
         same = adapter == self._adapter and not self._reads_others
         if same and self._state is not None and self._state.change(model) is None:
-            return
+            return False
         self._reads, self._reads_others = None, False
         for graph in captured:
             self._forget(graph)
         self._state, self._adapter = OwnersState(model, self._seats.last.device), adapter
+        self._held = list(self._state.tensors()) if self._checks_later else []
         if (reason := not_in_graphs(model)) is not None:
             self._give_up(reason)
+        return bool(captured)
 
     @property
     def storage(self) -> KVStorage:

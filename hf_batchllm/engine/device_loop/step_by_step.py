@@ -19,13 +19,16 @@ from .seats import Seats
 class StepByStep(GraphLauncher):
     """``sampler``: picks the tokens of some requests from their logits, in float32.
 
-    owners_code: whether that calls code of the model's owner, which may do anything to the model.
+    prepare: gets it ready for these requests, while the device runs.
+
+    owners_code: whether picking calls code of the model's owner, which may do anything to the model.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
+        prepare: Callable[[Sequence[Request], torch.device], None],
         may_pick_again: Callable[[Sequence[Request]], bool],
         seats: Seats,
         graphs: DecodeGraphs | None,
@@ -35,21 +38,25 @@ class StepByStep(GraphLauncher):
     ) -> None:
         super().__init__(runner, seats, graphs, device)
         self.sampler = sampler
+        self.prepare = prepare
         self.may_pick_again = may_pick_again
         self.timekeeper = timekeeper
         self.owners_code = owners_code
+        if owners_code and graphs is not None:
+            graphs.check_later()
         self._picking = False
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         self._picking = False
         logits = self._logits(batch)
-        self.timekeeper.switch("tokens")
         tokens: list[int] = []
         if sampling:
-            self._picking = True
             if self.owners_code:
                 self.owner_gets_control()
+            self._picking = True
             with self.runner.adapted():
+                self.prepare(sampling, self.device)
+                self.timekeeper.switch("tokens")
                 tokens = self.sampler(self.runner.in_float32(logits), sampling)
             if self.owners_code:
                 self.owner_had_control()
