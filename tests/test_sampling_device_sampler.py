@@ -275,9 +275,6 @@ def test_what_stays_on_the_device(options: dict[str, Any], sampling: dict[str, A
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("typical_p", 0.5),
-        ("epsilon_cutoff", 0.1),
-        ("eta_cutoff", 0.1),
         ("top_h", 0.4),
         ("remove_invalid_values", True),
         ("watermarking_config", SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)),
@@ -309,10 +306,10 @@ def test_one_prompt_that_needs_the_host_takes_all_there(monkeypatch: pytest.Monk
     monkeypatch.setattr("hf_batchllm.sampling.device_sampler.failed_check", lambda group, device, **_: False)
     model, device = build(FAMILY), torch.device("cuda")
     plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
-    odd = resolved(typical_p=0.5)
+    odd = resolved(top_h=0.5)
     assert why_picked_by_host(plain_ones, model, device, 2, 0, VOCABULARY) is None
     reason = why_picked_by_host([*plain_ones, odd], model, device, 2, 0, VOCABULARY)
-    assert reason is not None and "`typical_p`" in reason and "all prompts" in reason
+    assert reason is not None and "`top_h`" in reason and "all prompts" in reason
     assert "all prompts" not in str(why_picked_by_host([odd], model, device, 2, 0, VOCABULARY))
     reason = why_picked_by_host(plain_ones, model, device, 2, 10**9, VOCABULARY)
     assert reason is not None and "more than 512 MB on the device" in reason and "fewer prompts" in reason

@@ -20,6 +20,9 @@ _SAMPLED: list[dict[str, Any]] = [
     {"top_k": 0, "top_p": 0.8},
     {"min_p": 0.05, "top_k": 0},
     {"repetition_penalty": 1.3, "top_k": 0},
+    {"typical_p": 0.7, "top_k": 0, "temperature": 1.4},
+    {"epsilon_cutoff": 0.008, "top_k": 40},
+    {"eta_cutoff": 0.02, "top_p": 0.95, "top_k": 0},
 ]
 
 

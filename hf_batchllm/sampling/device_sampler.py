@@ -99,7 +99,14 @@ def recipe_of(options: Options) -> Recipe:
         config.top_k or None,
         None if config.top_p is None or config.top_p >= 1 else float(config.top_p),
         config.min_p,
+        None if config.typical_p is None or config.typical_p >= 1 else float(config.typical_p),
+        _share(config.epsilon_cutoff),
+        _share(config.eta_cutoff),
     )
+
+
+def _share(value: float | None) -> float | None:
+    return float(value) if value is not None and 0 < value < 1 else None
 
 
 def _warpers_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
@@ -113,6 +120,9 @@ def _warpers_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
         (recipe.top_k is not None, processors.TopKLogitsWarper, {"top_k": recipe.top_k, **plain}),
         (recipe.top_p is not None, processors.TopPLogitsWarper, {"top_p": recipe.top_p, **plain}),
         (recipe.min_p is not None, processors.MinPLogitsWarper, {"min_p": recipe.min_p, **plain}),
+        (recipe.typical_p is not None, processors.TypicalLogitsWarper, {"mass": recipe.typical_p, **plain}),
+        (recipe.epsilon is not None, processors.EpsilonLogitsWarper, {"epsilon": recipe.epsilon, **plain}),
+        (recipe.eta is not None, processors.EtaLogitsWarper, {"epsilon": recipe.eta, **plain}),
     ]
     return {kind: values for asked, kind, values in every if asked}
 
@@ -128,6 +138,9 @@ _IN_ORDER = (
     processors.TopKLogitsWarper,
     processors.TopPLogitsWarper,
     processors.MinPLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
     processors.LogitNormalization,  # changes no token's chances
 )
 
@@ -171,7 +184,7 @@ def _edits_or_why_not(options: Options, model: nn.Module, vocabulary: int) -> Lo
     return edits if isinstance(edits, LogitEdits) else _why_not(edits)
 
 
-_ALL_WARPERS = set(_warpers_of(Recipe(2.0, 2.0, 1, 0.5, 0.5)))
+_ALL_WARPERS = set(_warpers_of(Recipe(2.0, 2.0, 1, 0.5, 0.5, 0.5, 0.5, 0.5)))
 
 
 def _why_not(processor: LogitsProcessor) -> str:
@@ -262,6 +275,8 @@ class DeviceSampler:
         self._table = RecipeTable(recipes, vocabulary, device) if len(recipes) > 1 else None
         self._draws = any(recipe.temperature for recipe in recipes)
         self._cuts = any(recipe.cuts(vocabulary) for recipe in recipes)
+        tails = any(recipe.has_tails for recipe in recipes)
+        self._tails = (self._table or RecipeTable(recipes, vocabulary, device)) if tails else None
         self.needs_kind = self._table is not None
         self.needs_seen = any(recipe.penalty != 1 for recipe in recipes)
         held_back = [tokens for _, tokens, _ in numbers]
@@ -311,6 +326,10 @@ class DeviceSampler:
                     min_p=recipe.min_p,
                     by_row=by_row,
                 )
+            ceiling = None
+            if self._tails is not None:
+                which = rows.kind if self.needs_kind else None
+                threshold, ceiling = kernels.tail_cuts(logits, self._tails, which, threshold)
             tokens = kernels.gumbel_sample(
                 logits,
                 recipe.temperature if by_row is None else by_row,
@@ -319,6 +338,7 @@ class DeviceSampler:
                 rows.sample,
                 rows.made,
                 threshold=threshold,
+                ceiling=ceiling,
                 out=out,
             )
         if self.needs_seen:

@@ -17,6 +17,7 @@ class SamplingKernels:
     greedy: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
     cutoffs: Callable[..., torch.Tensor]
+    tail_cuts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     penalise: Callable[..., torch.Tensor]
     mark_seen: Callable[..., None]
     advance: Callable[..., None]
@@ -29,12 +30,20 @@ class SamplingKernels:
 
 
 def triton_sampling() -> SamplingKernels:
-    from ..kernels import likeliest_triton, penalties_triton, sample_triton, token_edits_triton, top_k_top_p_triton
+    from ..kernels import (
+        likeliest_triton,
+        penalties_triton,
+        sample_triton,
+        tails_triton,
+        token_edits_triton,
+        top_k_top_p_triton,
+    )
 
     return SamplingKernels(
         greedy=sample_triton.greedy,
         gumbel_sample=sample_triton.gumbel_sample,
         cutoffs=top_k_top_p_triton.cutoffs,
+        tail_cuts=tails_triton.tail_cuts,
         penalise=penalties_triton.penalise,
         mark_seen=penalties_triton.mark_seen,
         advance=sample_triton.advance,
@@ -48,12 +57,20 @@ def triton_sampling() -> SamplingKernels:
 
 
 def torch_sampling() -> SamplingKernels:
-    from ..kernels import likeliest_torch, penalties_torch, sample_torch, token_edits_torch, top_k_top_p_torch
+    from ..kernels import (
+        likeliest_torch,
+        penalties_torch,
+        sample_torch,
+        tails_torch,
+        token_edits_torch,
+        top_k_top_p_torch,
+    )
 
     return SamplingKernels(
         greedy=sample_torch.greedy,
         gumbel_sample=sample_torch.gumbel_sample,
         cutoffs=top_k_top_p_torch.cutoffs,
+        tail_cuts=tails_torch.tail_cuts,
         penalise=penalties_torch.penalise,
         mark_seen=penalties_torch.mark_seen,
         advance=sample_torch.advance,
