@@ -18,7 +18,7 @@ TAIL_WARPS = 16
 LISTED_SHARE = 8  # of the vocabulary, one token in so many has room in the list
 
 _INFINITY = tl.constexpr(float("inf"))
-_LN2 = tl.constexpr(0.6931471805599453)
+STAGES = tl.constexpr(3)  # of loads on their way: a scan does little else but wait for them
 
 
 @triton.jit
@@ -36,13 +36,13 @@ def _mass(logits, factor, low, high, VOCABULARY: tl.constexpr, BLOCK: tl.constex
     The best is infinite where a logit is NaN.
     """
     top = tl.full([BLOCK], -_INFINITY, tl.float32)
-    for begin in range(0, VOCABULARY, BLOCK):
+    for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
         top = tl.maximum(top, tl.where(stays, scores, tl.where(scores == scores, -_INFINITY, _INFINITY)))
     best = tl.max(top, 0)
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, VOCABULARY, BLOCK):
+    for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
         exponent = tl.where(stays & (scores > -_INFINITY), (scores - best) * factor, -_INFINITY)
         weight = tl.exp2(exponent)
@@ -82,7 +82,7 @@ def _typical(
     number = tl.arange(0, PIVOTS)
     for turn in tl.static_range(2):
         sums = tl.zeros([SMALL, PIVOTS], tl.float32)
-        for begin in range(0, VOCABULARY, SMALL):
+        for begin in tl.range(0, VOCABULARY, SMALL, num_stages=STAGES):
             scores, stays = _read(logits, begin, low, high, VOCABULARY, SMALL)
             stays = stays & (scores > -_INFINITY)
             exponent = tl.where(stays, (scores - best) * factor, 0.0)
@@ -101,7 +101,7 @@ def _typical(
         first = begun + step
     # The log2 of the weights of tokens between the two, in a list, if there is room for all.
     count = tl.full([], 0, tl.int32)
-    for begin in range(0, VOCABULARY, BLOCK):
+    for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
         stays = stays & (scores > -_INFINITY)
         exponent = tl.where(stays, (scores - best) * factor, 0.0)
@@ -136,7 +136,7 @@ def _typical(
     edge = over.to(tl.float32, bitcast=True)
     least = tl.full([BLOCK], _INFINITY, tl.float32)
     most = tl.full([BLOCK], -_INFINITY, tl.float32)
-    for begin in range(0, VOCABULARY, BLOCK):
+    for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
         exponent = tl.where(stays & (scores > -_INFINITY), (scores - best) * factor, -_INFINITY)
         near = tl.abs(exponent - middle) <= edge
@@ -150,7 +150,7 @@ def _likelier(logits, factor, best, total, share, low, high, VOCABULARY: tl.cons
     """The lowest logit whose token has at least this share (its log2) of the mass; at most that of the best."""
     edge = share + tl.log2(total.to(tl.float32))
     least = tl.full([BLOCK], _INFINITY, tl.float32)
-    for begin in range(0, VOCABULARY, BLOCK):
+    for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
         likely = stays & ((scores - best) * factor >= edge)
         least = tl.minimum(least, tl.where(likely, scores, _INFINITY))

@@ -57,7 +57,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("memory", [200, 30])
+@pytest.mark.parametrize("memory", [200, 20])
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_tokens_are_those_of_generate(
     family: str, options: dict[str, Any], memory: int, device: str, replayed: list[int]
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_generate(
     model = model_on(device, family)
     given = {"max_new_tokens": 12, "eos_token_id": list(range(0, 97, 7)), "pad_token_id": 0, **options}
     alone = [reference_generate(model, prompt, **given) for prompt in PROMPTS]
-    with BatchGenerator(model, kv_memory=pages_of_memory(model, memory, 8), page_size=8) as generator:
+    with BatchGenerator(model, kv_memory=pages_of_memory(model, memory, 16), page_size=16) as generator:
         result = generator.generate(PROMPTS, progress=False, **given)
         again = generator.generate(PROMPTS, progress=False, logprobs=1, **given)
     assert result.token_ids == again.token_ids == alone

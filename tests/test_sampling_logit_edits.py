@@ -23,11 +23,11 @@ WORDS = [[8], [5, 6, 7], [3, 3], [60, 2], [61]]
 EDITS: list[dict[str, Any]] = [
     {"suppress_tokens": [1, 2, 3, 40, 500]},
     {"begin_suppress_tokens": [5, 9, *range(10, 90, 2)]},
-    {"bad_words_ids": [*WORDS, *([first, second] for first in range(97) for second in range(30, 60))]},
+    {"bad_words_ids": [*WORDS, *([first, (3 * first + more) % 97] for first in range(1, 97) for more in range(2))]},
     {
         "sequence_bias": [
             [[7], 2.5], [[9], -1.0], [[6, 7], -9.0], [[5, 6, 7], 4.0], [[3, 3], 1.5], [[12, 9], 2.0],
-            *([[first, (7 * first) % 97], 3.0] for first in range(97)),
+            *([[first, (7 * first) % 97], 3.0] for first in range(1, 97)),
         ]
     },
     {"no_repeat_ngram_size": 1},

@@ -38,7 +38,9 @@ class NoBreaks(LogitsProcessor):
 
 
 def options_of(vocabulary: int, requests: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    words = [[(7919 * word + 31 * token) % vocabulary for token in range(1 + word % 3)] for word in range(200)]
+    words = [
+        [1 + (7919 * word + 31 * token) % (vocabulary - 1) for token in range(1 + word % 3)] for word in range(200)
+    ]
     few = list(range(100, 400, 3))
     mixed: list[dict[str, Any]] = [
         {"do_sample": False},
@@ -65,7 +67,7 @@ def options_of(vocabulary: int, requests: int, device: torch.device) -> dict[str
         "no_repeat_ngram 3": {"no_repeat_ngram_size": 3},
         "encoder_no_repeat 3": {"encoder_no_repeat_ngram_size": 3},
         "encoder_penalty": {"encoder_repetition_penalty": 1.2},
-        "exponential decay": {"exponential_decay_length_penalty": (10, 1.05), "eos_token_id": 5},
+        "exponential decay": {"exponential_decay_length_penalty": (10, 1.0001), "eos_token_id": 5},
         "typical_p 0.9": SAMPLED | {"typical_p": 0.9},
         "epsilon 1e-5": SAMPLED | {"epsilon_cutoff": 1e-5},
         "eta 1e-5": SAMPLED | {"eta_cutoff": 1e-5},
