@@ -80,6 +80,9 @@ KERNELS = {
         "sample": ["greedy", "gumbel_sample", "advance"],
         "top_k_top_p": ["cutoffs"],
         "penalties": ["mark_seen", "penalise"],
+        "likeliest": ["note_likeliest"],
+        "tails": ["tail_cuts"],
+        "token_edits": ["edit_tokens", "ban_repeats", "grow_ends", "force_tokens", "append_tokens"],
     },
     "states": {
         "convolution": ["short_convolution"],
@@ -105,6 +108,7 @@ DEAF = [
     ("sampling", "top_k_top_p.cutoffs", "by_row", None),
     ("sampling", "penalties.penalise", "by_row", None),
     ("sampling", "penalties.penalise", "minimum", None),
+    ("sampling", "sample.gumbel_sample", "ceiling", None),
     ("states", "convolution.short_convolution", "bias", None),
     ("states", "convolution.short_convolution", "activation", None),
     ("states", "delta_rule.delta_rule", "normalise", False),

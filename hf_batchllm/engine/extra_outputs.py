@@ -1,7 +1,8 @@
 """What ``generate`` gives back beside tokens: scores and logits as its ModelOutput has them, and log-probabilities.
 
-The host works all of it out, step by step. Log-probabilities are those of the model's raw logits in float32; or, for
-code that is used to it, those of the scores.
+Log-probabilities are those of the model's raw logits in float32. The device finds them where it picks the tokens, and
+the host takes them down later. Scores and logits are put together by the host, step by step; so are log-probabilities
+after processors, for code that is used to them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
 from ..results.generations import Generation
 from ..results.sharing_plan import SharingPlan
+from ..sampling.device_logprobs import MOST_LIKELY, DeviceLogProbs
 from ..sampling.host_sampler import RecordScores
 from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs, SampledLogProbs
+from ..sampling.sampling_kernels import SamplingKernels
 from ..sampling.step_tensors import StepTensors
-from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
+from .call_outputs import MOST_LOGITS, CallOutputs, LogProbNotes, PromptWatcher
 from .id_lists import IdLists
 
 
@@ -41,7 +44,8 @@ class ExtraOutputs(CallOutputs):
             samples = beams if beams > 1 else options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))
         if given.logprobs is not None:
-            kind = SampledLogProbs if of_scores else NewTokenLogProbs
+            apart = of_scores and not all(each.scores_are_logits for each in options)
+            kind = SampledLogProbs if apart else NewTokenLogProbs
             self._new_tokens = kind(int(given.logprobs))
         if given.prompt_logprobs is not None:
             self._prompts = PromptLogProbs(int(given.prompt_logprobs))
@@ -69,12 +73,19 @@ class ExtraOutputs(CallOutputs):
 
     @property
     def why_by_host(self) -> str | None:
-        names = [] if self.tensors is None else list(self.tensors.names)
-        names += ["logprobs"] * (self._new_tokens is not None) + ["prompt_logprobs"] * (self._prompts is not None)
+        names = [] if self.tensors is None else [f"`{name}`" for name in self.tensors.names]
+        if isinstance(self._new_tokens, SampledLogProbs):
+            names.append("log-probabilities after processors")
+        elif self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
+            names.append(f"`logprobs` of more than {MOST_LIKELY} tokens")
         if not names:
             return None
-        quoted = " and ".join(f"`{name}`" for name in names)
-        return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
+        verb = "is" if len(names) == 1 and self.tensors is not None else "are"
+        return f"{' and '.join(names)} {verb} put together on the host, which waits for each step"
+
+    def notes(self, device: torch.device, kernels: SamplingKernels) -> LogProbNotes | None:
+        kept = self._new_tokens
+        return None if kept is None else LogProbNotes(DeviceLogProbs(kept.k, device, kernels), kept.put)
 
     @property
     def record_scores(self) -> RecordScores | None:

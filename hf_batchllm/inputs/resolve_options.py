@@ -6,6 +6,7 @@ This module checks the outcome by the table of options.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -178,8 +179,7 @@ def _resolve(
         arguments=arguments,
     )
     # Processors check their own values (a temperature below 0, say) when they are made: now, not after a prefill.
-    make_processors(model, options, 1, 1)
-    return options
+    return dataclasses.replace(options, scores_are_logits=not make_processors(model, options, 1, 1))
 
 
 def _leave_out_the_padding(config: GenerationConfig, width: int, default: bool, model: GenerativeModel) -> None:

@@ -32,7 +32,7 @@ class Rollouts:
     changed is seen at once, and nothing is copied or cast.
 
     logprobs: whether log-probabilities are taken down: those that the tokens were drawn with, after temperature and the
-        like. On a GPU they cost time. TRL uses them beside vLLM alone.
+        like, which cost time on a GPU. TRL uses them beside vLLM alone.
     config, fields: as for BatchGenerator.
     last_report: how the last rollouts went.
     """
