@@ -46,6 +46,16 @@ def test_every_rollout_is_served_with_the_weights_of_its_step(name: str, tmp_pat
     assert not vars(made.model).keys() & {"generate", "generate_batch", "init_continuous_batching"}
 
 
+def test_weights_that_are_spread_over_processes_go_the_trainers_own_way(tmp_path: Path) -> None:
+    made = trainer("GRPO", tmp_path, max_steps=1)
+    with accelerated(made.model):
+        made.model.get_input_embeddings().weight.ds_id = 0  # as DeepSpeed marks them
+        why = "the model's own generate runs instead: .* spread over several processes, by DeepSpeed's ZeRO-3"
+        with pytest.warns(UserWarning, match=why):
+            made.train()
+        assert made.model.last_report is None and made.state.global_step == 1
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 def test_weights_laid_end_to_end_are_trained(fusing: list[int], tmp_path: Path) -> None:
     """As on a GPU, where the weights of several products lie in one piece of memory for as long as the block runs."""
