@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..notices import Notices
-from .rollout_func import Rollouts
+from .completions import Rollouts
 from .trl_package import has_images
 
 
