@@ -23,6 +23,7 @@ from hf_batchllm.kernels import (
     sample_triton,
     selective_scan_triton,
     state_space_triton,
+    token_masks_triton,
     top_k_top_p_triton,
 )
 from hf_batchllm.kernels.experts_torch import Gating
@@ -107,6 +108,8 @@ def before_sampling() -> None:
         logits, by_row=by_row, seen=seen, line=line, penalty=1.2, eos=eos, made=minimum, minimum=minimum
     )
     penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
+    for out in (logits, None):
+        token_masks_triton.mask_tokens(logits, seen, line=line, out=out)
 
 
 def fused_layers() -> None:

@@ -80,6 +80,7 @@ KERNELS = {
         "sample": ["greedy", "gumbel_sample", "advance"],
         "top_k_top_p": ["cutoffs"],
         "penalties": ["mark_seen", "penalise"],
+        "token_masks": ["mask_tokens"],
     },
     "states": {
         "convolution": ["short_convolution"],
@@ -105,6 +106,7 @@ DEAF = [
     ("sampling", "top_k_top_p.cutoffs", "by_row", None),
     ("sampling", "penalties.penalise", "by_row", None),
     ("sampling", "penalties.penalise", "minimum", None),
+    ("sampling", "token_masks.mask_tokens", "line", None),
     ("states", "convolution.short_convolution", "bias", None),
     ("states", "convolution.short_convolution", "activation", None),
     ("states", "delta_rule.delta_rule", "normalise", False),

@@ -1,4 +1,4 @@
-"""Cases of picking tokens: the best one, draws, cutoffs, penalties, and going on to the next step."""
+"""Cases of picking tokens: the best one, draws, cutoffs, penalties, masks, and going on to the next step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import penalties_torch, sample_torch, top_k_top_p_torch
+from ..kernels import penalties_torch, sample_torch, token_masks_torch, top_k_top_p_torch
 from ..kernels.sample_torch import RUNNING, Rows
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from .comparing import Where, Wrong, near, same
@@ -25,7 +25,7 @@ _RECIPES = (Recipe(temperature=0.0), Recipe(1.3, 0.8, 40), Recipe(1.1, 0.7, top_
 
 
 def sampling(where: Where) -> dict[str, Callable[[], None]]:
-    from ..kernels import penalties_triton, sample_triton, top_k_top_p_triton
+    from ..kernels import penalties_triton, sample_triton, token_masks_triton, top_k_top_p_triton
 
     numbers = torch.arange(_ROWS, device=where.device)
 
@@ -77,6 +77,16 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         same(results[0][0], results[1][0], "the bits")
         near(results[0][1], results[1][1])
 
+    def masks(in_place: bool) -> None:
+        """Of which each row but the free ones has the line of another one."""
+        lines = where.random(where.generator(), _ROWS, -(-_VOCABULARY // 32), dtype=torch.float32)
+        bits, line = lines.view(torch.int32), (numbers.flip(0) % 5 - 1).int()
+        results = []
+        for module in (token_masks_triton, token_masks_torch):
+            given = logits()
+            results.append(module.mask_tokens(given, bits, line=line, out=given if in_place else None))
+        same(results[0], results[1])
+
     def steps(sets: bool) -> None:
         """Rows of which some end at a token, some at a length, and some for want of a page.
 
@@ -108,6 +118,8 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         "cutoffs, rows of their own": lambda: cutoffs({"by_row": by_row()}),
         "penalties": partial(penalties, each_its_own=False),
         "penalties, rows of their own": partial(penalties, each_its_own=True),
+        "masks": partial(masks, in_place=False),
+        "masks, in place": partial(masks, in_place=True),
         "steps of rows": partial(steps, sets=False),
         "steps of rows, ends of their own": partial(steps, sets=True),
     }
