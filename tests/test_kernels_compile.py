@@ -111,7 +111,10 @@ def test_what_goes_before_and_after_sampling(compiled: list[str]) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_masks_of_grammars(compiled: list[str], dtype: torch.dtype) -> None:
-    logits, bits = torch.zeros(ROWS, VOCABULARY, dtype=dtype), torch.zeros(ROWS, -(-VOCABULARY // 32), dtype=torch.int32)
+    logits, bits = (
+        torch.zeros(ROWS, VOCABULARY, dtype=dtype),
+        torch.zeros(ROWS, -(-VOCABULARY // 32), dtype=torch.int32),
+    )
     token_masks_triton.mask_tokens(logits, bits)
     token_masks_triton.mask_tokens(logits, bits, line=torch.zeros(ROWS, dtype=torch.int32), out=logits)
 

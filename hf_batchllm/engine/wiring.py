@@ -148,7 +148,15 @@ def scheduler_for(choice: str | BaseScheduler, device: torch.device) -> BaseSche
 def picking_of(job: Job, use: ModelInUse) -> TokenPicking:
     vocabulary = use.architecture.vocab_size
     return TokenPicking(
-        use.model, use.device, vocabulary, job.options, job.places, job.samples, job.seed, amd=use.kernels_by_name
+        use.model,
+        use.device,
+        vocabulary,
+        job.options,
+        job.places,
+        job.samples,
+        job.seed,
+        use.kernels_by_name,
+        job.grammars,
     )
 
 

@@ -21,7 +21,7 @@ from ..errors import FilesError, InputFileError, PromptError
 from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
-from ..sampling.host_sampler import NothingToDrawError
+from ..sampling.nothing_to_draw import NothingToDrawError
 from .file_report import FileReport
 from .record_engine import RecordEngine
 from .records.line_configs import LineConfig

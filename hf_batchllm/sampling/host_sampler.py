@@ -17,7 +17,9 @@ from ..inputs.seeds import Seeds
 from ..model.float64 import in_float64
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
+from .grammar_masks import GrammarMasks, TokenMasks
 from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
+from .nothing_to_draw import NothingToDrawError
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains, apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels
 
@@ -39,22 +41,13 @@ _SCORES_PER_CPU_THREAD = 1 << 19  # so many stay in a core's cache
 RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
 
 
-class NothingToDrawError(RuntimeError):
-    """A sequence's scores are no distribution."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "there is nothing to draw from: the model gave logits that are not numbers (NaN or infinite), or "
-            "processors left no token a chance"
-        )
-
-
 class HostSampler:
     """Picks the next token of each request. ``options``: of each prompt, by a request's ``index``.
 
     ``record`` is called before tokens are picked: with the requests of some rows, their logits [rows, vocabulary], and
     their scores after all processors. The tensors are valid until it returns.
     ``kernels``: where the device may pick tokens as well, and the noise is to be the same.
+    ``grammars``: what the answers' grammars allow. Masks that were begun before are waited for.
     """
 
     def __init__(
@@ -65,9 +58,11 @@ class HostSampler:
         record: RecordScores | None = None,
         notices: Notices | None = None,
         kernels: SamplingKernels | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self._kernels = kernels
-        self._chains = ProcessorChains(model, options, notices)
+        self._grammars = grammars
+        self._chains = ProcessorChains(model, options, notices, grammars is not None)
         self._seed = seed
         self._record = record
 
@@ -86,6 +81,7 @@ class HostSampler:
         groups: dict[ChainLayout, list[int]] = {}
         for row, chain in enumerate(chains):
             groups.setdefault(chain.layout, []).append(row)
+        masks = self._masks(requests, logits.device)
         tokens = [0] * len(requests)
         at_once = rows_at_once(logits)
         for group in groups.values():
@@ -93,20 +89,35 @@ class HostSampler:
                 rows = group[begin : begin + at_once]
                 # As a rule there is one group, whose rows lie side by side: no copy.
                 some = logits[rows] if len(groups) > 1 else logits[begin : begin + at_once]
-                picked = self._pick(some, [requests[row] for row in rows], [chains[row] for row in rows])
+                mine = None if masks is None else masks.of(rows)
+                picked = self._pick(some, [requests[row] for row in rows], [chains[row] for row in rows], mine)
                 for row, token in zip(rows, picked, strict=True):
                     tokens[row] = token
         return tokens
 
-    def _pick(self, logits: torch.Tensor, requests: Sequence[Request], chains: Sequence[ProcessorChain]) -> list[int]:
+    def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
+        if self._grammars is None:
+            return None
+        made = self._grammars.wait() if self._grammars.begun else self._grammars.now(requests)
+        return made.to(device)
+
+    def _pick(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        chains: Sequence[ProcessorChain],
+        masks: TokenMasks | None,
+    ) -> list[int]:
         """The chains have the same layout, and so the same options and the same blind processors."""
-        scores, blind = apply_looking_back(logits, requests, chains), chains[0].blind
+        scores, blind = apply_looking_back(logits, requests, chains, masks=masks), chains[0].blind
         sampled = chains[0].layout.options.do_sample
         if self._record is not None or not sampled:
             final = apply_blind(blind, scores)
             if self._record is not None:
                 self._record(requests, logits, final)
             if not sampled:
+                if masks is not None and bool((final.amax(dim=-1) == -torch.inf).any()):  # the best of none is any
+                    raise NothingToDrawError
                 greedy: list[int] = final.argmax(dim=-1).tolist()  # the lowest index among equals
                 return greedy
         assert self._seed is not None

@@ -27,6 +27,7 @@ from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_o
 from ..model.transfers import to_device
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
+from .grammar_masks import TokenMasks
 from .user_processors import UserProcessor
 
 # These read scores alone, never the tokens before: they can be given all rows at once.
@@ -72,6 +73,7 @@ class ProcessorKind(Enum):
     BLIND = auto()  # all rows
     PENALTY = auto()  # all rows: how often tokens came, and in which order, makes no difference to it
     MINIMUM = auto()  # all rows: it is not called, and EOS is forbidden in those that are too short
+    GRAMMAR = auto()  # all rows: it is not called, and what grammars do not allow is forbidden
     ALIKE = auto()  # rows that have this very processor and the same length
     ALONE = auto()  # one row at a time
 
@@ -94,17 +96,29 @@ class ProcessorChain:
     layout: ChainLayout
 
 
-class ProcessorChains:
-    """The chains of a call. ``options``: of each prompt, by a request's ``index``."""
+class GrammarPlace(LogitsProcessor):
+    """Marks where grammars forbid tokens: behind the user's own processors, before all that samples."""
 
-    def __init__(self, model: nn.Module, options: Sequence[Options], notices: Notices | None = None) -> None:
+
+class ProcessorChains:
+    """The chains of a call. ``options``: of each prompt, by a request's ``index``. ``grammars``: if there are any."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Sequence[Options],
+        notices: Notices | None = None,
+        grammars: bool = False,
+    ) -> None:
         inner, notices = base_model(model), notices or Notices()
         # For a beam search ``generate`` counts one row for each prompt, however many answers it gives.
         counts = [1 if each.num_beams > 1 else each.num_return_sequences for each in options]
         first_rows = list(accumulate(counts, initial=0))  # each prompt's first row, as ``generate`` counts them
         warn = (lambda message: notices("stateful", message)) if first_rows[-1] > 1 else None
         watermarks: dict[tuple[type, str], _SharedWatermark] = {}
-        makers = {each: _ChainMaker(inner, each, warn, first_rows, watermarks) for each in dict.fromkeys(options)}
+        makers = {
+            each: _ChainMaker(inner, each, warn, first_rows, watermarks, grammars) for each in dict.fromkeys(options)
+        }
         self._makers = [makers[each] for each in options]
         self._own: dict[Request, ProcessorChain] = {}  # of requests that share theirs with no other
 
@@ -139,8 +153,10 @@ class _ChainMaker:
         warn: Callable[[str], None] | None,
         first_rows: Sequence[int],
         watermarks: dict[tuple[type, str], _SharedWatermark],
+        grammars: bool,
     ) -> None:
         config, given = options.config, options.arguments
+        self._grammar = [GrammarPlace()] if grammars else []
         self._model = model
         self._positions: int | None = getattr(model.config, "max_position_embeddings", None)  # slow to read
         self._first_rows = first_rows
@@ -183,10 +199,11 @@ class _ChainMaker:
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None
     ) -> ProcessorChain:
+        own = shared_list(given.logits_processor)
+        given, users = replace(given, logits_processor=[*own, *self._grammar]), {id(each) for each in own}
         made = make_processors(
             self._model, self._options, prompt_tokens, max_new_tokens, arguments=given, prompt=prompt
         )
-        users = {id(each) for each in given.logits_processor or ()}
         every, kinds = [], []
         for processor in made:
             kind = _kind(processor, id(processor) in users)
@@ -267,6 +284,8 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
         return ProcessorKind.PENALTY
     if kind in MINIMUM_LENGTHS:
         return ProcessorKind.MINIMUM
+    if kind is GrammarPlace:
+        return ProcessorKind.GRAMMAR
     if kind in BLIND_TO_HISTORY:
         return ProcessorKind.BLIND
     return ProcessorKind.ALIKE if kind in _STATELESS else ProcessorKind.ALONE
@@ -301,12 +320,16 @@ def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.
 
 
 def apply_looking_back(
-    scores: torch.Tensor, requests: Sequence[Request], chains: Sequence[ProcessorChain], together: int = 1
+    scores: torch.Tensor,
+    requests: Sequence[Request],
+    chains: Sequence[ProcessorChain],
+    together: int = 1,
+    masks: TokenMasks | None = None,
 ) -> torch.Tensor:
     """The scores [rows, vocabulary] after the processors that look back; the chains have the same layout.
 
     ``together``: each group of so many neighbouring rows has the same chain and the same length, and is given to a
-    processor of its own at once.
+    processor of its own at once. ``masks``: what the rows' grammars allow, on the device of the scores.
     ``scores`` are not written to: a hook of the model's owner may have kept them.
     """
     layout = chains[0].layout
@@ -328,6 +351,9 @@ def apply_looking_back(
             own = [chain.looking_back[place] for chain in chains]
             unfinished = [row for row, request in enumerate(requests) if _must_go_on(own[row], request)]
             scores = _without_eos(scores, unfinished, layout.options)
+        elif kind is ProcessorKind.GRAMMAR:
+            assert masks is not None
+            scores = masks.apply(scores)
         elif kind is ProcessorKind.ALIKE:
             scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
         else:

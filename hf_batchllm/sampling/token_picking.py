@@ -12,7 +12,9 @@ from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
+from .call_grammars import CallGrammars
 from .device_sampler import may_pick_on, penalised_by, why_picked_by_host
+from .grammar_masks import GrammarMasks
 from .host_sampler import HostSampler, RecordScores
 from .sampling_kernels import sampling_kernels
 from .seated_sampler import SeatedSampler
@@ -20,7 +22,10 @@ from .seated_sampler import SeatedSampler
 
 @dataclass(frozen=True)
 class TokenPicking:
-    """options: of each prompt of the list, by a request's ``index``. places: the prompts that run. samples: of each."""
+    """options: of each prompt of the list, by a request's ``index``. places: the prompts that run. samples: of each.
+
+    grammars: of each prompt of the list, if any has one.
+    """
 
     model: nn.Module
     device: torch.device
@@ -30,6 +35,7 @@ class TokenPicking:
     samples: Sequence[int]
     seed: Seeds | None
     amd: bool = False  # whether kernels were asked for by name, without which none run on AMD's cards
+    grammars: CallGrammars | None = None
 
     @property
     def different_options(self) -> list[Options]:
@@ -51,6 +57,9 @@ class TokenPicking:
 
     def why_by_host(self, steps_on_their_way: int) -> str | None:
         """Why the host picks the tokens; None if the device does."""
+        if self.grammars is not None:
+            name = self.grammars.option
+            return f"`{name}` is worked out by the host, which waits for each step: steps are not queued ahead"
         different = self.different_options
         return why_picked_by_host(
             different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary, amd=self.amd
@@ -58,7 +67,14 @@ class TokenPicking:
 
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
         kernels = sampling_kernels(self.device, self.amd) if may_pick_on(self.device, self.amd) else None
-        return HostSampler(self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels)
+        masks = None if self.grammars is None else self._masks(self.grammars)
+        return HostSampler(
+            self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels, grammars=masks
+        )
+
+    def _masks(self, grammars: CallGrammars) -> GrammarMasks:
+        ends = [each.eos_token_ids for each in self.options]
+        return grammars.masks(ends, self.vocabulary, pinned=self.device.type == "cuda")
 
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
