@@ -94,7 +94,7 @@ def error_of(matcher: LLMatcher) -> str:
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 # By a tokenizer: its size when it was prepared, the width of masks, and the token that ends answers.
-_PREPARED: WeakKeyDictionary[Any, dict[tuple[int, int, int | None], CompiledGrammars]] = WeakKeyDictionary()
+_PREPARED: WeakKeyDictionary[Any, dict[tuple[int, int, int], CompiledGrammars]] = WeakKeyDictionary()
 
 
 def grammars_for(tokenizer: Any, vocabulary: int, option: str, ends: Sequence[int]) -> CompiledGrammars:
@@ -105,8 +105,10 @@ def grammars_for(tokenizer: Any, vocabulary: int, option: str, ends: Sequence[in
     """
     size = len(tokenizer)
     width = max(size, vocabulary)
-    end = getattr(tokenizer, "eos_token_id", None)
-    end = ends[0] if end is None and ends else end
+    own = [getattr(tokenizer, "eos_token_id", None), *ends]
+    end = next((token for token in own if token is not None and token < size), None)
+    if end is None:
+        raise OptionValueError(option, "ends an answer by an EOS token, and this tokenizer has none: set its `eos_token`")
     known = _PREPARED.setdefault(tokenizer, {})
     key = size, width, end
     if key not in known:
@@ -115,7 +117,7 @@ def grammars_for(tokenizer: Any, vocabulary: int, option: str, ends: Sequence[in
     return known[key]
 
 
-def _prepared(tokenizer: Any, width: int, option: str, end: int | None) -> LLTokenizer:
+def _prepared(tokenizer: Any, width: int, option: str, end: int) -> LLTokenizer:
     try:
         from llguidance.hf import from_tokenizer
     except ModuleNotFoundError as error:
