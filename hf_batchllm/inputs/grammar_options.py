@@ -95,7 +95,9 @@ def asks(value: Any) -> bool:
 def take_grammars(options: dict[str, Any]) -> GivenGrammars | None:
     """The grammars among a call's options, removed from them and checked as far as no grammar has to be compiled."""
     given = {name: options.pop(name) for name in GRAMMAR_OPTIONS if name in options}
-    given = {name: value for name, value in given.items() if asks(value)}
+    given = {
+        name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items() if asks(value)
+    }
     lists = {name: value for name, value in given.items() if _is_for_each(name, value)}
     for_all = {name: checked_grammar(name, value) for name, value in given.items() if name not in lists}
     if len(for_all) > 1:
@@ -109,12 +111,18 @@ def _is_for_each(name: str, value: Any) -> bool:
     """Whether the value is a list with one for each prompt."""
     if not isinstance(value, list | tuple):
         return False
-    return name != "choice" or any(each is None or isinstance(each, list | tuple) for each in value)
+    return name != "choice" or any(each is None or isinstance(each, list | tuple | Grammar) for each in value)
 
 
 def checked_grammar(name: str, value: Any) -> Grammar:
-    """The grammar of one prompt, or of all."""
-    return Grammar(name, _CHECKS[name](name, value))
+    """The grammar of one prompt, or of all. One that was checked before is given back."""
+    return value if isinstance(value, Grammar) else Grammar(name, _CHECKS[name](name, value))
+
+
+def as_list(grammars: Sequence[Grammar | None]) -> dict[str, Any]:
+    """The checked grammars of a call's prompts as an option of it."""
+    first = next((grammar for grammar in grammars if grammar is not None), None)
+    return {} if first is None else {first.option: list(grammars)}
 
 
 def _schema(name: str, value: Any) -> str:

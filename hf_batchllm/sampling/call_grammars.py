@@ -66,7 +66,7 @@ def checked_grammars(
         if (key := (grammar.option, own)) not in conflicts:
             conflicts[key] = _conflict(*key)
         conflict = conflicts[key]
-        if conflict is not None and len(set(options)) == 1:  # which one for all prompts says
+        if conflict is not None and given.for_all and len(set(options)) == 1:  # one call, one mistake
             raise conflict
         if conflict is not None:
             wrong[place] = in_a_list(conflict)

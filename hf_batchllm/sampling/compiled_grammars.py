@@ -108,7 +108,9 @@ def grammars_for(tokenizer: Any, vocabulary: int, option: str, ends: Sequence[in
     own = [getattr(tokenizer, "eos_token_id", None), *ends]
     end = next((token for token in own if token is not None and token < size), None)
     if end is None:
-        raise OptionValueError(option, "ends an answer by an EOS token, and this tokenizer has none: set its `eos_token`")
+        raise OptionValueError(
+            option, "ends an answer by an EOS token, and this tokenizer has none: set its `eos_token`"
+        )
     known = _PREPARED.setdefault(tokenizer, {})
     key = size, width, end
     if key not in known:
