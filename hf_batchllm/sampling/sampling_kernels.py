@@ -20,10 +20,11 @@ class SamplingKernels:
     penalise: Callable[..., torch.Tensor]
     mark_seen: Callable[..., None]
     advance: Callable[..., None]
+    mask_tokens: Callable[..., torch.Tensor]
 
 
 def triton_sampling() -> SamplingKernels:
-    from ..kernels import penalties_triton, sample_triton, top_k_top_p_triton
+    from ..kernels import penalties_triton, sample_triton, token_masks_triton, top_k_top_p_triton
 
     return SamplingKernels(
         greedy=sample_triton.greedy,
@@ -32,11 +33,12 @@ def triton_sampling() -> SamplingKernels:
         penalise=penalties_triton.penalise,
         mark_seen=penalties_triton.mark_seen,
         advance=sample_triton.advance,
+        mask_tokens=token_masks_triton.mask_tokens,
     )
 
 
 def torch_sampling() -> SamplingKernels:
-    from ..kernels import penalties_torch, sample_torch, top_k_top_p_torch
+    from ..kernels import penalties_torch, sample_torch, token_masks_torch, top_k_top_p_torch
 
     return SamplingKernels(
         greedy=sample_torch.greedy,
@@ -45,6 +47,7 @@ def torch_sampling() -> SamplingKernels:
         penalise=penalties_torch.penalise,
         mark_seen=penalties_torch.mark_seen,
         advance=sample_torch.advance,
+        mask_tokens=token_masks_torch.mask_tokens,
     )
 
 
