@@ -62,6 +62,8 @@ class _Follower:
     """How far a sequence is in its grammar."""
 
     matcher: LLMatcher
+    grammar: Grammar
+    ends: frozenset[int]
     seen: int = 0  # new tokens that the matcher has taken
     ended: bool = False  # by a token that ends it
 
@@ -131,9 +133,8 @@ class GrammarMasks:
             from llguidance.numpy import fill_next_token_bitmask_par
 
             fill_next_token_bitmask_par(_executor(), going, bits.numpy())
-        for request, follower in zip(bound, followers, strict=True):
-            self._check(request, follower)
-        self._put_ends(bits.numpy().view(np.uint32), bound, followers)
+        _check(bound, followers)
+        self._put_ends(bits.numpy().view(np.uint32), followers)
         line = None
         if len(bound) < len(requests):
             numbers = iter(range(len(bound)))
@@ -150,7 +151,7 @@ class GrammarMasks:
         if follower.ended:
             return []
         tokens = follower.matcher.compute_ff_tokens()
-        self._check(request, follower)
+        _check([request], [follower])
         return tokens
 
     def close(self) -> None:
@@ -162,44 +163,44 @@ class GrammarMasks:
     # -- matchers ------------------------------------------------------------------------------------------------
 
     def _up_to_date(self, requests: Sequence[Request]) -> list[_Follower]:
-        followers = [self._follower(request) for request in requests]
+        """The followers, once they have taken the new tokens. This runs for each row of each step."""
+        followers = [self._followers.get(request) or self._begun_with(request) for request in requests]
         single: list[tuple[LLMatcher, int]] = []
         for request, follower in zip(requests, followers, strict=True):
             assert not request.pending, "a token on its way has not been seen"
-            new = request.generated[follower.seen :]
-            follower.seen += len(new)
-            if not new or follower.ended:
+            made = len(request.generated)
+            if made == follower.seen or follower.ended:
                 continue
-            ends = self._ends[request.index]
-            if any(token in ends for token in new):  # a criterion of the user's may let it go on
-                follower.ended = True
-            elif len(new) == 1:
-                single.append((follower.matcher, new[0]))
+            if made == follower.seen + 1:
+                token = request.generated[-1]
+                if token in follower.ends:  # a criterion of the user's may let it go on
+                    follower.ended = True
+                else:
+                    single.append((follower.matcher, token))
             else:
-                follower.matcher.consume_tokens(new)
+                new = request.generated[follower.seen :]
+                follower.ended = not follower.ends.isdisjoint(new)
+                if not follower.ended:
+                    follower.matcher.consume_tokens(new)
+            follower.seen = made
         if single:
             _executor().consume_token_par(single)
         return followers
 
-    def _follower(self, request: Request) -> _Follower:
-        if request not in self._followers:
-            grammar = self._grammars[request.index]
-            assert grammar is not None
-            self._followers[request] = _Follower(self._compiled.matcher(grammar))
-        return self._followers[request]
+    def _begun_with(self, request: Request) -> _Follower:
+        grammar = self._grammars[request.index]
+        assert grammar is not None
+        follower = _Follower(self._compiled.matcher(grammar), grammar, self._ends[request.index])
+        self._followers[request] = follower
+        return follower
 
     def _forget_done(self) -> None:
         for request in [request for request in self._followers if request.done]:
             del self._followers[request]
 
-    def _check(self, request: Request, follower: _Follower) -> None:
-        grammar = self._grammars[request.index]
-        if grammar is not None and not follower.ended and follower.matcher.is_error():
-            raise GrammarError(request, grammar, error_of(follower.matcher))
-
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _put_ends(self, bits: np.ndarray, requests: Sequence[Request], followers: Sequence[_Follower]) -> None:
+    def _put_ends(self, bits: np.ndarray, followers: Sequence[_Follower]) -> None:
         """The end tokens of each prompt in place of the tokenizer's own, in ``bits`` [rows, words] uint32."""
         ended = [row for row, follower in enumerate(followers) if follower.ended]
         bits[ended] = 0
@@ -207,8 +208,8 @@ class GrammarMasks:
         may_end = _has(bits, own[0])
         may_end[ended] = True
         alike: dict[frozenset[int], list[int]] = {}
-        for row, request in enumerate(requests):
-            alike.setdefault(self._ends[request.index], []).append(row)
+        for row, follower in enumerate(followers):
+            alike.setdefault(follower.ends, []).append(row)
         for ends, rows in alike.items():
             if not ended and ends == frozenset(own):
                 continue
@@ -219,6 +220,12 @@ class GrammarMasks:
             for token in ends:
                 if token < self._compiled.vocabulary:
                     bits[ending, token // WORD] |= np.uint32(1 << token % WORD)
+
+
+def _check(requests: Sequence[Request], followers: Sequence[_Follower]) -> None:
+    for request, follower in zip(requests, followers, strict=True):
+        if follower.matcher.is_error() and not follower.ended:
+            raise GrammarError(request, follower.grammar, error_of(follower.matcher))
 
 
 class _Buffer:
