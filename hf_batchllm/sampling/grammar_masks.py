@@ -94,6 +94,7 @@ class GrammarMasks:
         self._followers: dict[Request, _Follower] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._begun: Future[TokenMasks] | None = None
+        self._begun_for: list[Request] = []
 
     def is_free(self, request: Request) -> bool:
         """Whether it has no grammar."""
@@ -107,19 +108,28 @@ class GrammarMasks:
         The host must have seen all of their tokens. No request may get a new one before ``wait`` has returned.
         """
         assert self._begun is None, "the masks begun before have not been waited for"
+        bound = sum(not self.is_free(request) for request in requests)
+        for buffer in self._buffers:
+            buffer.lines(bound)  # pinned memory belongs to the device of the thread that asks for it
+        self._begun_for = list(requests)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._begun = self._thread.submit(self.now, list(requests))
-
-    @property
-    def begun(self) -> bool:
-        return self._begun is not None
+        self._begun = self._thread.submit(self.now, self._begun_for)
 
     def wait(self) -> TokenMasks:
         """The masks that were begun. They are valid until those after the next ones are begun."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
         return begun.result()
+
+    def of(self, requests: Sequence[Request]) -> TokenMasks:
+        """The masks that were begun, if they are those of these requests; else they are made now."""
+        if self._begun is not None:
+            same = self._begun_for == list(requests)
+            made = self.wait()
+            if same:
+                return made
+        return self.now(requests)
 
     def now(self, requests: Sequence[Request]) -> TokenMasks:
         """The masks, while the caller waits."""

@@ -20,7 +20,8 @@ from ..planning.requests_and_prefixes import Request
 from .grammar_masks import GrammarMasks, TokenMasks
 from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
 from .nothing_to_draw import NothingToDrawError
-from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains, apply_blind, apply_looking_back
+from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
+from .rows_together import apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels
 
 # These cut off unlikely tokens in the order of the scores: the best tokens may be all they need to see.
@@ -47,7 +48,7 @@ class HostSampler:
     ``record`` is called before tokens are picked: with the requests of some rows, their logits [rows, vocabulary], and
     their scores after all processors. The tensors are valid until it returns.
     ``kernels``: where the device may pick tokens as well, and the noise is to be the same.
-    ``grammars``: what the answers' grammars allow. Masks that were begun before are waited for.
+    ``grammars``: what the answers' grammars allow. Masks that were begun are waited for.
     """
 
     def __init__(
@@ -96,10 +97,7 @@ class HostSampler:
         return tokens
 
     def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
-        if self._grammars is None:
-            return None
-        made = self._grammars.wait() if self._grammars.begun else self._grammars.now(requests)
-        return made.to(device)
+        return None if self._grammars is None else self._grammars.of(requests).to(device)
 
     def _pick(
         self,

@@ -17,7 +17,8 @@ from ...model.float64 import at_float64, has_float64
 from ...notices import Notices
 from ...sampling.host_sampler import rows_at_once
 from ...sampling.nothing_to_draw import NothingToDrawError
-from ...sampling.processor_chains import ChainLayout, ProcessorChains, apply_blind, apply_looking_back
+from ...sampling.processor_chains import ChainLayout, ProcessorChains
+from ...sampling.rows_together import apply_blind, apply_looking_back
 from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
 from .search_rules import Searches, SearchRules
