@@ -40,7 +40,7 @@ def made_up(vocabulary: int) -> PreTrainedTokenizerFast:
         word = "".join(rng.choice(_ONSETS) + rng.choice(_RIMES) for _ in range(rng.randint(1, 4)))
         tokens[rng.choice(["", "Ġ", "Ġ"]) + rng.choice([word, word.title()])] = None
     inner = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
-    inner.decoder = decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     inner.add_special_tokens([AddedToken("</s>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
 

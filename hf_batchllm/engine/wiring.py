@@ -15,6 +15,7 @@ from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
+from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
 from .beams.candidates import BeamScores
@@ -52,6 +53,7 @@ class Wiring:
     timekeeper: Timekeeper
     notices: Notices
     began: float
+    jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
     ahead: RunAhead | None = None  # runs the steps, if they are launched ahead; set as soon as it exists
 
     def engine(self) -> Engine:
@@ -64,7 +66,9 @@ class Wiring:
             wanted=None if watcher is None else watcher.wanted,
         )
         endings = self._endings(scheduler)
-        return Engine(scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler))
+        return Engine(
+            scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler), self.jump
+        )
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""
@@ -110,6 +114,8 @@ class Wiring:
                 self.notices(f"host: {reason}", reason)
             record = None if outputs.tensors is None else outputs.tensors.record
             sampler = picking.by_host(record, self.notices)
+            if sampler.grammars is not None and scheduler.takes_jumps and outputs.why_by_host is None:
+                self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)
             return AtOnce(self.runner, outputs.around(sampler), self.timekeeper, sampler.may_repeat), 1
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)

@@ -62,7 +62,7 @@ class HostSampler:
         grammars: GrammarMasks | None = None,
     ) -> None:
         self._kernels = kernels
-        self._grammars = grammars
+        self.grammars = grammars
         self._chains = ProcessorChains(model, options, notices, grammars is not None)
         self._seed = seed
         self._record = record
@@ -97,7 +97,7 @@ class HostSampler:
         return tokens
 
     def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
-        return None if self._grammars is None else self._grammars.of(requests).to(device)
+        return None if self.grammars is None else self.grammars.of(requests).to(device)
 
     def _pick(
         self,
