@@ -106,7 +106,7 @@ def test_what_looks_at_each_token_sees_it(options: Any, monkeypatch: pytest.Monk
 def jump(stops: set[int], most: int, **options: Any) -> Request:
     model, tokenizer = letters()
     compiled = grammars_for(tokenizer, 101, "regex", [EOS])
-    masks = GrammarMasks([Grammar("regex", "abcdef(a|b)")], compiled, [frozenset([EOS])], 101)
+    masks = GrammarMasks([Grammar("regex", "abcdef(a|b)")], compiled, [frozenset([EOS])])
     resolved = resolve_options(model, None, {"max_new_tokens": most, "eos_token_id": EOS, **options})
     request = Request(0, np.array([1], dtype=np.int32), most)
     request.computed, request.generated = 1, [0]

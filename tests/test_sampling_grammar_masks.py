@@ -29,7 +29,7 @@ VOCABULARY = 130  # wider than the tokenizer's
 
 def masks_of(grammars: Sequence[Grammar | None], ends: Sequence[int] = (EOS,), **given: Any) -> GrammarMasks:
     compiled = grammars_for(letters()[1], VOCABULARY, "choice", [EOS])
-    return GrammarMasks(grammars, compiled, [frozenset(ends)] * len(grammars), VOCABULARY, **given)
+    return GrammarMasks(grammars, compiled, [frozenset(ends)] * len(grammars), **given)
 
 
 def requests_of(count: int) -> list[Request]:
@@ -99,6 +99,13 @@ def test_the_end_tokens_are_those_of_the_prompt(ends: list[int]) -> None:
     assert allowed(masks.now([request])) == names
     request.generated = [IDS["f"], ends[0]]  # a criterion of the user's lets it go on
     assert allowed(masks.now([request])) == names
+
+
+@pytest.mark.parametrize("vocabulary", [70, 97, 128, 200])
+def test_logits_may_be_of_more_ids_than_the_masks_or_of_fewer(vocabulary: int) -> None:
+    masks, (request,) = masks_of([CHOICE]), requests_of(1)
+    left = masks.now([request]).apply(torch.randn(1, vocabulary)).isfinite().nonzero()[:, 1]
+    assert {TOKENS[token] for token in left.tolist()} == {"a", "ab", "abc", "f"}
 
 
 def test_masks_are_made_on_a_thread_meanwhile() -> None:

@@ -72,7 +72,7 @@ def measure(tokenizer: Any, rows: int, steps: int, each: bool, bounded: bool) ->
     compiled = grammars_for(tokenizer, len(tokenizer), "schema", [end])
     assert not any(compiled.problem(grammar) for grammar in dict.fromkeys(grammars) if grammar is not None)
     compiling = time.perf_counter() - begun
-    masks = CallGrammars(grammars, compiled).masks([frozenset([end])] * rows, len(tokenizer), pinned=False)
+    masks = CallGrammars(grammars, compiled).masks([frozenset([end])] * rows, pinned=False)
     prompt = np.array([end], dtype=np.int32)
     requests = [Request(row, prompt, 10**6) for row in range(rows)]
     answers = [compiled._tokenizer.greedy_tokenize(answer(number, rng)) for number in numbers]

@@ -39,10 +39,10 @@ class CallGrammars:
         """The same, compiled in this process."""
         return replace(self, compiled=_compiled(self.option, options, tokenizer, vocabulary))
 
-    def masks(self, ends: Sequence[frozenset[int]], vocabulary: int, pinned: bool) -> GrammarMasks:
-        """``ends``: the tokens that end the answer of each prompt. ``vocabulary``: of the logits."""
+    def masks(self, ends: Sequence[frozenset[int]], pinned: bool) -> GrammarMasks:
+        """``ends``: the tokens that end the answer of each prompt. ``pinned``: whether masks go to a GPU."""
         assert self.compiled is not None
-        return GrammarMasks(self.each, self.compiled, ends, vocabulary, pinned)
+        return GrammarMasks(self.each, self.compiled, ends, pinned)
 
 
 def checked_grammars(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from ..inputs.grammar_options import Grammar
 from ..kernels.token_masks_torch import WORD, mask_tokens
@@ -39,7 +40,7 @@ class GrammarError(NothingToDrawError):
 class TokenMasks:
     """The masks of some rows."""
 
-    bits: torch.Tensor  # [lines, vocabulary / 32, rounded up] int32
+    bits: torch.Tensor  # [lines, ids / 32, rounded up] int32  of at least as many ids as the tokenizer has
     line: torch.Tensor | None = None  # [rows] int32  each row's line, -1 for a free one; None: line i is row i's
 
     def of(self, rows: Sequence[int]) -> TokenMasks:
@@ -52,9 +53,16 @@ class TokenMasks:
         line = None if self.line is None else self.line.to(device, non_blocking=True)
         return TokenMasks(self.bits.to(device, non_blocking=True), line)
 
+    def fitted(self, vocabulary: int) -> TokenMasks:
+        """Of so many ids: a model may give logits of more ids than its tokenizer has, or of fewer."""
+        words = -(-vocabulary // WORD)
+        lacking = max(0, words - self.bits.shape[1])
+        bits = F.pad(self.bits, (0, lacking)) if lacking else self.bits[:, :words]
+        return TokenMasks(bits, self.line)
+
     def apply(self, scores: torch.Tensor) -> torch.Tensor:
         """``scores`` [rows, vocabulary], with -inf for each token that is not allowed."""
-        return mask_tokens(scores, self.bits, line=self.line)
+        return mask_tokens(scores, self.fitted(scores.shape[1]).bits, line=self.line)
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +80,7 @@ class GrammarMasks:
     """The masks of a call.
 
     ``grammars``, ``ends``: of each prompt, by a request's ``index``: its grammar, and the tokens that end its answer.
-    ``vocabulary``: of the logits. ``pinned``: whether masks go to a GPU.
+    ``pinned``: whether masks go to a GPU.
 
     Each sequence has a matcher, which takes each of its new tokens once. Only tokens that the host has seen count.
     """
@@ -82,14 +90,11 @@ class GrammarMasks:
         grammars: Sequence[Grammar | None],
         compiled: CompiledGrammars,
         ends: Sequence[frozenset[int]],
-        vocabulary: int,
         pinned: bool = False,
     ) -> None:
-        assert compiled.vocabulary >= vocabulary
         self._grammars = grammars
         self._compiled = compiled
         self._ends = ends
-        self._words = -(-vocabulary // WORD)
         self._buffers = [_Buffer(compiled.vocabulary, pinned) for _ in range(2)]
         self._followers: dict[Request, _Follower] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -150,7 +155,7 @@ class GrammarMasks:
             numbers = iter(range(len(bound)))
             own = [_FREE if self.is_free(request) else next(numbers) for request in requests]
             line = torch.tensor(own, dtype=torch.int32, device="cpu")
-        return TokenMasks(bits[:, : self._words], line)
+        return TokenMasks(bits, line)
 
     def forced(self, request: Request) -> list[int]:
         """The tokens that must come next, as far as its grammar leaves one choice for each. It takes none of them."""

@@ -74,7 +74,7 @@ class TokenPicking:
 
     def _masks(self, grammars: CallGrammars) -> GrammarMasks:
         ends = [each.eos_token_ids for each in self.options]
-        return grammars.masks(ends, self.vocabulary, pinned=self.device.type == "cuda")
+        return grammars.masks(ends, pinned=self.device.type == "cuda")
 
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
