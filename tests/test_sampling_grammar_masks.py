@@ -108,6 +108,18 @@ def test_logits_may_be_of_more_ids_than_the_masks_or_of_fewer(vocabulary: int) -
     assert {TOKENS[token] for token in left.tolist()} == {"a", "ab", "abc", "f"}
 
 
+def test_the_kernel_of_a_device_applies_them() -> None:
+    masks, (request, free), scores = masks_of([CHOICE, None]), requests_of(2), torch.randn(2, VOCABULARY)
+    seen = []
+
+    def kernel(logits: torch.Tensor, bits: torch.Tensor, *, line: torch.Tensor) -> torch.Tensor:
+        seen.append((bits.shape[1], line.tolist()))
+        return logits
+
+    assert masks.now([request, free]).to(scores.device, kernel).of([1, 0]).apply(scores) is scores
+    assert seen == [(-(-VOCABULARY // 32), [-1, 0])]
+
+
 def test_masks_are_made_on_a_thread_meanwhile() -> None:
     masks, requests = masks_of([CHOICE, None, Grammar("regex", "(ab|c)*")]), requests_of(3)
     at_once = masks_of([CHOICE, None, Grammar("regex", "(ab|c)*")])

@@ -6,9 +6,9 @@ llguidance works on threads of its own and lets go of Python meanwhile. So masks
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,27 +42,28 @@ class TokenMasks:
 
     bits: torch.Tensor  # [lines, ids / 32, rounded up] int32  of at least as many ids as the tokenizer has
     line: torch.Tensor | None = None  # [rows] int32  each row's line, -1 for a free one; None: line i is row i's
+    kernel: Callable[..., torch.Tensor] = mask_tokens
 
     def of(self, rows: Sequence[int]) -> TokenMasks:
         """Those of these rows alone."""
         numbers = torch.tensor(rows, dtype=torch.int64, device=self.bits.device)
-        return TokenMasks(self.bits, numbers.int() if self.line is None else self.line[numbers])
+        return replace(self, line=numbers.int() if self.line is None else self.line[numbers])
 
-    def to(self, device: torch.device) -> TokenMasks:
-        """A copy, for which nothing waits if the bits are in pinned memory."""
+    def to(self, device: torch.device, kernel: Callable[..., torch.Tensor] = mask_tokens) -> TokenMasks:
+        """A copy, for which nothing waits if the bits are in pinned memory. ``kernel``: which applies them there."""
         line = None if self.line is None else self.line.to(device, non_blocking=True)
-        return TokenMasks(self.bits.to(device, non_blocking=True), line)
+        return TokenMasks(self.bits.to(device, non_blocking=True), line, kernel)
 
     def fitted(self, vocabulary: int) -> TokenMasks:
         """Of so many ids: a model may give logits of more ids than its tokenizer has, or of fewer."""
         words = -(-vocabulary // WORD)
         lacking = max(0, words - self.bits.shape[1])
         bits = F.pad(self.bits, (0, lacking)) if lacking else self.bits[:, :words]
-        return TokenMasks(bits, self.line)
+        return replace(self, bits=bits)
 
     def apply(self, scores: torch.Tensor) -> torch.Tensor:
         """``scores`` [rows, vocabulary], with -inf for each token that is not allowed."""
-        return mask_tokens(scores, self.fitted(scores.shape[1]).bits, line=self.line)
+        return self.kernel(scores, self.fitted(scores.shape[1]).bits, line=self.line)
 
 
 @dataclass(eq=False, slots=True)

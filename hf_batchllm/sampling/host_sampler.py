@@ -97,7 +97,10 @@ class HostSampler:
         return tokens
 
     def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
-        return None if self.grammars is None else self.grammars.of(requests).to(device)
+        if self.grammars is None:
+            return None
+        made = self.grammars.of(requests)
+        return made.to(device) if self._kernels is None else made.to(device, self._kernels.mask_tokens)
 
     def _pick(
         self,
