@@ -55,7 +55,7 @@ def checked_grammars(
     """The grammars of the prompts, and why some prompts cannot have theirs."""
     each, wrong = given.of_each(len(options))
     compiled = _compiled(given.option, options, tokenizer, vocabulary)
-    problems = _problems(compiled, [grammar for grammar in dict.fromkeys(each) if grammar is not None])
+    problems = _problems(compiled, [grammar for grammar in dict.fromkeys(each) if grammar is not None], notices)
     for whole in given.for_all.values():
         if whole in problems:
             raise OptionValueError(whole.option, problems[whole])
@@ -72,21 +72,20 @@ def checked_grammars(
             wrong[place] = in_a_list(conflict)
         elif grammar in problems:
             wrong[place] = f"has a `{grammar.option}` that {problems[grammar]}"
-    for grammar in dict.fromkeys(each):
-        if grammar is not None and grammar not in problems:
-            for warning in compiled.warnings(grammar):
-                notices(f"grammar: {warning}", f"`{grammar.option}`: llguidance says: {warning}")
     each = [None if place in wrong else grammar for place, grammar in enumerate(each)]
     return (CallGrammars(each, compiled) if any(each) else None), wrong
 
 
-def _problems(compiled: CompiledGrammars, grammars: Sequence[Grammar]) -> dict[Grammar, str]:
+def _problems(compiled: CompiledGrammars, grammars: Sequence[Grammar], notices: Notices) -> dict[Grammar, str]:
     if len(grammars) <= _FEW:
-        found = [compiled.problem(grammar) for grammar in grammars]
+        found = [compiled.look_at(grammar) for grammar in grammars]
     else:  # llguidance lets go of Python while it compiles
         with ThreadPoolExecutor() as threads:
-            found = list(threads.map(compiled.problem, grammars))
-    return {grammar: why for grammar, why in zip(grammars, found, strict=True) if why is not None}
+            found = list(threads.map(compiled.look_at, grammars))
+    for grammar, (_, warnings) in zip(grammars, found, strict=True):
+        for warning in warnings:
+            notices(f"grammar: {warning}", f"`{grammar.option}`: llguidance says: {warning}")
+    return {grammar: why for grammar, (why, _) in zip(grammars, found, strict=True) if why is not None}
 
 
 def _compiled(

@@ -37,13 +37,14 @@ class CompiledGrammars:
 
     def problem(self, grammar: Grammar) -> str | None:
         """Why no answer can be of this grammar; None if it is a good one. To follow the option's name."""
-        compiled = self._compiled(grammar)
-        return compiled if isinstance(compiled, str) else None
+        return self.look_at(grammar)[0]
 
-    def warnings(self, grammar: Grammar) -> list[str]:
-        """What llguidance says of a good one."""
+    def look_at(self, grammar: Grammar) -> tuple[str | None, list[str]]:
+        """The problem, and what llguidance warns of where there is none."""
         compiled = self._compiled(grammar)
-        return [] if isinstance(compiled, str) else [_in_short(each) for each in compiled.get_grammar_warnings()]
+        if isinstance(compiled, str):
+            return compiled, []
+        return None, [_in_short(each) for each in compiled.get_grammar_warnings()]
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """At its beginning, for one sequence alone."""
