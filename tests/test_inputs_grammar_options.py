@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support_grammars import letters
+from support_grammars import END_OF_BYTES, letters, of_bytes
 from support_letter_tokenizers import EOS
 from transformers import GenerationConfig
 
@@ -157,3 +157,10 @@ def test_a_tokenizer_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_no_option_of_a_config() -> None:
     with BatchGenerator(*letters()) as generator, pytest.raises(UnsupportedOptionError, match="pass regex= beside it"):
         generator.generate([[1]], GenerationConfig(regex="a"))
+
+
+def test_what_the_grammar_library_warns_of_is_passed_on() -> None:
+    lenient = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    says = pytest.warns(UserWarning, match='`schema`: llguidance says: Unimplemented keys: ."uniqueItems"')
+    with BatchGenerator(*of_bytes()) as generator, says:
+        generator.generate([[1]], schema=lenient, max_new_tokens=2, eos_token_id=END_OF_BYTES)
