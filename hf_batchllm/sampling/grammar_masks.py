@@ -111,7 +111,8 @@ class GrammarMasks:
     def begin(self, requests: Sequence[Request]) -> None:
         """Start on the masks of these requests' next tokens, on a thread of its own. ``wait`` gives them.
 
-        The host must have seen all of their tokens. No request may get a new one before ``wait`` has returned.
+        ``generated`` must hold all tokens before them, and stay as it is until ``wait`` has returned. A step that runs may
+        have made the logits of the next ones, or be about to.
         """
         if self._begun is not None:  # a step that failed did not come to wait for them
             self.wait()
@@ -184,7 +185,8 @@ class GrammarMasks:
         followers = [self._followers.get(request) or self._begun_with(request) for request in requests]
         single: list[tuple[LLMatcher, int]] = []
         for request, follower in zip(requests, followers, strict=True):
-            assert not request.pending, "a token on its way has not been seen"
+            # The token that the mask is for may be on its way: its logits, that is.
+            assert request.pending <= 1, "a token before the next one has not been seen"
             made = len(request.generated)
             if made == follower.seen or follower.ended:
                 continue
