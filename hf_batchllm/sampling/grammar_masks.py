@@ -111,8 +111,8 @@ class GrammarMasks:
     def begin(self, requests: Sequence[Request]) -> None:
         """Start on the masks of these requests' next tokens, on a thread of its own. ``wait`` gives them.
 
-        ``generated`` must hold all tokens before them, and stay as it is until ``wait`` has returned. The step that makes
-        their logits may run meanwhile.
+        ``generated`` must hold all tokens before them, and stay as it is until ``wait`` has returned. The step that
+        makes their logits may run meanwhile.
         """
         if self._begun is not None:  # a step that failed did not come to wait for them
             self.wait()
