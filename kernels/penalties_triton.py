@@ -27,11 +27,15 @@ def _penalise(
     LINES: tl.constexpr,
     PENALTY: tl.constexpr,
     EOS: tl.constexpr,
+    SKIPS: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = triton.cdiv(VOCABULARY, BLOCK)
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    if SKIPS:  # noqa: SIM102 -- what is known when the kernel is compiled is asked first
+        if tl.load(line + row) < 0:  # the row stays as it is
+            return
     word = (tl.program_id(0) % BLOCKS * (BLOCK // 32) + tl.arange(0, BLOCK // 32))[:, None]
     place = tl.arange(0, 32)[None, :]
     token = word * 32 + place
@@ -78,13 +82,15 @@ def penalise(
     assert eos is None or (made is not None and minimum is not None and eos.is_contiguous())
     if rows:
         nothing = logits
+        skips = out is logits and seen is not None and line is not None and eos is None
         _penalise[(rows * triton.cdiv(vocabulary, PENALISE_BLOCK),)](
             logits, logits.stride(0), nothing if seen is None else seen, 0 if seen is None else seen.stride(0),
             nothing if line is None else line, penalty if by_row is None else by_row.table.penalty,
             nothing if by_row is None else by_row.which, nothing if eos is None else eos,
             nothing if made is None else made, nothing if minimum is None else minimum, out, out.stride(0),
             BY_ROW=by_row is not None, LINES=line is not None, PENALTY=seen is not None,
-            EOS=0 if eos is None else eos.shape[-1], VOCABULARY=vocabulary, BLOCK=PENALISE_BLOCK, num_warps=8,
+            EOS=0 if eos is None else eos.shape[-1], SKIPS=skips, VOCABULARY=vocabulary, BLOCK=PENALISE_BLOCK,
+            num_warps=8,
         )  # fmt: skip
     return out
 

@@ -41,6 +41,7 @@ def gumbel_sample(
     position: torch.Tensor,
     *,
     threshold: torch.Tensor | None = None,  # [rows] float32  tokens with a logit below it never come
+    ceiling: torch.Tensor | None = None,  # [rows] float32  nor do those with a logit above this
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [rows] int64
     """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
@@ -59,6 +60,8 @@ def gumbel_sample(
     temperatures = torch.where(drawing, temperatures, 1.0)[:, None]
     if threshold is not None:
         logits = torch.where(logits < threshold[:, None], -float("inf"), logits.float())
+    if ceiling is not None:
+        logits = torch.where(logits > ceiling[:, None], -float("inf"), logits.float())
     scores = functional.pad(logits.double() / temperatures, (0, -vocabulary % size), value=-float("inf"))
     scores = scores.view(rows, -1, size)  # [rows, blocks, size]
     keys = [each.long().unsqueeze(1) for each in (seed, prompt, sample, position)]

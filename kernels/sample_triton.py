@@ -83,18 +83,24 @@ def _words(seed, token, position, sample, prompt, row):
 
 
 @triton.jit
-def _kept(scores, threshold, row, CUT: tl.constexpr):
-    """Scores in float32, without those below the row's threshold. NaN is not below it."""
+def _kept(scores, threshold, ceiling, row, CUT: tl.constexpr, CAPPED: tl.constexpr):
+    """Scores in float32, without those below the row's threshold or above its ceiling. NaN is neither."""
     scores = scores.to(tl.float32)
     if CUT:
         scores = tl.where(scores < tl.load(threshold + row), -_INFINITY, scores)
+    if CAPPED:
+        scores = tl.where(scores > tl.load(ceiling + row), -_INFINITY, scores)
     return scores
 
 
 @triton.jit
-def _noisy_weight(scores, factor, threshold, seed, token, prompt, sample, position, row, CUT: tl.constexpr):
+def _noisy_weight(
+    scores, factor, threshold, ceiling, seed, token, prompt, sample, position, row,
+    CUT: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
     """The noisy weight of several tokens together; infinity if a score is NaN or infinite."""
-    scores = _kept(scores, threshold, row, CUT)
+    scores = _kept(scores, threshold, ceiling, row, CUT, CAPPED)
     peak = tl.max(scores, 0)
     peak = tl.where(peak == -_INFINITY, 0.0, peak)  # avoids inf - inf
     # In units of log2, as all weights here; NaN if a score is NaN or infinite. The difference is taken before the
@@ -106,19 +112,24 @@ def _noisy_weight(scores, factor, threshold, seed, token, prompt, sample, positi
 
 
 @triton.jit
-def _drawn(scores, factor, threshold, seed, token, prompt, sample, position, row, best, CUT: tl.constexpr):
+def _drawn(
+    scores, factor, threshold, ceiling, seed, token, prompt, sample, position, row, best,
+    CUT: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
     """One of some tokens; -1 if the ``best`` noisy weight is not finite."""
     high, low, _, _ = _words(seed, token, position, sample, prompt, row)
-    _, which = _best(_kept(scores, threshold, row, CUT) * factor - _log2_exponential(high, low), token)
+    _, which = _best(_kept(scores, threshold, ceiling, row, CUT, CAPPED) * factor - _log2_exponential(high, low), token)
     return tl.where((best > -_INFINITY) & (best < _INFINITY), which, -1)
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _noisy_weight_of_block(
-    logits, row_stride, which, factor, threshold, seed, prompt, sample, position, block_score,
+    logits, row_stride, which, factor, threshold, ceiling, seed, prompt, sample, position, block_score,
     BY_ROW: tl.constexpr,
     SOME_BEST: tl.constexpr,
     CUT: tl.constexpr,
+    CAPPED: tl.constexpr,
     SEEDS: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -134,16 +145,19 @@ def _noisy_weight_of_block(
         score = tl.max(_without_nan(scores), 0)
     else:
         key = tl.load(seed + row if SEEDS else seed)
-        score = _noisy_weight(scores, factor, threshold, key, block * BLOCK, prompt, sample, position, row, CUT)
+        score = _noisy_weight(
+            scores, factor, threshold, ceiling, key, block * BLOCK, prompt, sample, position, row, CUT, CAPPED
+        )
     tl.store(block_score + row * BLOCKS + block, score)
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _draw_from_best_block(
-    logits, row_stride, which, factor, threshold, seed, prompt, sample, position, block_score, out,
+    logits, row_stride, which, factor, threshold, ceiling, seed, prompt, sample, position, block_score, out,
     BY_ROW: tl.constexpr,
     SOME_BEST: tl.constexpr,
     CUT: tl.constexpr,
+    CAPPED: tl.constexpr,
     SEEDS: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,7 +174,9 @@ def _draw_from_best_block(
         _, picked = _best(_without_nan(scores), token)
     else:
         key = tl.load(seed + row if SEEDS else seed)
-        picked = _drawn(scores, factor, threshold, key, token, prompt, sample, position, row, best, CUT)
+        picked = _drawn(
+            scores, factor, threshold, ceiling, key, token, prompt, sample, position, row, best, CUT, CAPPED
+        )
     tl.store(out + row, picked.to(tl.int64))
 
 
@@ -203,6 +219,7 @@ def gumbel_sample(
     position: torch.Tensor,
     *,
     threshold: torch.Tensor | None = None,  # [rows] float32  tokens with a logit below it never come
+    ceiling: torch.Tensor | None = None,  # [rows] float32  nor do those with a logit above this
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [rows] int64
     """One token a row from softmax(logits / temperature); -1 where a logit is NaN or infinite, or all are -inf.
@@ -225,10 +242,10 @@ def gumbel_sample(
         which, factor, some_best = scores, math.log2(math.e) / temperature, False
     given = (
         logits, logits.stride(0), which, factor, scores if threshold is None else threshold,
-        seed, prompt, sample, position, scores,
+        scores if ceiling is None else ceiling, seed, prompt, sample, position, scores,
     )  # fmt: skip
     shape = {
-        "BY_ROW": by_row, "SOME_BEST": some_best, "CUT": threshold is not None,
+        "BY_ROW": by_row, "SOME_BEST": some_best, "CUT": threshold is not None, "CAPPED": ceiling is not None,
         "SEEDS": len(seed) > 1, "VOCABULARY": vocabulary, "BLOCK": SAMPLE_BLOCK,
     }  # fmt: skip
     if rows:

@@ -29,6 +29,14 @@ class Recipe:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None  # these three see what those above have left
+    epsilon: float | None = None
+    eta: float | None = None
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether ``tail_cuts`` has anything to do."""
+        return self.temperature != 0 and any(each is not None for each in (self.typical_p, self.epsilon, self.eta))
 
     def cuts(self, vocabulary: int) -> int:
         if self.temperature == 0:
@@ -83,6 +91,22 @@ class RecipeTable:
             columns.append(self._tensor(column, torch.int32 if name in ("cuts", "top_k") else torch.float32))
         self.numbers = Numbers(*columns)
         self.penalty = self._tensor([recipe.penalty for recipe in recipes], torch.float32)
+        self.has_tails = any(recipe.has_tails for recipe in recipes)
+        self.has_typical = any(recipe.has_tails and recipe.typical_p is not None for recipe in recipes)
+
+    @cached_property
+    def tails(self) -> torch.Tensor:  # [3, recipes] float32
+        """For ``tail_cuts``: typical-p, epsilon and eta; 0 where a recipe has none."""
+        columns = [
+            [
+                0.0 if value is None or not recipe.temperature else value
+                for recipe, value in zip(self._recipes, values, strict=True)
+            ]
+            for values in zip(
+                *((recipe.typical_p, recipe.epsilon, recipe.eta) for recipe in self._recipes), strict=True
+            )
+        ]
+        return self._tensor(columns, torch.float32)
 
     # For the twins, in float64, as exact as Python's own numbers.
 
@@ -99,7 +123,7 @@ class RecipeTable:
     def shift(self) -> torch.Tensor:
         return self._tensor([shift_of(recipe, self._vocabulary) for recipe in self._recipes], torch.float64)
 
-    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # steps may run outside of inference mode
             # Without waiting: the table is made when the first step is on its way.
             return sent(torch.tensor(list(values), dtype=dtype, device="cpu"), self._device)

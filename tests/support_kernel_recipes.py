@@ -17,12 +17,15 @@ from hf_batchllm.kernels import (
     experts_triton,
     gated_ops_triton,
     layer_ops_triton,
+    likeliest_triton,
     penalties_triton,
     prefill_triton,
     routing_triton,
     sample_triton,
     selective_scan_triton,
     state_space_triton,
+    tails_triton,
+    token_edits_triton,
     token_masks_triton,
     top_k_top_p_triton,
 )
@@ -31,6 +34,7 @@ from hf_batchllm.kernels.gated_ops_torch import NormForm
 from hf_batchllm.kernels.routing_torch import Rule
 from hf_batchllm.kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from hf_batchllm.kernels.spans import Spans
+from hf_batchllm.kernels.token_edits import Decays, Forced, History, Target, TargetLists
 from hf_batchllm.kernels.work_lists import CHUNK_FIELDS, ENTRY_FIELDS, ITEM_FIELDS, PrefillWork
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -110,6 +114,22 @@ def before_sampling() -> None:
     penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
     for out in (logits, None):
         token_masks_triton.mask_tokens(logits, seen, line=line, out=out)
+    likeliest_triton.note_likeliest(logits, line.long(), _ints(ROWS, 4, 20), zeros(ROWS, 4, 21, dtype=FP32), line)
+
+
+def edits() -> None:
+    """Of single logits, and what typical-p and its kin cut off."""
+    scores, of_rows = zeros(ROWS, VOCABULARY, dtype=FP32), _ints(ROWS)
+    lists = TargetLists.of([[Target(3, 1.0, sequences={(1, 2): 1.0})], [Target(4)]], "cpu")
+    history = History(_ints(500), of_rows, of_rows, of_rows, 100)
+    token_edits_triton.edit_tokens(scores, lists, of_rows, of_rows, history)
+    token_edits_triton.ban_repeats(scores, _ints(2, 2), of_rows, history)
+    token_edits_triton.force_tokens(scores, Forced(_ints(2), lists), of_rows, of_rows, of_rows, of_rows)
+    token_edits_triton.grow_ends(scores, Decays(lists, _ints(2), zeros(2, 5, dtype=FP32)), of_rows, of_rows)
+    token_edits_triton.append_tokens(history, of_rows.long())
+    table = RecipeTable([Recipe(typical_p=0.9), Recipe(epsilon=0.1, eta=0.1)], VOCABULARY, "cpu")
+    for logits in (scores, scores.to(BF16)):
+        tails_triton.tail_cuts(logits, table, of_rows, scores[:, 0].contiguous())
 
 
 def fused_layers() -> None:
@@ -172,6 +192,7 @@ RECIPES: dict[str, Callable[[], None]] = {
     "experts, float32": lambda: experts(16, dtype=FP32),
     "drawing a token": sampling,
     "before a token is drawn": before_sampling,
+    "single logits, and tails": edits,
     "fused layers": fused_layers,
     "delta rule, decode": lambda: delta_rule([1, 1, 1]),
     "delta rule, prompts": lambda: delta_rule([500, 300, 7]),

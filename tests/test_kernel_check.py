@@ -81,6 +81,9 @@ KERNELS = {
         "top_k_top_p": ["cutoffs"],
         "penalties": ["mark_seen", "penalise"],
         "token_masks": ["mask_tokens"],
+        "likeliest": ["note_likeliest"],
+        "tails": ["tail_cuts"],
+        "token_edits": ["edit_tokens", "ban_repeats", "grow_ends", "force_tokens", "append_tokens"],
     },
     "states": {
         "convolution": ["short_convolution"],
@@ -107,6 +110,7 @@ DEAF = [
     ("sampling", "penalties.penalise", "by_row", None),
     ("sampling", "penalties.penalise", "minimum", None),
     ("sampling", "token_masks.mask_tokens", "line", None),
+    ("sampling", "sample.gumbel_sample", "ceiling", None),
     ("states", "convolution.short_convolution", "bias", None),
     ("states", "convolution.short_convolution", "activation", None),
     ("states", "delta_rule.delta_rule", "normalise", False),

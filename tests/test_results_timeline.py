@@ -172,7 +172,7 @@ def test_each_phase_has_the_time_of_what_runs_in_it(
 
 
 def test_log_probabilities_of_prompts_are_no_part_of_the_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "log_probs", clock.taking(1, logprobs.log_probs))
+    monkeypatch.setattr(logprobs, "start_log_probs", clock.taking(1, logprobs.start_log_probs))
     result = BatchGenerator(build(FAMILY)).generate(PROMPTS[:3], max_new_tokens=2, prompt_logprobs=1, **GIVEN)
     phases = timeline_of(result.report).phases
     assert phases["model"] == 0 and phases["tokens"] == clock.now - 100 > 0

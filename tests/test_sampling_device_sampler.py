@@ -268,25 +268,15 @@ def test_the_bits_of_a_prompt() -> None:
     "sampling", [{"do_sample": False}, {"top_p": 0.9, "min_p": 0.1, "temperature": 0.3}], ids=brief
 )
 def test_what_stays_on_the_device(options: dict[str, Any], sampling: dict[str, Any]) -> None:
-    assert why_not_on_device(resolved(**options, **sampling), build(FAMILY)) is None
+    assert why_not_on_device(resolved(**options, **sampling), build(FAMILY), 97) is None
 
 
 @plain
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("no_repeat_ngram_size", 3),
-        ("typical_p", 0.5),
-        ("epsilon_cutoff", 0.1),
-        ("eta_cutoff", 0.1),
-        ("suppress_tokens", [3]),
-        ("begin_suppress_tokens", [3]),
-        ("bad_words_ids", [[3, 4]]),
-        ("sequence_bias", {(3,): 1.0}),
-        ("forced_eos_token_id", 3),
-        ("exponential_decay_length_penalty", (2, 1.1)),
+        ("top_h", 0.4),
         ("remove_invalid_values", True),
-        ("renormalize_logits", True),
         ("watermarking_config", SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)),
     ],
     ids=str,
@@ -295,7 +285,7 @@ def test_what_does_not_is_named(name: str, value: Any) -> None:
     options = resolved(eos_token_id=3)
     config = copy.copy(options.config)
     setattr(config, name, value)
-    reason = why_not_on_device(dataclasses.replace(options, config=config), build(FAMILY))
+    reason = why_not_on_device(dataclasses.replace(options, config=config), build(FAMILY), 97)
     assert reason is not None and f"`{name}`" in reason and "waits" in reason
 
 
@@ -305,10 +295,10 @@ def test_arguments_that_pick_tokens_are_named() -> None:
         (CallArguments(logits_processor=LogitsProcessorList([Discouraging()])), "logits_processor"),
         (CallArguments(prefix_allowed_tokens_fn=lambda sequence, ids: [3]), "prefix_allowed_tokens_fn"),
     ):
-        reason = why_not_on_device(dataclasses.replace(resolved(), arguments=arguments), build(FAMILY))
+        reason = why_not_on_device(dataclasses.replace(resolved(), arguments=arguments), build(FAMILY), 97)
         assert reason is not None and f"`{name}`" in reason and "waits" in reason
     nothing = CallArguments(logits_processor=LogitsProcessorList())
-    assert why_not_on_device(dataclasses.replace(resolved(), arguments=nothing), build(FAMILY)) is None
+    assert why_not_on_device(dataclasses.replace(resolved(), arguments=nothing), build(FAMILY), 97) is None
 
 
 @plain
@@ -316,13 +306,13 @@ def test_one_prompt_that_needs_the_host_takes_all_there(monkeypatch: pytest.Monk
     monkeypatch.setattr("hf_batchllm.sampling.device_sampler.failed_check", lambda group, device, **_: False)
     model, device = build(FAMILY), torch.device("cuda")
     plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
-    odd = resolved(typical_p=0.5)
+    odd = resolved(top_h=0.5)
     assert why_picked_by_host(plain_ones, model, device, 2, 0, VOCABULARY) is None
     reason = why_picked_by_host([*plain_ones, odd], model, device, 2, 0, VOCABULARY)
-    assert reason is not None and "`typical_p`" in reason and "all prompts" in reason
+    assert reason is not None and "`top_h`" in reason and "all prompts" in reason
     assert "all prompts" not in str(why_picked_by_host([odd], model, device, 2, 0, VOCABULARY))
     reason = why_picked_by_host(plain_ones, model, device, 2, 10**9, VOCABULARY)
-    assert reason is not None and "`repetition_penalty` over 1,000,000,000 sequences" in reason
+    assert reason is not None and "more than 512 MB on the device" in reason and "fewer prompts" in reason
     # Where noise is the host's, it stays so, whatever other prompts are.
     greedy = resolved(do_sample=False)
     for kinds, depth, host in (([greedy], 4, False), ([greedy], 1, True), ([greedy, odd], 4, True)):
@@ -340,7 +330,7 @@ def test_processors_are_known_by_what_they_hold(monkeypatch: pytest.MonkeyPatch)
             return LogitsProcessorList(change(every) or every)
 
         monkeypatch.setattr(device_sampler, "make_processors", altered)
-        reason = why_not_on_device(options, build(FAMILY))
+        reason = why_not_on_device(dataclasses.replace(options), build(FAMILY), 97)  # others are remembered
         assert reason is not None
         return reason
 

@@ -217,7 +217,8 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
 def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **options: Any) -> torch.Tensor:
     resolved = resolve_options(model, None, {"max_new_tokens": 50, **options})
     chains = processor_chains.ProcessorChains(model, [resolved] * len(some))
-    return rows_together.apply_looking_back(logits, some, [chains.of(request) for request in some])
+    history = rows_together.Histories(some, logits.device).of
+    return rows_together.apply_looking_back(logits, some, [chains.of(request) for request in some], history)
 
 
 HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))

@@ -256,9 +256,12 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
 )
 def test_the_device_leaves_to_the_host_what_it_cannot_do(given: dict[str, Any]) -> None:
     model: Any = build(FAMILY)
-    reason = why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, **given}), model)
+    reason = why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, **given}), model, 97)
     assert reason is not None and f"`{next(iter(given))}`" in reason
-    assert why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []}), model) is None
+    assert (
+        why_not_on_device(resolve_options(model, None, {"max_new_tokens": 3, "logits_processor": []}), model, 97)
+        is None
+    )
 
 
 def test_configs_with_the_same_watermark_share_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

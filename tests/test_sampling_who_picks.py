@@ -20,6 +20,9 @@ _SAMPLED: list[dict[str, Any]] = [
     {"top_k": 0, "top_p": 0.8},
     {"min_p": 0.05, "top_k": 0},
     {"repetition_penalty": 1.3, "top_k": 0},
+    {"typical_p": 0.7, "top_k": 0, "temperature": 1.4},
+    {"epsilon_cutoff": 0.008, "top_k": 40},
+    {"eta_cutoff": 0.02, "top_p": 0.95, "top_k": 0},
 ]
 
 
@@ -41,15 +44,17 @@ def test_samples_do_not_depend_on_who_picks(
         alone = generator.generate(prompts, **asked).token_ids
         assert not picked  # on the device
         with_logprobs = generator.generate(prompts, logprobs=1, **asked).token_ids
+        assert not picked
+        by_host = generator.generate(prompts, remove_invalid_values=True, **asked).token_ids
         assert picked
         # One more prompt, whose option needs transformers' own code.
         config = {name: value for name, value in asked.items() if name not in ("seed", "progress")}
         configs = [GenerationConfig(**config) for _ in prompts]
-        other = GenerationConfig(max_new_tokens=12, no_repeat_ngram_size=2)
+        other = GenerationConfig(max_new_tokens=12, remove_invalid_values=True)
         picked.clear()
         beside = generator.generate([*prompts, [3, 4, 3, 4]], [*configs, other], seed=5, progress=False).token_ids
         assert picked
-    assert with_logprobs == alone == beside[:-1]
+    assert with_logprobs == alone == beside[:-1] == by_host
 
 
 def test_seeds_of_each_prompt(device: str) -> None:
@@ -58,4 +63,5 @@ def test_seeds_of_each_prompt(device: str) -> None:
     asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 2, "progress": False}
     with BatchGenerator(model_on(device, "gpt2")) as generator:
         alone = generator.generate(prompts, seed=seeds, **asked).token_ids
-        assert generator.generate(prompts, seed=seeds, logprobs=0, **asked).token_ids == alone
+        by_host = generator.generate(prompts, seed=seeds, remove_invalid_values=True, **asked).token_ids
+        assert by_host == alone

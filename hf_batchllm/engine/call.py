@@ -31,7 +31,7 @@ from .beams.loop import BeamEngine
 from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
-from .device_loop.run_ahead import RunAhead
+from .device_loop.graph_launcher import GraphLauncher
 from .expected_time import StepCosts, cost_of_head, usual_rows
 from .job import Job
 from .kv_memory import KVMemory
@@ -208,8 +208,8 @@ class Call:
         self.engine = wiring.engine()
 
     @property
-    def _ahead(self) -> RunAhead | None:
-        return None if self._wiring is None else self._wiring.ahead
+    def _graphs(self) -> GraphLauncher | None:
+        return None if self._wiring is None else self._wiring.graphs
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -242,8 +242,8 @@ class Call:
             scheduler.limit_steps(self.engine.smaller.most)
         if scheduler.preemptions < before:  # it counts anew
             self._earlier_preemptions += before
-        if self._ahead is not None:
-            self._ahead.start(requests, self._memory.step_tokens)
+        if self._graphs is not None:
+            self._graphs.start(requests, self._memory.step_tokens)
 
     def _claimed(self, request: Request, claims: Claims) -> bool:
         """For a scheduler that does not ask."""
@@ -277,12 +277,12 @@ class Call:
     def owner_in_control(self) -> Iterator[None]:
         """While a stream hands a result out. Graphs are replayed only of a model that has not changed meanwhile."""
         self.look_at_the_model()
-        if self._ahead is not None:
-            self._ahead.owner_gets_control()
+        if self._graphs is not None:
+            self._graphs.owner_gets_control()
         self.timekeeper.switch("outside")
         yield
-        if self._ahead is not None:
-            self._ahead.owner_had_control()
+        if self._graphs is not None:
+            self._graphs.owner_had_control()
         self.timekeeper.switch("results")
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ class Call:
         try:
             if self._adapters is not None:
                 self._adapters.restore()
-            if self._ahead is not None:
-                self._ahead.close()
+            if self._graphs is not None:
+                self._graphs.close()
         except BaseException as second:
             complete = False
             if error is None or not is_device_error(second):  # a device that has failed says so again
@@ -325,8 +325,8 @@ class Call:
         if self._stage is Stage.LEFT:
             return
         try:
-            if self._ahead is not None:
-                self._ahead.close()
+            if self._graphs is not None:
+                self._graphs.close()
         finally:
             self._let_go_of_the_model()
             self._kv.clear()
@@ -386,7 +386,7 @@ class Call:
         """None if the call broke off before there was anything to report."""
         if not Stage.RUNNING <= self._stage <= Stage.COMPLETE:
             return None
-        ahead = self._ahead
+        launcher = self._graphs
         report = report_of(
             self.engine,
             self.cache,
@@ -398,11 +398,11 @@ class Call:
             kv_bytes=(self._kv.peak_bytes, self._kv.whole_bytes),
             page_bytes=self._kv.page_bytes,
             planning_seconds=self.planning_seconds,
-            capture_seconds=0.0 if ahead is None or ahead.graphs is None else ahead.graphs.seconds,
+            capture_seconds=0.0 if launcher is None or launcher.graphs is None else launcher.graphs.seconds,
             device_memory=self._kv.memory.highest(),
             seed=self.job.seed,
             fused=self._use.fused_summary,
-            graphs=ahead.summary if ahead is not None else "",
+            graphs=launcher.summary if launcher is not None else "",
             slot_bytes=self._kv.architecture.slot_bytes,
         )
         return self.outputs.in_report(report, self.lineup.requests)

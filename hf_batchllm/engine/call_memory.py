@@ -64,26 +64,26 @@ class CallMemory:
         step = largest_step(plan.prompts, plan.sharing, self.step_tokens, self._config, (wanted, most))
         if self._job.widths is not None:
             step = replace(step, samples=min(step.tokens, step.samples * max(self._job.widths)))
-        step, picking, by_host = self._with_picking(step)
+        step, picking, in_graphs = self._with_picking(step)
         picking += self._outputs.step_bytes(step.tokens, self._vocabulary)
         if use.architecture.states and self._job.widths is not None:
             picking += COPIED_AT_ONCE  # states, where beams part
         storage = stage(step, self._config.page_size)
         try:
             runner = use.run_over(storage)
-            graphs = self._config.cuda_graphs and not by_host
+            graphs = self._config.cuda_graphs and in_graphs
             return self._kv.rehearsals.beside_the_cache(runner, step, graphs, picking, self._kv.memory)
         finally:
             storage.release()
             use.drop_runner()
 
     def _with_picking(self, step: LargestStep) -> tuple[LargestStep, int, bool]:
-        """The step, the bytes that picking its tokens takes beside it, and whether the host picks them."""
+        """The step, the bytes that picking its tokens takes beside it, and whether decode steps may be graphs."""
         rows = self._outputs.most_rows(self._vocabulary)
         if rows is not None:  # no token is picked, and all logits are the step's own
-            return replace(step, samples=min(step.tokens, rows)), 0, True
+            return replace(step, samples=min(step.tokens, rows)), 0, False
         picking = picking_of(self._job, self._use)
         by_host = why_by_host(self._job, self._outputs, picking) is not None
         copied = picking.changes_logits
-        taken = picking_bytes(step.samples, self._vocabulary, picking.penalised, copied=copied, by_host=by_host)
-        return step, taken, by_host
+        taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copied=copied, by_host=by_host)
+        return step, taken, self._job.widths is None and picking.in_graphs

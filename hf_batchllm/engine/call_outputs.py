@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from ..inputs.prompts import Prompt
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from ..model.runner import ModelRunner
     from ..results.run_report import RunReport
     from ..results.sharing_plan import SharingPlan
+    from ..sampling.device_logprobs import DeviceLogProbs
     from ..sampling.logprobs import PickTokens
+    from ..sampling.sampling_kernels import SamplingKernels
     from ..sampling.step_tensors import StepTensors
     from .loop import Launcher
     from .timekeeper import Timekeeper
@@ -45,6 +48,14 @@ class ScoreCounts:
     scores: int
     prompt_tokens: int  # that each score would have to run by itself, added up
     scored_tokens: int
+
+
+@dataclass(frozen=True)
+class LogProbNotes:
+    """What the device notes beside each token that it picks, and what is given that, once the host has it."""
+
+    on_device: DeviceLogProbs
+    put: Callable[[Sequence[Request], np.ndarray, np.ndarray, np.ndarray], None]  # with the requests and their tokens
 
 
 class CallOutputs(ABC):
@@ -102,6 +113,10 @@ class CallOutputs(ABC):
     @property
     def why_by_host(self) -> str | None:
         """Why the host has to pick the tokens; None if it need not."""
+        return None
+
+    def notes(self, device: torch.device, kernels: SamplingKernels) -> LogProbNotes | None:
+        """What the device is to note where it picks the tokens; None if nothing."""
         return None
 
     # -- afterwards ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What ``generate`` gives back beside tokens: scores and logits as its ModelOutput has them, and log-probabilities.
 
-The host works all of it out, step by step. Log-probabilities are those of the model's raw logits in float32.
+Log-probabilities are those of the model's raw logits in float32. The device finds them where it picks the tokens, and
+the host takes them down later. Scores and logits are put together by the host, step by step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
 from ..results.generations import Generation
 from ..results.sharing_plan import SharingPlan
+from ..sampling.device_logprobs import MOST_LIKELY, DeviceLogProbs
 from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs
+from ..sampling.sampling_kernels import SamplingKernels
 from ..sampling.step_tensors import StepTensors
-from .call_outputs import MOST_LOGITS, CallOutputs, PromptWatcher
+from .call_outputs import MOST_LOGITS, CallOutputs, LogProbNotes, PromptWatcher
 from .id_lists import IdLists
 
 
@@ -63,12 +66,17 @@ class ExtraOutputs(CallOutputs):
 
     @property
     def why_by_host(self) -> str | None:
-        names = [] if self.tensors is None else list(self.tensors.names)
-        names += ["logprobs"] * (self._new_tokens is not None) + ["prompt_logprobs"] * (self._prompts is not None)
+        names = [] if self.tensors is None else [f"`{name}`" for name in self.tensors.names]
+        if self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
+            names.append(f"`logprobs` of more than {MOST_LIKELY} tokens")
         if not names:
             return None
-        quoted = " and ".join(f"`{name}`" for name in names)
-        return f"{quoted} {'is' if len(names) == 1 else 'are'} put together on the host, which waits for each step"
+        verb = "is" if len(names) == 1 and self.tensors is not None else "are"
+        return f"{' and '.join(names)} {verb} put together on the host, which waits for each step"
+
+    def notes(self, device: torch.device, kernels: SamplingKernels) -> LogProbNotes | None:
+        kept = self._new_tokens
+        return None if kept is None else LogProbNotes(DeviceLogProbs(kept.k, device, kernels), kept.put)
 
     def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, with the log-probabilities of the tokens that it picks taken down."""

@@ -25,8 +25,10 @@ from .beams.loop import BeamEngine
 from .beams.scheduler import BeamScheduler
 from .call_outputs import CallOutputs
 from .device_loop.decode_graphs import graphs_for
+from .device_loop.graph_launcher import GraphLauncher
 from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
+from .device_loop.step_by_step import StepByStep
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .smaller_steps import SmallerSteps
@@ -54,13 +56,13 @@ class Wiring:
     notices: Notices
     began: float
     jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
-    ahead: RunAhead | None = None  # runs the steps, if they are launched ahead; set as soon as it exists
+    graphs: GraphLauncher | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
 
     def engine(self) -> Engine:
         """The loop of a call that picks tokens, or looks scores up."""
         scheduler = scheduler_for(self.config.scheduler, self.use.device)
         launcher, depth = self._launcher(scheduler)
-        watcher, graphs = self.outputs.watcher, None if self.ahead is None else self.ahead.graphs
+        watcher, graphs = self.outputs.watcher, None if self.graphs is None else self.graphs.graphs
         builder = self.use.builder(
             most_times=0 if graphs is None else graphs.most_times,
             wanted=None if watcher is None else watcher.wanted,
@@ -114,15 +116,27 @@ class Wiring:
                 self.notices(f"host: {reason}", reason)
             record = None if outputs.tensors is None else outputs.tensors.record
             sampler = picking.by_host(record, self.notices)
-            if sampler.grammars is not None and scheduler.takes_jumps and outputs.why_by_host is None:
+            # A step with a chunk is no graph: whether fewer steps are faster then has not been measured.
+            if sampler.grammars and scheduler.takes_jumps and outputs.tensors is None and not picking.in_graphs:
                 self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)
-            return AtOnce(self.runner, outputs.around(sampler), self.timekeeper, sampler.may_repeat), 1
+            around, may_repeat = outputs.around(sampler), sampler.may_repeat
+            if not picking.in_graphs:
+                return AtOnce(self.runner, around, self.timekeeper, may_repeat), 1
+            seats = Seats.of([frozenset()] * len(self.requests), device)
+            graphs = graphs_for(config, self.runner, seats, None, picking.kernels.advance, 1, self.notices, None)
+            self.graphs = StepByStep(
+                self.runner, around, sampler.prepare, may_repeat, seats, graphs, device, self.timekeeper,
+                sampler.calls_owners_code,
+            )  # fmt: skip
+            return self.graphs, 1
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
         longest = max((request.max_new_tokens for request in self.requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1
-        graphs = graphs_for(config, self.runner, seats, pick, advance, times, self.notices)
+        notes = outputs.notes(device, picking.kernels)
+        noting = None if notes is None else notes.on_device
+        graphs = graphs_for(config, self.runner, seats, pick, advance, times, self.notices, noting)
         if graphs is None and config.steps_per_sync is None:
             depth = _DEPTH.get(device.type, 1)
         if device.type == "cuda" and not scheduler.runs_ahead:
@@ -131,8 +145,8 @@ class Wiring:
                 f"{scheduler_name(scheduler)} does not run ahead, so the device waits while a step is prepared: "
                 "see `runs_ahead` in hf_batchllm.BaseScheduler",
             )
-        self.ahead = RunAhead(self.runner, pick, seats, graphs, device)
-        return self.ahead, depth
+        self.graphs = RunAhead(self.runner, pick, seats, graphs, device, notes)
+        return self.graphs, depth
 
     def _endings(self, scheduler: BaseScheduler) -> Endings:
         job, tensors = self.job, self.outputs.tensors
@@ -152,17 +166,18 @@ def scheduler_for(choice: str | BaseScheduler, device: torch.device) -> BaseSche
 
 
 def picking_of(job: Job, use: ModelInUse) -> TokenPicking:
-    vocabulary = use.architecture.vocab_size
     return TokenPicking(
         use.model,
         use.device,
-        vocabulary,
+        use.architecture.vocab_size,
         job.options,
         job.places,
         job.samples,
+        [len(prompt.ids) for prompt in job.prompts],
+        job.max_new_tokens,
         job.seed,
-        use.kernels_by_name,
-        job.grammars,
+        amd=use.kernels_by_name,
+        grammars=job.grammars,
     )
 
 

@@ -8,9 +8,18 @@ from typing import Any
 
 import torch
 
-from ..kernels import penalties_torch, sample_torch, token_masks_torch, top_k_top_p_torch
+from ..kernels import (
+    likeliest_torch,
+    penalties_torch,
+    sample_torch,
+    tails_torch,
+    token_edits_torch,
+    token_masks_torch,
+    top_k_top_p_torch,
+)
 from ..kernels.sample_torch import RUNNING, Rows
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from ..kernels.token_edits import Decays, Forced, History, Target, TargetLists
 from .comparing import Where, Wrong, near, same
 
 _ROWS, _VOCABULARY = 8, 5003
@@ -21,11 +30,20 @@ _CUTS: tuple[dict[str, Any], ...] = (
     {"top_k": 50, "top_p": 0.8, "min_p": 0.02},
 )
 # Of rows that sample each in its own way, one of which takes the best token.
+_TAILS = (Recipe(typical_p=0.6), Recipe(1.0, 0.7, epsilon=1e-3), Recipe(eta=0.01), Recipe(temperature=0.0))
 _RECIPES = (Recipe(temperature=0.0), Recipe(1.3, 0.8, 40), Recipe(1.1, 0.7, top_p=0.9), Recipe(temperature=1.2))
 
 
 def sampling(where: Where) -> dict[str, Callable[[], None]]:
-    from ..kernels import penalties_triton, sample_triton, token_masks_triton, top_k_top_p_triton
+    from ..kernels import (
+        likeliest_triton,
+        penalties_triton,
+        sample_triton,
+        tails_triton,
+        token_edits_triton,
+        token_masks_triton,
+        top_k_top_p_triton,
+    )
 
     numbers = torch.arange(_ROWS, device=where.device)
 
@@ -87,6 +105,58 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
             results.append(module.mask_tokens(given, bits, line=line, out=given if in_place else None))
         same(results[0], results[1])
 
+    def likeliest(k: int) -> None:
+        picked, results = torch.arange(_ROWS, device=where.device) * 7 - 1, []
+        for module in (likeliest_triton, likeliest_torch):
+            ids = torch.zeros(_ROWS, 3, k, dtype=torch.int32, device=where.device)
+            values = torch.zeros(_ROWS, 3, k + 1, dtype=torch.float32, device=where.device)
+            module.note_likeliest(logits(), picked, ids, values, numbers)
+            results.append((ids, values.nan_to_num(nan=7.0)))
+        near(results[0][1], results[1][1])
+        same(results[0][0], results[1][0], "the tokens", but=_ROWS)  # of equals that 16-bit logits have, either
+
+    def tails(cut: bool) -> None:
+        table = RecipeTable(_TAILS, _VOCABULARY, where.device)
+        threshold = top_k_top_p_torch.cutoffs(logits(), top_k=900) if cut else None
+        which, kept = (numbers % len(_TAILS)).int() if cut else None, []
+        for module in (tails_triton, tails_torch):
+            low, high = module.tail_cuts(logits(), table, which, threshold)
+            stays = (logits().float() >= low[:, None]) & (logits().float() <= high[:, None])
+            kept.append(stays.sum(dim=1).float())
+            tokens = sample_triton.gumbel_sample(
+                logits(), 1.0, numbers[:1], numbers, numbers, numbers, threshold=low, ceiling=high
+            )
+            if not bool(stays.gather(1, tokens[:, None]).all()):
+                raise Wrong("a token that was cut off was drawn")
+        if bool(((kept[0] - kept[1]).abs() > 0.02 * kept[1] + 2).any()):
+            raise Wrong(f"{kept[0].tolist()} tokens are left, and {kept[1].tolist()} by the twin")
+
+    def edits(of_each: bool) -> None:
+        """``of_each``: rows of several kinds."""
+        kinds = 3 if of_each else 1
+        which = (numbers % 3).int() if of_each else None
+        common = [Target(11, -float("inf"), at=2), Target(13, 0.0, sequences={(5, 6): 2.0, (6,): 1.0})]
+        lists = TargetLists.of([[Target(7 + kind, 1.5), *common] for kind in range(kinds)], where.device)
+        sizes = torch.tensor([[2, 3, 0][:kinds], [1, 0, 2][:kinds]], dtype=torch.int32, device=where.device)
+        first = torch.tensor([9, -1, 12][:kinds], dtype=torch.int32, device=where.device)
+        ends = TargetLists.of([[Target(4), Target(40)] for _ in range(kinds)], where.device)
+        growth = torch.arange(4 * kinds, dtype=torch.float32, device=where.device).view(kinds, 4)
+        decays, forced = Decays(ends, first * 0 + 1, growth), Forced(first, ends)
+        results = []
+        for module in (token_edits_triton, token_edits_torch):
+            tokens = (torch.arange(60 * _ROWS, dtype=torch.int32, device=where.device) * 7 % 5 + 3).contiguous()
+            made = (numbers % 4).int()
+            history = History(tokens, (numbers * 60 - 60 * (numbers == 3)).int(), (numbers + 20).int(), made, 60)
+            scores = logits(torch.float32)
+            module.edit_tokens(scores, lists, which, made, history)
+            module.ban_repeats(scores, sizes, which, history)
+            module.grow_ends(scores, decays, which, made)
+            module.force_tokens(scores, forced, which, made, (numbers * 0).int(), (numbers * 0 + 3).int())
+            module.append_tokens(history, numbers + 70)
+            results.append((scores.clamp(min=-1e30), tokens))
+        near(results[0][0], results[1][0])
+        same(results[0][1], results[1][1], "the tokens")
+
     def steps(sets: bool) -> None:
         """Rows of which some end at a token, some at a length, and some for want of a page.
 
@@ -120,6 +190,12 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         "penalties, rows of their own": partial(penalties, each_its_own=True),
         "masks": partial(masks, in_place=False),
         "masks, in place": partial(masks, in_place=True),
+        "tails": partial(tails, cut=False),
+        "tails of what is left, rows of their own": partial(tails, cut=True),
+        "single logits": partial(edits, of_each=False),
+        "single logits, rows of their own": partial(edits, of_each=True),
+        "log-probabilities": partial(likeliest, k=0),
+        "log-probabilities of the likeliest": partial(likeliest, k=5),
         "steps of rows": partial(steps, sets=False),
         "steps of rows, ends of their own": partial(steps, sets=True),
     }

@@ -48,8 +48,9 @@ class Generation:
         without any.
 
     Log-probabilities are None for errors, and if they were not asked for. They take some 300 bytes a token and 75 more
-    for each of the k. With them the host picks the tokens and waits for each step. With ``prompt_logprobs`` the LM head
-    runs over prompts, too, steps are smaller where the vocabulary is large, and kept prefixes are not used.
+    for each of the k. Where k is more than 32, the host picks the tokens and waits for each step. With
+    ``prompt_logprobs`` the LM head runs over prompts, too, steps are smaller where the vocabulary is large, and kept
+    prefixes are not used.
     """
 
     index: int

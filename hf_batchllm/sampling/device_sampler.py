@@ -6,9 +6,11 @@ need transformers' own code instead. Noise depends on (seed, prompt, sample, tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,11 +23,13 @@ from ..inputs.options import Options, make_processors
 from ..inputs.seeds import as_int64
 from ..kernel_check.trust import failed_check
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
+from ..kernels.token_edits import History
 from ..model.transfers import to_device
+from .logit_edits import EDITING, EditTables, LogitEdits, edits_of
 from .processor_chains import MINIMUM_LENGTHS
 from .sampling_kernels import SamplingKernels
 
-_SEEN_BYTES = 512 << 20  # at most, for a bit for each token that a request may have had
+_KEPT_BYTES = 512 << 20  # at most, of the tokens that requests have had
 _WORD = 32  # tokens in each word of a row's bits
 _COST = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
 _ARGUMENTS_THAT_PICK = ("logits_processor", "prefix_allowed_tokens_fn")
@@ -77,6 +81,11 @@ class RowsState:
     line: torch.Tensor | None = None  # int32  the row's line in ``seen``, -1 if it needs none; None: line i for row i
     seen: torch.Tensor | None = None  # [lines, words] int32  a bit for each token of the vocabulary
     seed: torch.Tensor | None = None  # int64  where rows have seeds of their own
+    history: History | None = None  # the tokens of each row, where ``DeviceSampler.edits`` look back at them
+    prompt_line: torch.Tensor | None = None  # int32  as ``line``, in ``prompt_seen``
+    prompt_seen: torch.Tensor | None = None  # [lines, words] int32  as ``seen``, of the prompts alone
+    first_at: torch.Tensor | None = None  # int32  the number of new tokens at which the first one is forced; -1: none
+    last_at: torch.Tensor | None = None  # int32  the number of new tokens at which the last one is
 
 
 def recipe_of(options: Options) -> Recipe:
@@ -90,47 +99,97 @@ def recipe_of(options: Options) -> Recipe:
         config.top_k or None,
         None if config.top_p is None or config.top_p >= 1 else float(config.top_p),
         config.min_p,
+        None if config.typical_p is None or config.typical_p >= 1 else float(config.typical_p),
+        _share(config.epsilon_cutoff),
+        _share(config.eta_cutoff),
     )
 
 
-def _processors_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
-    """The processors that transformers makes for a recipe, in its order, with their attributes.
+def _share(value: float | None) -> float | None:
+    return float(value) if value is not None and 0 < value < 1 else None
 
-    Processors of minimum lengths are always among them.
-    """
+
+def _warpers_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
+    """The processors that transformers makes for a recipe, with their attributes."""
     plain = {"filter_value": -float("inf"), "min_tokens_to_keep": 1}
     penalty = {"penalty": recipe.penalty, "prompt_ignore_length": None}
     warm = recipe.temperature not in (0, 1)
     every: list[tuple[bool, type[LogitsProcessor], dict[str, Any]]] = [
         (recipe.penalty != 1, processors.RepetitionPenaltyLogitsProcessor, penalty),
-        *((True, minimum, {}) for minimum in MINIMUM_LENGTHS),
         (warm, processors.TemperatureLogitsWarper, {"temperature": recipe.temperature}),
         (recipe.top_k is not None, processors.TopKLogitsWarper, {"top_k": recipe.top_k, **plain}),
         (recipe.top_p is not None, processors.TopPLogitsWarper, {"top_p": recipe.top_p, **plain}),
         (recipe.min_p is not None, processors.MinPLogitsWarper, {"min_p": recipe.min_p, **plain}),
+        (recipe.typical_p is not None, processors.TypicalLogitsWarper, {"mass": recipe.typical_p, **plain}),
+        (recipe.epsilon is not None, processors.EpsilonLogitsWarper, {"epsilon": recipe.epsilon, **plain}),
+        (recipe.eta is not None, processors.EtaLogitsWarper, {"epsilon": recipe.eta, **plain}),
     ]
     return {kind: values for asked, kind, values in every if asked}
 
 
-def why_not_on_device(options: Options, model: nn.Module) -> str | None:
-    """Which option needs transformers' own code, and what that costs; None if tokens can be picked on the device.
+# What the device does, in the order in which transformers does it.
+_IN_ORDER = (
+    *EDITING[:2],
+    processors.RepetitionPenaltyLogitsProcessor,
+    *EDITING[2:5],
+    *MINIMUM_LENGTHS,
+    *EDITING[5:],
+    processors.TemperatureLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.MinPLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
+    processors.LogitNormalization,  # changes no token's chances
+)
+
+
+_known: WeakKeyDictionary[Options, tuple[int, LogitEdits | str]] = WeakKeyDictionary()
+
+
+def edits_or_why_not(options: Options, model: nn.Module, vocabulary: int) -> LogitEdits | str:
+    """What is done to single logits; or which option needs transformers' own code, and what that costs.
 
     The processors that transformers makes of the options are compared, attribute by attribute, with those expected.
     """
+    if options not in _known or _known[options][0] != vocabulary:
+        _known[options] = vocabulary, _edits_or_why_not(options, model, vocabulary)
+    return _known[options][1]
+
+
+def why_not_on_device(options: Options, model: nn.Module, vocabulary: int) -> str | None:
+    """Which option needs transformers' own code, and what that costs; None if tokens can be picked on the device."""
+    found = edits_or_why_not(options, model, vocabulary)
+    return found if isinstance(found, str) else None
+
+
+def _edits_or_why_not(options: Options, model: nn.Module, vocabulary: int) -> LogitEdits | str:
     for name in _ARGUMENTS_THAT_PICK:
         if getattr(options.arguments, name):
             return f"`{name}` is worked out {_COST}"
-    expected = _processors_of(recipe_of(options))
+    expected = _warpers_of(recipe_of(options))
     made = make_processors(base_model(model), options, 1, 1)
     for processor in made:
-        values = expected.get(type(processor))
-        if values is None or any(getattr(processor, name, None) != value for name, value in values.items()):
-            name = type(processor).__name__
-            return f"{f'`{_OPTION_OF[name]}`' if name in _OPTION_OF else name} is worked out {_COST}"
+        known = type(processor) in _IN_ORDER
+        values = expected.get(type(processor), {})
+        if not known or any(getattr(processor, name, None) != value for name, value in values.items()):
+            return _why_not(processor)
     present = [type(processor) for processor in made]
-    if present != [kind for kind in expected if kind in present or kind not in MINIMUM_LENGTHS]:
+    in_order = sorted(present, key=_IN_ORDER.index) == present and len(set(present)) == len(present)
+    warpers = {kind for kind in present if kind in _ALL_WARPERS}
+    if not in_order or warpers != set(expected):
         return f"this transformers has an order of its own for sampling options, which are worked out {_COST}"
-    return None
+    edits = edits_of(made, vocabulary)
+    return edits if isinstance(edits, LogitEdits) else _why_not(edits)
+
+
+_ALL_WARPERS = set(_warpers_of(Recipe(2.0, 2.0, 1, 0.5, 0.5, 0.5, 0.5, 0.5)))
+
+
+def _why_not(processor: LogitsProcessor) -> str:
+    name = type(processor).__name__
+    return f"{f'`{_OPTION_OF[name]}`' if name in _OPTION_OF else name} is worked out {_COST}"
 
 
 def why_picked_by_host(
@@ -138,14 +197,15 @@ def why_picked_by_host(
     model: nn.Module,
     device: torch.device,
     depth: int,
-    penalised: int,
+    kept_bytes: int,
     vocabulary: int,
     *,
     amd: bool = False,
 ) -> str | None:
     """Why tokens are picked by the host; None if they are picked on the device.
 
-    ``kinds``: the different options of a call. ``penalised``: how many of its sequences have a repetition penalty.
+    ``kinds``: the different options of a call. ``kept_bytes``: what the device would keep of the tokens that its
+    sequences have had.
     """
     if not kinds:  # no prompt can be run
         return None
@@ -154,15 +214,16 @@ def why_picked_by_host(
     # On a CPU, sampled tokens have a noise of their own.
     if not may_pick_on(device, amd) and (depth == 1 or any(options.do_sample for options in kinds)):
         return "on a CPU there is nothing to gain"
-    if penalised * vocabulary > 8 * _SEEN_BYTES:
-        return (
-            f"`repetition_penalty` over {penalised:,} sequences would take more than {_SEEN_BYTES >> 20} MB on the "
-            "device, so the host works it out, for which it waits after each step: pass fewer prompts at a time"
-        )
     for options in kinds:
-        reason = why_not_on_device(options, model)
+        reason = why_not_on_device(options, model, vocabulary)
         if reason is not None:
             return reason if len(kinds) == 1 else f"{reason}. This holds for all prompts of the call"
+    if kept_bytes > _KEPT_BYTES:
+        return (
+            f"what penalties and forbidden repetitions have to look back at would take more than {_KEPT_BYTES >> 20} "
+            "MB on the device, so the host works them out, for which it waits after each step: pass fewer prompts at a "
+            "time"
+        )
     return None
 
 
@@ -187,7 +248,8 @@ class DeviceSampler:
     """Picks the next token of each row.
 
     ``kinds``: all options that rows may have; ``why_not_on_device`` is None for each. Options that pick tokens in the
-    same way get the same number. ``seed``: of rows without a seed of their own.
+    same way get the same number. ``seed``: of rows without a seed of their own. ``edits``: what is done to single
+    logits, if anything is. ``longest``: new tokens of the longest row.
     """
 
     def __init__(
@@ -197,22 +259,27 @@ class DeviceSampler:
         vocabulary: int,
         device: torch.device | str,
         kernels: SamplingKernels,
+        edits: Mapping[Options, LogitEdits] = MappingProxyType({}),
+        longest: int = 1,
     ) -> None:
         self._kernels = kernels
         self.vocabulary = vocabulary
-        numbers: dict[tuple[Recipe, tuple[int, ...]], int] = {}
+        numbers: dict[tuple[Recipe, tuple[int, ...], LogitEdits], int] = {}
         self.kinds: dict[Options, int] = {}
         for options in kinds:
-            way = recipe_of(options), self._held_back(options)
+            way = recipe_of(options), self._held_back(options), edits.get(options, LogitEdits())
             self.kinds[options] = numbers.setdefault(way, len(numbers))
-        recipes = [recipe for recipe, _ in numbers]
+        recipes = [recipe for recipe, *_ in numbers]
+        self.edits = EditTables([each for *_, each in numbers], vocabulary, longest, torch.device(device))
         self._recipe = recipes[0]
         self._table = RecipeTable(recipes, vocabulary, device) if len(recipes) > 1 else None
         self._draws = any(recipe.temperature for recipe in recipes)
         self._cuts = any(recipe.cuts(vocabulary) for recipe in recipes)
+        tails = any(recipe.has_tails for recipe in recipes)
+        self._tails = (self._table or RecipeTable(recipes, vocabulary, device)) if tails else None
         self.needs_kind = self._table is not None
         self.needs_seen = any(recipe.penalty != 1 for recipe in recipes)
-        held_back = [tokens for _, tokens in numbers]
+        held_back = [tokens for _, tokens, _ in numbers]
         most = max(map(len, held_back))
         self.needs_minimum = most > 0
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
@@ -245,15 +312,7 @@ class DeviceSampler:
         if self._table is not None:
             assert rows.kind is not None
             by_row = RowRecipes(self._table, rows.kind)
-        if self.needs_seen or self.needs_minimum:
-            looking_back: dict[str, Any] = {"by_row": by_row}
-            if self.needs_seen:
-                assert rows.seen is not None
-                looking_back |= {"seen": rows.seen, "line": rows.line, "penalty": recipe.penalty}
-            if self.needs_minimum:
-                assert rows.minimum is not None
-                looking_back |= {"eos": self._eos, "made": rows.made, "minimum": rows.minimum}
-            logits = kernels.penalise(logits, **looking_back)
+        logits = self._edited(logits, rows, by_row)
         if not self._draws:
             tokens = kernels.greedy(logits, out=out)
         else:
@@ -267,6 +326,10 @@ class DeviceSampler:
                     min_p=recipe.min_p,
                     by_row=by_row,
                 )
+            ceiling = None
+            if self._tails is not None:
+                which = rows.kind if self.needs_kind else None
+                threshold, ceiling = kernels.tail_cuts(logits, self._tails, which, threshold)
             tokens = kernels.gumbel_sample(
                 logits,
                 recipe.temperature if by_row is None else by_row,
@@ -275,8 +338,44 @@ class DeviceSampler:
                 rows.sample,
                 rows.made,
                 threshold=threshold,
+                ceiling=ceiling,
                 out=out,
             )
         if self.needs_seen:
             kernels.mark_seen(rows.seen, tokens, self.vocabulary, rows.line)
+        if self.edits.looks_back:
+            kernels.append_tokens(rows.history, tokens)
         return tokens
+
+    def _edited(self, logits: torch.Tensor, rows: RowsState, by_row: RowRecipes | None) -> torch.Tensor:
+        """Logits in which single ones are changed, in transformers' order: copies, unless nothing is."""
+        edits, kernels = self.edits, self._kernels
+        which = rows.kind if self.needs_kind else None
+        scores = logits.to(torch.float32, copy=True) if edits.any else logits
+        own = scores if edits.any else None
+        if edits.biased is not None:
+            kernels.edit_tokens(scores, edits.biased, which, rows.made, rows.history)
+        if edits.prompt_penalties is not None:
+            table, of_row = edits.prompt_penalties, torch.zeros_like(rows.prompt, dtype=torch.int32)
+            given = RowRecipes(table, of_row if which is None else which)
+            kernels.penalise(scores, seen=rows.prompt_seen, line=rows.prompt_line, by_row=given, out=own)
+        if self.needs_seen or self.needs_minimum:
+            looking_back: dict[str, Any] = {"by_row": by_row, "out": own}
+            if self.needs_seen:
+                assert rows.seen is not None
+                looking_back |= {"seen": rows.seen, "line": rows.line, "penalty": self._recipe.penalty}
+            if self.needs_minimum:
+                assert rows.minimum is not None
+                looking_back |= {"eos": self._eos, "made": rows.made, "minimum": rows.minimum}
+            scores = kernels.penalise(scores, **looking_back)
+        if edits.no_repeat is not None:
+            kernels.ban_repeats(scores, edits.no_repeat, which, rows.history)
+        if edits.forbidden is not None:
+            kernels.edit_tokens(scores, edits.forbidden, which, rows.made, rows.history)
+        if edits.forced is not None:
+            kernels.force_tokens(scores, edits.forced, which, rows.made, rows.first_at, rows.last_at)
+        if edits.decays is not None:
+            kernels.grow_ends(scores, edits.decays, which, rows.made)
+        if edits.suppressed is not None:
+            kernels.edit_tokens(scores, edits.suppressed, which, rows.made, rows.history)
+        return scores

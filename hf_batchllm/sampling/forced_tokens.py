@@ -20,7 +20,7 @@ _LOOK_AT_EACH = (
     "suppress_tokens",
     "watermarking_config",
 )
-_ARGUMENTS_THAT_DO = ("logits_processor", "prefix_allowed_tokens_fn")
+_ARGUMENTS_THAT_DO = ("logits_processor", "logprobs", "prefix_allowed_tokens_fn", "prompt_logprobs")
 
 
 class ForcedTokens:

@@ -6,6 +6,7 @@ How a token is drawn does not matter: from all scores, or from the best ones whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from .grammar_masks import GrammarMasks, TokenMasks
 from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
 from .nothing_to_draw import NothingToDrawError
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
-from .rows_together import apply_blind, apply_looking_back
+from .rows_together import Histories, apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels
 
 # These cut off unlikely tokens in the order of the scores: the best tokens may be all they need to see.
@@ -40,6 +41,14 @@ SCORES_AT_ONCE = 1 << 25  # that are processed at a time on a device: processors
 _SCORES_PER_CPU_THREAD = 1 << 19  # so many stay in a core's cache
 
 RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    requests: Sequence[Request]
+    chains: list[ProcessorChain]
+    groups: dict[ChainLayout, list[int]]  # rows whose chains have this layout
+    histories: Histories
 
 
 class HostSampler:
@@ -66,10 +75,30 @@ class HostSampler:
         self._chains = ProcessorChains(model, options, notices, grammars is not None)
         self._seed = seed
         self._record = record
+        self._prepared: _Prepared | None = None
+
+    @property
+    def calls_owners_code(self) -> bool:
+        """Whether tokens are picked with code of the user's own."""
+        return self._chains.calls_owners_code
 
     def may_repeat(self, requests: Sequence[Request]) -> bool:
         """Whether a step of these requests may be picked from twice."""
         return self._chains.may_repeat(requests)
+
+    def prepare(self, requests: Sequence[Request], device: torch.device) -> None:
+        """Get ready for the next tokens of these requests, while their logits are on the way."""
+        self._chains.forget_done()
+        chains = [self._chains.of(request) for request in requests]
+        groups: dict[ChainLayout, list[int]] = {}
+        for row, chain in enumerate(chains):
+            groups.setdefault(chain.layout, []).append(row)
+        histories = Histories(requests, device)
+        if any(layout.reads_histories for layout in groups):
+            histories.send()
+        self._prepared = _Prepared(requests, chains, groups, histories)
+        if self.grammars is not None and device.type == "cuda":  # a CPU has no time to spare
+            self.grammars.begin(requests)
 
     @torch.no_grad()
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
@@ -77,11 +106,11 @@ class HostSampler:
 
         Logits are not written to: a hook of the model's owner may have kept them.
         """
-        self._chains.forget_done()
-        chains = [self._chains.of(request) for request in requests]
-        groups: dict[ChainLayout, list[int]] = {}
-        for row, chain in enumerate(chains):
-            groups.setdefault(chain.layout, []).append(row)
+        if self._prepared is None or self._prepared.requests is not requests:
+            self.prepare(requests, logits.device)
+        assert self._prepared is not None
+        chains, groups, histories = self._prepared.chains, self._prepared.groups, self._prepared.histories
+        self._prepared = None
         masks = self._masks(requests, logits.device)
         tokens = [0] * len(requests)
         at_once = rows_at_once(logits)
@@ -90,8 +119,13 @@ class HostSampler:
                 rows = group[begin : begin + at_once]
                 # As a rule there is one group, whose rows lie side by side: no copy.
                 some = logits[rows] if len(groups) > 1 else logits[begin : begin + at_once]
-                mine = None if masks is None else masks.of(rows)
-                picked = self._pick(some, [requests[row] for row in rows], [chains[row] for row in rows], mine)
+                picked = self._pick(
+                    some,
+                    [requests[row] for row in rows],
+                    [chains[row] for row in rows],
+                    histories.some(rows),
+                    None if masks is None else masks.of(rows),
+                )
                 for row, token in zip(rows, picked, strict=True):
                     tokens[row] = token
         return tokens
@@ -107,10 +141,11 @@ class HostSampler:
         logits: torch.Tensor,
         requests: Sequence[Request],
         chains: Sequence[ProcessorChain],
+        histories: Callable[[int], torch.Tensor],
         masks: TokenMasks | None,
     ) -> list[int]:
         """The chains have the same layout, and so the same options and the same blind processors."""
-        scores, blind = apply_looking_back(logits, requests, chains, masks=masks), chains[0].blind
+        scores, blind = apply_looking_back(logits, requests, chains, histories, masks=masks), chains[0].blind
         sampled = chains[0].layout.options.do_sample
         if self._record is not None or not sampled:
             final = apply_blind(blind, scores)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from ..inputs.prompts import Prompt
-from ..model.transfers import to_device
+from ..model.transfers import start_copy_to_host, to_device
 from ..planning.requests_and_prefixes import Request, Unit
 from ..planning.step import Chunk
 
@@ -40,6 +41,22 @@ class NewTokenLogProbs:
 
         return recorded
 
+    def put(self, requests: Sequence[Request], tokens: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
+        """Take down what the device has noted: of each of ``tokens`` [requests, times], where it is not negative.
+
+        ids: [requests, times, k], the likeliest first. values: [requests, times, k + 1], that of the token last.
+        """
+        for request, its, others, found in zip(requests, tokens.tolist(), ids.tolist(), values.tolist(), strict=True):
+            if request.finish_reason is not None:
+                continue  # it had ended before these, unknown when they were launched
+            entries = self._entries[request]
+            for token, likely, known in zip(its, others, found, strict=True):
+                if token < 0:
+                    break
+                entry = dict(zip(likely, known, strict=False))
+                entry.setdefault(token, known[-1])
+                entries.append(entry)
+
     def take(self, request: Request) -> list[LogProbs]:
         """Hand out, and forget, those of a request that has ended."""
         return self._entries.pop(request, [])[: len(request.generated)]
@@ -55,6 +72,22 @@ class _UnitLogProbs:
         self.last = start  # logits from this position on are not needed
         self.branches: dict[int, dict[int, list[_UnitLogProbs]]] = {}  # position -> next token -> units that begin so
 
+    def is_complete(self, cut: int) -> bool:
+        """Whether all tokens before ``cut`` are known. At a prompt's very first one nothing can be."""
+        first = 1 if self.start == 0 else 0
+        return None not in self.entries[first : cut - self.start]
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """A part whose logits are there, and the tokens that it asks for."""
+
+    known: _UnitLogProbs
+    part: Chunk
+    own: int  # tokens of the unit itself, from the one behind the part's first
+    positions: list[int]  # at which other units begin
+    others: list[list[_UnitLogProbs]]  # for each of their first tokens, the units that begin so
+
 
 class PromptLogProbs:
     """The log-probabilities of prompts' tokens, and of the ``k`` likeliest at their positions.
@@ -68,6 +101,7 @@ class PromptLogProbs:
         # Requests that have not been handed out keep the entries of their units alive.
         self._chains: dict[Request, list[tuple[_UnitLogProbs, int]]] = {}
         self._known: WeakValueDictionary[Unit, _UnitLogProbs] = WeakValueDictionary()
+        self._to_come: deque[Callable[[], None]] = deque()  # what steps have found, and the host has not seen
 
     def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """No prompt begins with tokens at which logits are not needed."""
@@ -102,62 +136,92 @@ class PromptLogProbs:
         return [Chunk(chunk.unit, begin, end)] if begin < end else []
 
     def record(self, parts: Sequence[Chunk], logits: torch.Tensor) -> None:
-        """Read the log-probabilities from ``logits`` [tokens, vocabulary], a row for each token of the parts."""
-        row = 0
-        for part in parts:
-            count = part.end - part.begin
-            self._record(part, logits[row : row + count])
-            row += count
-        assert row == len(logits)
+        """Read the log-probabilities from ``logits`` [tokens, vocabulary], a row for each token of the parts.
 
-    def _record(self, part: Chunk, logits: torch.Tensor) -> None:
+        The device is not waited for: they are taken down once a request that they belong to has ended.
+        """
+        rows: list[int] = []
+        tokens: list[int] = []
+        askers: list[_Asker] = []
+        begin = 0
+        for part in parts:
+            askers.append(self._ask(part, begin, rows, tokens))
+            begin += part.end - part.begin
+        assert begin == len(logits)
+        found = start_log_probs(logits, np.array(rows, dtype=np.int64), tokens, self.k)
+        for asker in askers:  # only now: if memory runs out before, the parts are run again
+            asker.known.seen = asker.part.end
+            for position in asker.positions:
+                del asker.known.branches[position]
+
+        def take_down() -> None:
+            entries = iter(found())
+            for asker in askers:
+                first = asker.part.begin + 1 - asker.known.start
+                asker.known.entries[first : first + asker.own] = itertools.islice(entries, asker.own)
+                for branches in asker.others:
+                    entry = next(entries)
+                    for branch in branches:
+                        branch.entries[0] = entry
+
+        self._to_come.append(take_down)
+
+    def _ask(self, part: Chunk, begin: int, rows: list[int], tokens: list[int]) -> _Asker:
+        """Add the rows and tokens that a part asks for; its logits begin at row ``begin``."""
         known = self._known[part.unit]
         # Rows whose next token the unit has itself.
         own = max(min(part.end, known.start + len(known.entries) - 1) - part.begin, 0)
-        rows = [*range(own)]
-        tokens = part.unit.tokens(part.begin + 1, part.begin + 1 + own).tolist() if own else []
+        rows += range(begin, begin + own)
+        tokens += part.unit.tokens(part.begin + 1, part.begin + 1 + own).tolist() if own else []
         others: list[list[_UnitLogProbs]] = []
         positions = sorted(at for at in known.branches if part.begin <= at < part.end)
         for position in positions:
             for token, branches in known.branches[position].items():
-                rows.append(position - part.begin)
+                rows.append(begin + position - part.begin)
                 tokens.append(token)
                 others.append(branches)
-        entries = log_probs(logits, np.array(rows, dtype=np.int64), tokens, self.k)
-        for position in positions:  # only now: if memory runs out before, the part is run again
-            del known.branches[position]
-        first = part.begin + 1 - known.start
-        known.entries[first : first + own] = entries[:own]
-        for branches, entry in zip(others, entries[own:], strict=True):
-            for branch in branches:
-                branch.entries[0] = entry
-        known.seen = part.end
+        return _Asker(known, part, own, positions, others)
 
     def take(self, request: Request) -> list[LogProbs | None]:
         """Hand out, and forget, those of a request that has ended."""
-        entries: list[LogProbs | None] = []
-        for known, cut in self._chains.pop(request):
-            entries += known.entries[: cut - known.start]
-        return entries
+        chain = self._chains.pop(request)
+        while self._to_come and not all(known.is_complete(cut) for known, cut in chain):
+            self._to_come.popleft()()  # in the order of the steps, of which none is later than the request's last one
+        return [entry for known, cut in chain for entry in known.entries[: cut - known.start]]
+
+
+def log_probs(logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: int) -> list[LogProbs]:
+    """For each pair of a row of ``logits`` [n, vocabulary] and a token: the ``k`` likeliest tokens, and that one."""
+    return start_log_probs(logits, rows, tokens, k)()
 
 
 @torch.no_grad()
-def log_probs(logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: int) -> list[LogProbs]:
-    """For each pair of a row of ``logits`` [n, vocabulary] and a token: the ``k`` likeliest tokens, and that one."""
+def start_log_probs(
+    logits: torch.Tensor, rows: np.ndarray, tokens: Sequence[int], k: int
+) -> Callable[[], list[LogProbs]]:
+    """As ``log_probs``. What comes back waits for the device and gives them; the logits are not needed any more."""
     order = np.argsort(rows, kind="stable")
     chosen = np.asarray(tokens, dtype=np.int64)[order]
-    entries: list[LogProbs] = [{}] * len(order)
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # of each block, in the order of the rows
     for block in _blocks(logits, rows[order], chosen, LOGITS_AT_ONCE):
         best, ids = block.logits.topk(min(k, logits.shape[-1]), dim=-1)  # [block, k]
-        likely = (best - block.lse[:, None])[block.rows].tolist()
-        pairs = zip(
-            ids[block.rows].tolist(), likely, chosen[block.pairs].tolist(), block.of_tokens().tolist(), strict=True
-        )
-        for place, (others, values, token, value) in zip(order[block.pairs].tolist(), pairs, strict=True):
-            entries[place] = entry = dict(zip(others, values, strict=True))
-            entry.setdefault(token, value)  # no likelier than those before it
+        found.append((ids[block.rows], (best - block.lse[:, None])[block.rows], block.of_tokens()))
         del block  # before the next one is made
-    return entries
+    if not found:
+        return lambda: []
+    # One copy of each kind: the host's memory for it takes long to get.
+    copies = [start_copy_to_host(torch.cat(each)) for each in zip(*found, strict=True)]
+
+    def read() -> list[LogProbs]:
+        entries: list[LogProbs] = [{}] * len(order)
+        others, values, of_tokens = (copied().tolist() for copied in copies)
+        every = zip(order.tolist(), others, values, chosen.tolist(), of_tokens, strict=True)
+        for place, likeliest, likely, token, value in every:
+            entries[place] = entry = dict(zip(likeliest, likely, strict=True))
+            entry.setdefault(token, value)  # no likelier than those before it
+        return entries
+
+    return read
 
 
 @torch.no_grad()

@@ -83,6 +83,10 @@ class ChainLayout:
     kinds: tuple[ProcessorKind, ...]
     blind: int  # all processors from this one on are blind to history, and the same for all requests
 
+    @property
+    def reads_histories(self) -> bool:
+        return ProcessorKind.ALIKE in self.kinds or ProcessorKind.ALONE in self.kinds
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ProcessorChain:
@@ -118,6 +122,8 @@ class ProcessorChains:
         }
         self._makers = [makers[each] for each in options]
         self._own: dict[Request, ProcessorChain] = {}  # of requests that share theirs with no other
+        arguments = [each.arguments for each in makers]
+        self.calls_owners_code = any(each.logits_processor or each.prefix_allowed_tokens_fn for each in arguments)
 
     def of(self, request: Request) -> ProcessorChain:
         maker = self._makers[request.index]

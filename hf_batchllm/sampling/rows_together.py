@@ -26,10 +26,35 @@ def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.
     return scores
 
 
+class Histories:
+    """The tokens of some requests, as processors are given them."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self._requests = requests
+        self._device = device
+        self._rows: tuple[torch.Tensor, ...] = ()
+
+    def send(self) -> None:
+        """All of them in one copy to the device."""
+        every = [request.tokens(0, request.length) for request in self._requests]
+        flat = to_device(np.concatenate(every).astype(np.int64)[None], self._device)
+        self._rows = flat.split([len(ids) for ids in every], dim=1)
+
+    def of(self, row: int) -> torch.Tensor:  # [1, length], without padding
+        if not self._rows:
+            self.send()
+        return self._rows[row]
+
+    def some(self, rows: Sequence[int]) -> Callable[[int], torch.Tensor]:
+        """Those of a few rows, by their places among these."""
+        return lambda place: self.of(rows[place])
+
+
 def apply_looking_back(
     scores: torch.Tensor,
     requests: Sequence[Request],
     chains: Sequence[ProcessorChain],
+    history: Callable[[int], torch.Tensor],  # of each row, [1, length]
     together: int = 1,
     masks: TokenMasks | None = None,
 ) -> torch.Tensor:
@@ -40,14 +65,6 @@ def apply_looking_back(
     ``scores`` are not written to: a hook of the model's owner may have kept them.
     """
     layout = chains[0].layout
-    histories: dict[int, torch.Tensor] = {}
-
-    def history(row: int) -> torch.Tensor:  # [1, length], without padding
-        if row not in histories:
-            ids = requests[row].tokens(0, requests[row].length).astype(np.int64)
-            histories[row] = to_device(ids[None], scores.device)
-        return histories[row]
-
     for place, kind in enumerate(layout.kinds[: layout.blind]):
         processor = chains[0].looking_back[place]
         if kind is ProcessorKind.BLIND:
@@ -64,17 +81,21 @@ def apply_looking_back(
         elif kind is ProcessorKind.ALIKE:
             scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
         else:
+            own_scores = scores.clone()  # a processor may write to its own
+            of_each = own_scores.split(together)
             done = []
-            for row in range(0, len(chains), together):
-                ids = torch.cat([history(each) for each in range(row, row + together)])
+            for number, given in enumerate(of_each):
+                row = number * together
+                ids = history(row) if together == 1 else torch.cat([history(row + more) for more in range(together)])
                 own_one = chains[row].looking_back[place]
                 try:
-                    done.append(own_one(ids, scores[row : row + together].clone()))  # it may write to them
+                    done.append(own_one(ids, given))
                 except Exception as error:
                     if isinstance(own_one, UserProcessor):
                         say_where(error, f"the logits processor {own_one.name}", requests[row].index)
                     raise
-            scores = torch.cat(done)
+            in_place = all(result is given for result, given in zip(done, of_each, strict=True))
+            scores = own_scores if in_place else torch.cat(done)
     return scores
 
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from ..inputs.base_model import base_model
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .call_grammars import CallGrammars
-from .device_sampler import may_pick_on, penalised_by, why_picked_by_host
+from .device_sampler import edits_or_why_not, may_pick_on, penalised_by, why_picked_by_host
 from .grammar_masks import GrammarMasks
 from .host_sampler import HostSampler, RecordScores
-from .sampling_kernels import sampling_kernels
-from .seated_sampler import SeatedSampler
+from .logit_edits import LogitEdits
+from .sampling_kernels import SamplingKernels, sampling_kernels
+from .seated_sampler import SeatedSampler, room_to_look_back
 
 
 @dataclass(frozen=True)
 class TokenPicking:
-    """options: of each prompt of the list, by a request's ``index``. places: the prompts that run. samples: of each.
+    """options: of each prompt of the list, by a request's ``index``. places: the prompts that run. samples,
+    prompt_tokens, new_tokens: of each, the last as the most that it may get.
 
     grammars: of each prompt of the list, if any has one.
     """
@@ -33,6 +37,8 @@ class TokenPicking:
     options: Sequence[Options]
     places: Sequence[int]
     samples: Sequence[int]
+    prompt_tokens: Sequence[int]
+    new_tokens: Sequence[int]
     seed: Seeds | None
     amd: bool = False  # whether kernels were asked for by name, without which none run on AMD's cards
     grammars: CallGrammars | None = None
@@ -41,19 +47,32 @@ class TokenPicking:
     def different_options(self) -> list[Options]:
         return list(dict.fromkeys(self.options[place] for place in self.places))
 
-    @property
-    def penalised(self) -> int:
-        """How many sequences have a repetition penalty."""
-        penalised = {options for options in self.different_options if penalised_by(options)}
-        return sum(
-            count for place, count in zip(self.places, self.samples, strict=True) if self.options[place] in penalised
-        )
+    @cached_property
+    def edits(self) -> dict[Options, LogitEdits]:
+        """What is done to single logits by each of the options that the device can serve."""
+        found = {each: edits_or_why_not(each, self.model, self.vocabulary) for each in self.different_options}
+        return {each: edits for each, edits in found.items() if isinstance(edits, LogitEdits)}
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """What the device keeps of the tokens that sequences have had."""
+        found = 0
+        for place, count, prompt, new in zip(
+            self.places, self.samples, self.prompt_tokens, self.new_tokens, strict=True
+        ):
+            options = self.options[place]
+            edits = self.edits.get(options, LogitEdits())
+            bits = penalised_by(options) + (edits.prompt_penalty != 1)
+            found += count * (bits * self.vocabulary // 8 + 4 * room_to_look_back(edits.reach(), prompt, new))
+        return found
 
     @property
     def changes_logits(self) -> bool:
         """Whether something is changed in the logits before a token is picked on the device."""
         different = self.different_options
-        return self.penalised > 0 or any(each.config.min_new_tokens or each.config.min_length for each in different)
+        return any(each.any for each in self.edits.values()) or any(
+            penalised_by(each) or each.config.min_new_tokens or each.config.min_length for each in different
+        )
 
     def why_by_host(self, steps_on_their_way: int) -> str | None:
         """Why the host picks the tokens; None if the device does."""
@@ -62,11 +81,16 @@ class TokenPicking:
             return f"`{name}` is worked out by the host, which waits for each step: steps are not queued ahead"
         different = self.different_options
         return why_picked_by_host(
-            different, self.model, self.device, steps_on_their_way, self.penalised, self.vocabulary, amd=self.amd
+            different, self.model, self.device, steps_on_their_way, self.kept_bytes, self.vocabulary, amd=self.amd
         )
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether the model may run in graphs, also where the host picks the tokens."""
+        return may_pick_on(self.device, self.amd)
+
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
-        kernels = sampling_kernels(self.device, self.amd) if may_pick_on(self.device, self.amd) else None
+        kernels = self.kernels if may_pick_on(self.device, self.amd) else None
         masks = None if self.grammars is None else self._masks(self.grammars)
         return HostSampler(
             self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels, grammars=masks
@@ -76,7 +100,13 @@ class TokenPicking:
         ends = [each.eos_token_ids for each in self.options]
         return grammars.masks(ends, pinned=self.device.type == "cuda")
 
+    @cached_property
+    def kernels(self) -> SamplingKernels:
+        """What picks tokens on the device."""
+        return sampling_kernels(self.device, self.amd)
+
     def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
-        kernels = sampling_kernels(self.device, self.amd)
-        return SeatedSampler(requests, self.options, self.seed, self.device, kernels), kernels.advance
+        positions = getattr(base_model(self.model).config, "max_position_embeddings", None)
+        sampler = SeatedSampler(requests, self.options, self.seed, self.device, self.kernels, self.edits, positions)
+        return sampler, self.kernels.advance

@@ -18,7 +18,7 @@ from ...notices import Notices
 from ...sampling.host_sampler import rows_at_once
 from ...sampling.nothing_to_draw import NothingToDrawError
 from ...sampling.processor_chains import ChainLayout, ProcessorChains
-from ...sampling.rows_together import apply_blind, apply_looking_back
+from ...sampling.rows_together import Histories, apply_blind, apply_looking_back
 from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
 from .search_rules import Searches, SearchRules
@@ -112,7 +112,8 @@ class BeamScores:
         log_probs = logits.log_softmax(dim=-1)
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
         chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
-        scores = apply_blind(chains[0].blind, apply_looking_back(log_probs, requests, chains, together=width))
+        history = Histories(requests, logits.device).of
+        scores = apply_blind(chains[0].blind, apply_looking_back(log_probs, requests, chains, history, together=width))
         made = [group.made for group in groups]
         if self._tensors is not None:
             rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])

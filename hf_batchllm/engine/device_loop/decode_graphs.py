@@ -21,7 +21,8 @@ from ...model.owners_state import OwnersState, not_in_graphs
 from ...model.runner import ModelRunner
 from ...model.triton_attention import TritonBackend, WorkSeen
 from ...notices import Notices
-from .decode_rows import Advance, DecodeRows, Pick
+from ...sampling.device_logprobs import DeviceLogProbs
+from .decode_rows import Advance, DecodeRows, Pick, Produced
 from .graph_sizes import WORTHWHILE_STEPS, size_of, sizes_to_come
 from .seats import Seats
 
@@ -43,12 +44,14 @@ class DecodeGraphs:
         runner: ModelRunner,
         backend: TritonBackend,
         seats: Seats,
-        pick: Pick,
+        pick: Pick | None,
         advance: Advance,
         most_times: int,
         notices: Notices,
+        noting: DeviceLogProbs | None,
         capture: bool = True,
     ) -> None:
+        self._noting = noting
         self._runner = runner
         self._backend = backend
         self._seats = seats
@@ -63,6 +66,8 @@ class DecodeGraphs:
         self._given_up = not capture or notices.was_given(_CAPTURE)
         self._state: OwnersState | None = None  # the model's state as it was captured
         self._adapter: str | None = None
+        self._checks_later = False
+        self._held: list[torch.Tensor] = []  # what the model consisted of then
         self._warm = False  # whether a run has compiled the kernels of all sizes that are prepared
         self.model_may_have_changed = True  # the caller had control since the last step
         self._reads: PlainReads | None = None  # what code of the owner's reads beside the model's state
@@ -77,15 +82,18 @@ class DecodeGraphs:
         self.steps = 0  # that graphs have run
         self.replays = False  # whether the latest step is a captured graph
 
-    def run(self, batch: ModelBatch, steps_to_come: int) -> torch.Tensor | None:  # [rows, most_times]
-        """Run a burst. Returns its tokens as ``DecodeRows.settle``, or None if the kernels cannot do every layer.
+    def run(self, batch: ModelBatch, steps_to_come: int) -> Produced | None:
+        """Run a burst. Returns what comes of it, or None if the kernels cannot do every layer.
 
         In that case nothing has run.
         """
         if batch.burst is None or not self.does_all:
             return None
-        self._drop_outdated()
         rows = batch.attention.rows
+        held = self._graphs.get(size_of(rows))
+        checks_later = self._checks_later and held is not None and held.captured
+        if not checks_later:
+            self._drop_outdated()
         size = size_of(rows)
         graph = self._graphs.get(size) or self._make(size)
         step = self._backend.work_of(batch.attention)
@@ -105,8 +113,10 @@ class DecodeGraphs:
                 self._capture(graph)
         for _ in range(times):
             graph.run()
+        if checks_later and self._drop_outdated():
+            return self.run(batch, steps_to_come)  # what has run was a model that is no more
         self.steps += times if graph.captured else 0
-        return graph.settle()[:rows]
+        return graph.settle(rows)
 
     def owner_gets_control(self) -> None:
         """Note what the model's own code reads. What it changes by itself, such as a counter, is no change of then."""
@@ -121,24 +131,37 @@ class DecodeGraphs:
         if self._reads and self._reads.now() != self._read_before:
             self._reads_others = True
 
-    def _drop_outdated(self) -> None:
-        """Drop graphs of a model that has changed: between two results its owner may do anything to it."""
+    def check_later(self) -> None:
+        """From now on, whether the model has changed is looked at while the device runs it, and not before.
+
+        For a model whose owner's code runs between all steps. Its tensors are held until then, as the run may read
+        them. A step that runs a second time writes the same again, unless layers carry states.
+        """
+        self._checks_later = not self._runner.architecture.states
+
+    def _drop_outdated(self) -> bool:
+        """Drop graphs of a model that has changed: between two results its owner may do anything to it.
+
+        Gives whether any was dropped.
+        """
         captured = [graph for graph in self._graphs.values() if graph.captured]
         if not self.model_may_have_changed or (self._given_up and not captured):
-            return
+            return False
         adapters = self._runner.adapters
         adapter = None if adapters is None else adapters.name  # active in steps only, so the model does not show it now
         model = self._runner.model
         self.model_may_have_changed = False
         same = adapter == self._adapter and not self._reads_others
         if same and self._state is not None and self._state.change(model) is None:
-            return
+            return False
         self._reads, self._reads_others = None, False
         for graph in captured:
             self._forget(graph)
         self._state, self._adapter = OwnersState(model, self._seats.last.device), adapter
+        self._held = list(self._state.tensors()) if self._checks_later else []
         if (reason := not_in_graphs(model)) is not None:
             self._give_up(reason)
+        return bool(captured)
 
     @property
     def storage(self) -> KVStorage:
@@ -193,8 +216,9 @@ class DecodeGraphs:
 
     def _new(self, size: int) -> DecodeRows:
         return DecodeRows(
-            size, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met
-        )
+            size, self.most_times, self._runner, self._backend, self._seats, self._pick, self._advance, self._met,
+            self._noting,
+        )  # fmt: skip
 
     def _capture(self, graph: DecodeRows) -> None:
         began = time.perf_counter()
@@ -259,13 +283,14 @@ def graphs_for(
     config: BatchConfig,
     runner: ModelRunner,
     seats: Seats,
-    pick: Pick,
+    pick: Pick | None,
     advance: Advance,
     most_times: int,
     notices: Notices,
+    noting: DeviceLogProbs | None,
 ) -> DecodeGraphs | None:
     """None where the backend cannot keep the state of decode rows on the device."""
     if not isinstance(runner.backend, TritonBackend):
         return None
     capture = config.cuda_graphs and seats.last.device.type == "cuda"
-    return DecodeGraphs(runner, runner.backend, seats, pick, advance, most_times, notices, capture)
+    return DecodeGraphs(runner, runner.backend, seats, pick, advance, most_times, notices, noting, capture)

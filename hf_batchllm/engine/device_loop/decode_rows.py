@@ -8,6 +8,7 @@ read no key, write nothing, and their output is dropped. A row that has ended is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
 from ...planning.requests_and_prefixes import NO_SLOT
+from ...sampling.device_logprobs import DeviceLogProbs, NotedRows
 from .graph_capture import capturing, own_copies
 from .seats import Seats
 
@@ -116,12 +118,24 @@ class RowsWork(WorkSource):
         return room
 
 
+@dataclass(frozen=True)
+class Produced:
+    """What a burst gave. A request's new token i stands at place i modulo the number of places; its note does, too."""
+
+    tokens: torch.Tensor  # [rows, places] int64  -1: none
+    noted: NotedRows | None
+    logits: torch.Tensor | None  # [rows, vocabulary]  where the host picks; valid until the next burst
+
+
 class DecodeRows:
-    """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row."""
+    """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row.
+
+    ``pick``: None where the host picks, which then gives each row its token before each run.
+    """
 
     def __init__(
-        self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick,
-        advance: Advance, met: dict[tuple[Any, ...], WorkSeen],
+        self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick | None,
+        advance: Advance, met: dict[tuple[Any, ...], WorkSeen], noting: DeviceLogProbs | None = None,
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -151,6 +165,10 @@ class DecodeRows:
             )
             self._seat = zeros(rows, dtype=torch.long)
             self._which = None if seats.which is None else zeros(rows)  # each row's set of eos tokens
+        self._logits: torch.Tensor | None = None  # of the latest run, where the host picks
+        self._captured_logits: torch.Tensor | None = None  # where each replay puts its own
+        self._noting = noting
+        self._noted = None if noting is None else noting.room(rows, most_times)
         entries = backend.storage.num_pages + 8 * rows + 64
         self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
         self._context = KernelAttention(self.work, backend)
@@ -177,13 +195,15 @@ class DecodeRows:
             (state.status, RUNNING, PADDING),
             (state.start, burst.start, 0),
             *((column, pages, -1) for column, pages in zip(state.pages.T, burst.pages.T, strict=True)),
+            *([] if self._pick is not None else [(state.token, tokens.input_ids.numpy(), 0)]),
         ]
         numbers = np.empty((len(given), self.rows), dtype=np.int64)  # all in one copy to the device
         for line, (_, values, filler) in zip(numbers, given, strict=True):
             line[:rows], line[rows:] = values, filler
         for line, (destination, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
             destination.copy_(line)
-        state.token.copy_(self._seats.last[self._seat])
+        if self._pick is not None:
+            state.token.copy_(self._seats.last[self._seat])
         if self._which is not None and self._seats.which is not None:
             self._which.copy_(self._seats.which[self._seat])
         if self._states is not None and batch.states is not None:
@@ -202,16 +222,21 @@ class DecodeRows:
         """Run the rows once: each gets its next token."""
         if self._graph is not None:
             self._graph.replay()
+            self._logits = self._logits if self._captured_logits is None else self._captured_logits
         else:
             self._run()
 
-    def settle(self) -> torch.Tensor:  # [rows, most_times]
-        """End the burst. Returns the rows' tokens: a request's new token i at i modulo ``most_times``; -1 for none."""
+    def settle(self, rows: int) -> Produced:
+        """End the burst. Returns what came of its first rows."""
         state, seats = self._state, self._seats
+        if self._pick is None:
+            logits, self._logits = self._logits, None
+            assert logits is not None
+            return Produced(state.produced[:rows], None, logits[:rows])
         seats.last[self._seat] = state.token
         if seats.any_eos:
             seats.ended[self._seat] = state.status == STOPPED
-        return state.produced
+        return Produced(state.produced[:rows], None if self._noted is None else self._noted.first(rows), None)
 
     def run_idle(self, known: Mapping[tuple[Any, ...], WorkSeen]) -> None:
         """Run padding rows once, so that whatever the model makes on first use is made."""
@@ -225,9 +250,10 @@ class DecodeRows:
         """Capture a run as a graph. Rows must have run before: a capture cannot make what is made on first use."""
         for rooms in self.work.rooms:
             self._context.backend.reserve(rooms.parts)
-        graph = torch.cuda.CUDAGraph()
+        graph, of_this_run = torch.cuda.CUDAGraph(), self._logits
         with capturing(graph, pool, self._state.token.device), own_copies():
             self._run()
+        self._captured_logits, self._logits = self._logits, of_this_run
         self._graph = graph
 
     def _idle_spans(self) -> Spans:
@@ -242,7 +268,12 @@ class DecodeRows:
         if self._states is not None:
             self._states.calls = 0
         logits = self._runner.rows(state.token, state.position, self._context, self._states)
+        if self._pick is None:
+            self._logits = logits
+            return
         picked = self._pick(logits, self._seat, state.made)
+        if self._noting is not None and self._noted is not None:
+            self._noting.note(self._noted, logits, picked, state.made)
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
 
 

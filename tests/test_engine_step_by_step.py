@@ -1,0 +1,137 @@
+"""Where the host picks the tokens, the model runs in graphs all the same: the tokens are those of ``generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support_device_loop import device as device  # a fixture
+from support_device_loop import model_on
+from support_families import reference_generate
+from support_parity import mixed_prompts, pages_of_memory
+from transformers import GenerationConfig, LogitsProcessor
+
+from hf_batchllm import BatchGenerator
+from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+
+PROMPTS = mixed_prompts(2)
+
+
+class NoThirds(LogitsProcessor):
+    """Forbids tokens by the length of the sequence, writing to the scores that it is given."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, input_ids.shape[1] % 3 :: 3] = -torch.inf
+        return scores
+
+
+class Doubles(LogitsProcessor):
+    """Counts its calls, and prefers what the sequence ends with."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[0, int(input_ids[0, -1])] += 0.7 * self.calls
+        return scores
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"logits_processor": [NoThirds()]}),
+    ("gemma3", {"prefix_allowed_tokens_fn": lambda batch, ids: [int(ids[-1]), (5 * int(ids[-1]) + 1) % 97, 3]}),
+    ("gpt2", {"remove_invalid_values": True, "no_repeat_ngram_size": 2}),
+]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each decode step that went through the graphs."""
+    seen: list[int] = []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(
+        DecodeGraphs, "run", lambda self, batch, *rest: seen.append(batch.attention.rows) or run(self, batch, *rest)
+    )
+    return seen
+
+
+@pytest.mark.parametrize("memory", [200, 20])
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_tokens_are_those_of_generate(
+    family: str, options: dict[str, Any], memory: int, device: str, replayed: list[int]
+) -> None:
+    model = model_on(device, family)
+    given = {"max_new_tokens": 12, "eos_token_id": list(range(0, 97, 7)), "pad_token_id": 0, **options}
+    alone = [reference_generate(model, prompt, **given) for prompt in PROMPTS]
+    with BatchGenerator(model, kv_memory=pages_of_memory(model, memory, 16), page_size=16) as generator:
+        result = generator.generate(PROMPTS, progress=False, **given)
+        again = generator.generate(PROMPTS, progress=False, logprobs=1, **given)
+    assert result.token_ids == again.token_ids == alone
+    assert len(replayed) > 10 and max(replayed) > 4
+    assert all(len(row.logprobs) == len(row.token_ids) for row in again)
+
+
+def test_processors_with_a_state_of_their_own(device: str) -> None:
+    model = model_on(device, "llama")
+    alone = [
+        reference_generate(model, prompt, max_new_tokens=9, eos_token_id=None, logits_processor=[Doubles()])
+        for prompt in PROMPTS
+    ]
+    with BatchGenerator(model) as generator:
+        result = generator.generate(
+            PROMPTS,
+            max_new_tokens=9,
+            eos_token_id=None,
+            logits_processor=lambda index, ids: [Doubles()],
+            progress=False,
+        )
+    assert result.token_ids == alone
+
+
+def test_samples_are_those_that_the_device_would_draw(device: str) -> None:
+    asked: dict[str, Any] = {"do_sample": True, "seed": 3, "max_new_tokens": 10, "num_return_sequences": 2}
+    with BatchGenerator(model_on(device, "llama")) as generator:
+        by_device = generator.generate(PROMPTS, progress=False, **asked)
+        by_host = generator.generate(PROMPTS, progress=False, logits_processor=[lambda ids, scores: scores], **asked)
+    assert by_device.token_ids == by_host.token_ids
+
+
+def test_a_processor_that_changes_the_model_is_heard(device: str) -> None:
+    """A graph that was captured before would know nothing of it."""
+    model = model_on(device, "llama")
+    head = model.lm_head.weight.data
+
+    def flips(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == len(PROMPTS[0]) + 4:
+            model.lm_head.weight = torch.nn.Parameter(head.flip(0).contiguous(), requires_grad=False)
+        return scores
+
+    def run(generate: Any) -> list[int]:
+        before = model.lm_head.weight
+        try:
+            tokens: list[int] = generate()
+            return tokens
+        finally:
+            model.lm_head.weight = before
+
+    alone = run(
+        lambda: reference_generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=None, logits_processor=[flips])
+    )
+    with BatchGenerator(model, fuse=False) as generator:
+        ours = run(
+            lambda: generator.generate(
+                [PROMPTS[0]], max_new_tokens=12, eos_token_id=None, logits_processor=[flips], progress=False
+            ).token_ids[0]
+        )
+    assert ours == alone
+
+
+def test_configs_of_which_one_needs_the_host(device: str) -> None:
+    configs = [GenerationConfig(max_new_tokens=8, do_sample=False) for _ in PROMPTS]
+    configs[1] = GenerationConfig(max_new_tokens=8, remove_invalid_values=True)
+    model = model_on(device, "llama")
+    with BatchGenerator(model) as generator:
+        result = generator.generate(PROMPTS, configs, progress=False)
+    assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=8) for prompt in PROMPTS]
