@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support_device_loop import device as device  # a fixture
+from support_device_loop import model_on
 from support_families import random_prompts
 from support_generate_alone import PAGE
 from support_grammars import END_OF_BYTES, Plain, letters, of_bytes
@@ -18,6 +20,7 @@ from support_parity import pages_of_memory
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, BatchResult, Generation
+from hf_batchllm.sampling.grammar_masks import GrammarMasks
 from hf_batchllm.sampling.nothing_to_draw import NothingToDrawError
 
 LARK = """
@@ -89,6 +92,27 @@ def test_each_prompt_has_its_own_or_none(sampled: bool) -> None:
     sure = sum(check(row, form, letters(), options, 4) for row, form in zip(result, forms, strict=True))
     assert sure > 0.7 * len(result)
     assert {len(row.token_ids) for row, form in zip(result, forms, strict=True) if form is None} == {10}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_on_a_gpus_loop_masks_are_made_meanwhile(device: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    begin = GrammarMasks.begin
+    monkeypatch.setattr(GrammarMasks, "begin", lambda self, some: begun.append(len(some)) or begin(self, some))
+    given = model_on(device, "llama"), letters()[1]
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": EOS}
+    if sampled:
+        options |= {"do_sample": True, "temperature": 1.3, "top_k": 30}
+    forms = [FORMS[0] if place % 3 else None for place in range(len(PROMPTS))]
+    regex = [None if form is None else form[1] for form in forms]
+    result = generate(
+        given, PROMPTS, {"min_shared_tokens": 4, "page_size": 16}, regex=regex, seed=7 if sampled else None, **options
+    )
+    assert result.report is not None and "replayed" in result.report.graphs and len(begun) == result.report.steps
+    if sampled:  # with the noise of the device
+        assert all(re.fullmatch("(ab|c)*a?d?", row.text) for row, form in zip(result, forms, strict=True) if form)
+    else:
+        assert sum(check(row, form, given, options) for row, form in zip(result, forms, strict=True)) > 3
 
 
 def test_json_of_bytes_in_a_vocabulary_that_is_wider_than_the_tokenizers() -> None:

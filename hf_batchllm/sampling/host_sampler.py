@@ -88,6 +88,11 @@ class HostSampler:
 
     def prepare(self, requests: Sequence[Request], device: torch.device) -> None:
         """Get ready for the next tokens of these requests, while their logits are on the way."""
+        if self.grammars is not None:
+            self.grammars.begin(requests)
+        self._get_ready(requests, device)
+
+    def _get_ready(self, requests: Sequence[Request], device: torch.device) -> None:
         self._chains.forget_done()
         chains = [self._chains.of(request) for request in requests]
         groups: dict[ChainLayout, list[int]] = {}
@@ -97,8 +102,6 @@ class HostSampler:
         if any(layout.reads_histories for layout in groups):
             histories.send()
         self._prepared = _Prepared(requests, chains, groups, histories)
-        if self.grammars is not None and device.type == "cuda":  # a CPU has no time to spare
-            self.grammars.begin(requests)
 
     @torch.no_grad()
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
@@ -107,7 +110,7 @@ class HostSampler:
         Logits are not written to: a hook of the model's owner may have kept them.
         """
         if self._prepared is None or self._prepared.requests is not requests:
-            self.prepare(requests, logits.device)
+            self._get_ready(requests, logits.device)
         assert self._prepared is not None
         chains, groups, histories = self._prepared.chains, self._prepared.groups, self._prepared.histories
         self._prepared = None
