@@ -151,7 +151,7 @@ command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON) here: $(NEEDS_P
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(NEEDS_PYTHON)")'
 endef
 
-EVERYTHING := test,demo,json,notebook,lm-eval
+EVERYTHING := test,demo,json,notebook,lm-eval,trl
 
 $(VENV)/.installed-demo $(INSTALLED): constraints.txt
 $(INSTALLED_OLDEST): constraints-oldest.txt

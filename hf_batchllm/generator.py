@@ -68,6 +68,7 @@ class BatchGenerator:
     """
 
     _kind_of_checks = JobChecks  # decides whether a call can be served
+    _logprobs_of_scores = False  # True: `logprobs` are of what tokens are drawn from, after processors
     _at_hand = True  # False behind a pipeline or ``accelerated``: no BatchGenerator is in the user's hands
 
     @shows_config_fields
@@ -199,7 +200,7 @@ class BatchGenerator:
             with bars_wanted(progress, call.timekeeper.during):
                 job = self._checks.job(self.architecture, given, generation_config, seed, on_error, generate_kwargs)
             finished.expected, self.interrupted = job.sequences, None
-            outputs = ExtraOutputs(job.options)
+            outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
             with bars_wanted(progress):
                 call.begin(job, outputs, strict=on_error == "raise")
             try:
@@ -249,7 +250,7 @@ class BatchGenerator:
     def _streamed(self, job: Job, strict: bool, progress: bool, turn: Turn) -> Iterator[Generation]:
         with self._taking(turn) as call:
             self.interrupted = None
-            outputs = ExtraOutputs(job.options)
+            outputs = ExtraOutputs(job.options, self._logprobs_of_scores)
             with bars_wanted(progress):
                 call.begin(job, outputs, strict)
             yield from job.failures()

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import getattr_static
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from .unmodified import is_compiled
+from .unmodified import code_home, is_compiled
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 _COMPILED_CALL = "_compiled_call_impl"
 _WRAPPER = "OptimizedModule"
 _ABSENT = object()
+# TRL's trainers put a forward around the model's, which only calls that one unless it is asked for a loss.
+_TRAINERS = ("trl.", "_fused_forward")
 
 
 class Uncompiled:
@@ -69,11 +71,11 @@ def every_module(model: nn.Module) -> list[nn.Module]:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The ``forward`` set on a module itself, past ``torch.compile``; None if it is that of its class."""
+    """The ``forward`` set on a module itself, past ``torch.compile`` and TRL; None if it is that of its class."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return None
-    original = _uncompiled(forward)
+    original = past_trainers(_uncompiled(forward))
     of_class = getattr(original, "__self__", None) is module and original.__func__ is _uncompiled(type(module).forward)
     return None if of_class or is_compiled(module) else original
 
@@ -105,6 +107,17 @@ def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str,
 def _inner(module: nn.Module) -> nn.Module | None:
     """What ``torch.compile(module)`` wrapped."""
     return module._modules.get("_orig_mod") if type(module).__name__ == _WRAPPER else None
+
+
+def past_trainers(forward: Any) -> Any:
+    """What a trainer's forward calls."""
+    while getattr(getattr(forward, "__code__", None), "co_name", "") == _TRAINERS[1]:
+        held = [cell.cell_contents for cell in forward.__closure__ or ()]
+        called = [each for each in held if isinstance(each, MethodType | FunctionType)]
+        if not code_home(forward).startswith(_TRAINERS[0]) or len(called) != 1:
+            break
+        forward = _uncompiled(called[0])
+    return forward
 
 
 def _uncompiled(function: Any) -> Any:

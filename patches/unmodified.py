@@ -10,7 +10,10 @@ from torch import nn
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COMPILED = "torch._dynamo.eval_frame", "OptimizedModule"
 # The module of transformers' hooks that collect hidden states on request. Once installed they stay, and do nothing.
-IDLE_HOOKS = "transformers.utils.output_capturing"
+_IDLE_HOOKS = "transformers.utils.output_capturing"
+# Put on embeddings for gradient checkpointing and adapters: they do nothing where no gradients are taken.
+_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+_FROM = ("transformers.", "peft.")
 
 
 def is_class(cls: type, module: str, name: str) -> bool:
@@ -69,7 +72,7 @@ def why_not_plain(module: nn.Module | None, home: str, name: str) -> str | None:
     if why is not None or module is None:
         return why
     hooks = (hook for each in hook_dicts(module) for hook in each.values())
-    return "has hooks" if any(getattr(hook, "__module__", "") != IDLE_HOOKS for hook in hooks) else None
+    return None if all(map(is_idle, hooks)) else "has hooks"
 
 
 def why_not_linear(module: nn.Module | None) -> str | None:
@@ -79,6 +82,12 @@ def why_not_linear(module: nn.Module | None) -> str | None:
     own = module._parameters
     computed = set(own) != {"weight", "bias"} or own["weight"] is None or module._buffers
     return "computes its weight from others" if computed else None
+
+
+def is_idle(hook: Any) -> bool:
+    """Whether a hook is known to do nothing here."""
+    home: str = getattr(hook, "__module__", None) or ""
+    return home == _IDLE_HOOKS or (getattr(hook, "__name__", "") in _FOR_GRADIENTS and home.startswith(_FROM))
 
 
 def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:

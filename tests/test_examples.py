@@ -72,13 +72,10 @@ def test_judge(run: Any) -> None:
 
 
 def test_rollouts(run: Any) -> None:
-    printed = run("rollouts", stand_in=True, own_model=True, UPDATES=1, LEARNING_RATE=0.01)
-    rows = re.findall(r"^  (\d) +([\d.]+) +(\d+) +(\S+) +(\d+) +(\w+) +([\d.]+) ", printed, re.MULTILINE)
-    assert [row[0] for row in rows] == ["0", "1"]
-    for update, _, cached, ratio, cached_again, tokens, stale in rows:
-        assert cached == "0" and int(cached_again) > 30
-        assert float(ratio) < 1e-3 and tokens == "same"
-        assert (float(stale) > 0.1) == (update != "0")
+    pytest.importorskip("trl", reason="needs TRL: pip install 'hf-batchllm[trl]'")
+    printed = run("rollouts", stand_in=True, own_model=True, STEPS=1, SAMPLES=2, NEW_TOKENS=4)
+    rows = re.findall(r"^  (\d) +([\d.]+) +(\d+)% +\.\.\. ", printed, re.MULTILINE)
+    assert len(rows) == 1 and 0 <= float(rows[0][1]) <= 1 and int(rows[0][2]) > 60
 
 
 def _percent(pattern: str, printed: str) -> int:

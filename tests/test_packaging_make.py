@@ -52,7 +52,7 @@ def test_the_demonstration_installs_what_it_needs_and_nothing_again(asked: Calla
 def test_the_tests_install_the_rest_which_does_for_the_demonstration(asked: Callable[..., str]) -> None:
     asked("demo", "TORCH_INDEX=")
     then = asked("test", "TORCH_INDEX=")
-    assert "-e .[test,demo,json,notebook,lm-eval] -c constraints.txt" in then and "-m pytest" in then
+    assert "-e .[test,demo,json,notebook,lm-eval,trl] -c constraints.txt" in then and "-m pytest" in then
     assert asked("demo", "TORCH_INDEX=").split() == ["examples/quickstart.py"]
 
 

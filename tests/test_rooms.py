@@ -23,6 +23,7 @@ ROOMS = (  # from the top down
     "datatrove",
     "files",
     "lm_eval",
+    "rollouts",
     "integrations",
     "pool",
     "generator",

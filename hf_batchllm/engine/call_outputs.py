@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..results.run_report import RunReport
     from ..results.sharing_plan import SharingPlan
     from ..sampling.device_logprobs import DeviceLogProbs
+    from ..sampling.host_sampler import RecordScores
     from ..sampling.logprobs import PickTokens
     from ..sampling.sampling_kernels import SamplingKernels
     from ..sampling.step_tensors import StepTensors
@@ -105,6 +106,11 @@ class CallOutputs(ABC):
     def launcher(self, runner: ModelRunner, timekeeper: Timekeeper) -> Launcher | None:
         """What runs the steps; None where tokens are picked, as usual."""
         return None
+
+    @property
+    def record_scores(self) -> RecordScores | None:
+        """Is given the scores of each step before tokens are picked, if somebody wants them."""
+        return None if self.tensors is None else self.tensors.record
 
     def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, which picks the tokens of a step, with whatever is to be taken down of them."""

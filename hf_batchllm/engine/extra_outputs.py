@@ -1,7 +1,8 @@
 """What ``generate`` gives back beside tokens: scores and logits as its ModelOutput has them, and log-probabilities.
 
 Log-probabilities are those of the model's raw logits in float32. The device finds them where it picks the tokens, and
-the host takes them down later. Scores and logits are put together by the host, step by step.
+the host takes them down later. Scores and logits are put together by the host, step by step; so are log-probabilities
+after processors, for code that is used to them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..planning.step import Chunk
 from ..results.generations import Generation
 from ..results.sharing_plan import SharingPlan
 from ..sampling.device_logprobs import MOST_LIKELY, DeviceLogProbs
-from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs
+from ..sampling.host_sampler import RecordScores
+from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs, SampledLogProbs
 from ..sampling.sampling_kernels import SamplingKernels
 from ..sampling.step_tensors import StepTensors
 from .call_outputs import MOST_LOGITS, CallOutputs, LogProbNotes, PromptWatcher
@@ -25,9 +27,12 @@ from .id_lists import IdLists
 
 
 class ExtraOutputs(CallOutputs):
-    """``options``: of each prompt of the call; what is asked for here is the same for all of them."""
+    """``options``: of each prompt of the call; what is asked for here is the same for all of them.
 
-    def __init__(self, options: Sequence[Options]) -> None:
+    ``of_scores``: log-probabilities of new tokens are those that they were drawn with, after processors.
+    """
+
+    def __init__(self, options: Sequence[Options], of_scores: bool = False) -> None:
         self._new_tokens: NewTokenLogProbs | None = None
         self._prompts: PromptLogProbs | None = None
         self._id_lists = IdLists()
@@ -39,7 +44,9 @@ class ExtraOutputs(CallOutputs):
             samples = beams if beams > 1 else options[0].num_return_sequences
             self.tensors = StepTensors(len(options), samples, bool(config.output_scores), bool(config.output_logits))
         if given.logprobs is not None:
-            self._new_tokens = NewTokenLogProbs(int(given.logprobs))
+            apart = of_scores and not all(each.scores_are_logits for each in options)
+            kind = SampledLogProbs if apart else NewTokenLogProbs
+            self._new_tokens = kind(int(given.logprobs))
         if given.prompt_logprobs is not None:
             self._prompts = PromptLogProbs(int(given.prompt_logprobs))
 
@@ -67,7 +74,9 @@ class ExtraOutputs(CallOutputs):
     @property
     def why_by_host(self) -> str | None:
         names = [] if self.tensors is None else [f"`{name}`" for name in self.tensors.names]
-        if self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
+        if isinstance(self._new_tokens, SampledLogProbs):
+            names.append("log-probabilities after processors")
+        elif self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
             names.append(f"`logprobs` of more than {MOST_LIKELY} tokens")
         if not names:
             return None
@@ -77,6 +86,10 @@ class ExtraOutputs(CallOutputs):
     def notes(self, device: torch.device, kernels: SamplingKernels) -> LogProbNotes | None:
         kept = self._new_tokens
         return None if kept is None else LogProbNotes(DeviceLogProbs(kept.k, device, kernels), kept.put)
+
+    @property
+    def record_scores(self) -> RecordScores | None:
+        return self._new_tokens.record if isinstance(self._new_tokens, SampledLogProbs) else super().record_scores
 
     def around(self, sample: PickTokens) -> PickTokens:
         """``sample``, with the log-probabilities of the tokens that it picks taken down."""

@@ -123,7 +123,7 @@ class JobChecks:
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
         given_grammars = take_grammars(generate_kwargs)
-        resolved = resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
+        resolved = self._resolved(generation_config, generate_kwargs, padded)
         if not any(options.do_sample or options.num_beams > 1 for options in resolved):
             self._warn_of_greedy(generate_kwargs, seed, generation_config)
         self._warn_of_random_parts()
@@ -201,6 +201,10 @@ class JobChecks:
         return Job(
             good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed, grammars
         )
+
+    def _resolved(self, generation_config: Any, generate_kwargs: dict[str, Any], padded: Any) -> list[Options]:
+        """The options of each prompt where there is a list of configs; else a list of one."""
+        return resolve_each(self._model, generation_config, generate_kwargs, padded, self._notices)
 
     def _drawn_seed(self) -> int:
         """Where a call samples and was given no seed."""

@@ -114,8 +114,7 @@ class Wiring:
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
-            record = None if outputs.tensors is None else outputs.tensors.record
-            sampler = picking.by_host(record, self.notices)
+            sampler = picking.by_host(outputs.record_scores, self.notices)
             # A step with a chunk is no graph: whether fewer steps are faster then has not been measured.
             if sampler.grammars and scheduler.takes_jumps and outputs.tensors is None and not picking.in_graphs:
                 self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)

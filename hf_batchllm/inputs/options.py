@@ -26,6 +26,7 @@ class Options:
     num_return_sequences: int
     has_default_length: bool  # no length was given anywhere
     num_beams: int = 1
+    scores_are_logits: bool = False  # no processor stands between the two
     arguments: CallArguments = field(default_factory=CallArguments)
 
     def max_new_tokens(self, prompt_tokens: int, max_positions: int | None) -> int:

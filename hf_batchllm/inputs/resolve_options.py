@@ -6,6 +6,7 @@ This module checks the outcome by the table of options.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -75,8 +76,12 @@ def resolve_each(
     inner, notices = base_model(model), notices or Notices()
     arguments, fields = _checked_arguments(kwargs, inner, None)
     known: dict[Hashable, Options] = {}
+    by_object: dict[int, Options] = {}  # the list holds them all
     resolved: list[Options] = []
     for place, config in enumerate(generation_config):
+        if id(config) in by_object:
+            resolved.append(by_object[id(config)])
+            continue
         check_generation_config(config, f"generation_config[{place}]")
         key = _content_key(config)
         if key not in known:
@@ -86,6 +91,7 @@ def resolve_each(
                 if getattr(error, "option", None) not in kwargs:
                     error.args = (f"generation_config[{place}]: {error}",)
                 raise
+        by_object[id(config)] = known[key]
         resolved.append(known[key])
     return resolved
 
@@ -173,8 +179,7 @@ def _resolve(
         arguments=arguments,
     )
     # Processors check their own values (a temperature below 0, say) when they are made: now, not after a prefill.
-    make_processors(model, options, 1, 1)
-    return options
+    return dataclasses.replace(options, scores_are_logits=not make_processors(model, options, 1, 1))
 
 
 def _leave_out_the_padding(config: GenerationConfig, width: int, default: bool, model: GenerativeModel) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from typing import Any, TypeVar
 
@@ -18,11 +17,15 @@ from ..errors import GeneratorBusyError, UnsupportedModelError, UnsupportedOptio
 from ..generator import BatchGenerator
 from ..inputs.call_arguments import CallArguments
 from ..inputs.config_names import without_foreign_names
+from ..inputs.options import Options
+from ..inputs.resolve_options import resolve_each
 from ..notices import warn_user
-from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..sampling import processor_chains
+from .batch_methods import BatchMethods
+from .batch_requests import without_own_defaults
 from .fallbacks import Fallback, ReportLeft, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
+from .method_stand_in import MethodStandIn
 
 Model = TypeVar("Model")  # a model, or a pipeline
 
@@ -30,7 +33,6 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _CALLED_WITH_ALL_ROWS = (
     "`generate` calls with all rows at once: pass one row at a time, or use BatchGenerator, which calls it for each row"
 )
-_ABSENT = object()
 
 
 class _Block(_GeneratorContextManager[Model]):
@@ -74,6 +76,8 @@ def accelerated(
     ``model.last_report`` (or ``pipe.last_report``) says how the last call went: a RunReport; None if the call was not
     served. It stays when the block has ended, if any call was served. An attribute of your own of that name comes back.
 
+    ``model.generate_batch``, and the manager of ``model.init_continuous_batching``, are served in the same way.
+
     A text-generation pipeline computes all inputs of a call at once, whatever its ``batch_size``. Datasets and
     generators are read to their end first. A call that cannot be served goes the pipeline's usual way.
     """
@@ -108,6 +112,8 @@ class _ChecksAsGenerate(JobChecks):
 
     def job(self, architecture: Any, prompts: Any, generation_config: Any, *given: Any) -> Job:
         job = super().job(architecture, prompts, without_foreign_names(generation_config), *given)
+        if job.rows is None:  # of generate_batch, which runs each request by itself
+            return job
         if job.options and _is_padded(job):
             _refuse_callables_that_see_padding(job.options[0].arguments)
         # The beams of a prompt are passed together here, too.
@@ -121,93 +127,70 @@ class _ChecksAsGenerate(JobChecks):
                 raise UnsupportedOptionError(ending, why)
         return job
 
+    def _resolved(self, generation_config: Any, generate_kwargs: dict[str, Any], padded: Any) -> list[Options]:
+        if not isinstance(generation_config, list):
+            return super()._resolved(generation_config, generate_kwargs, padded)
+        model = without_own_defaults(self._model, generation_config)
+        return resolve_each(model, generation_config, generate_kwargs, None, self._notices)
+
     def _warn_of_greedy(self, *given: Any) -> None:
         """Nothing: the caller writes for `generate`, whose names mean what they mean there."""
 
 
 class _AsGenerate(BatchGenerator):
     _kind_of_checks = _ChecksAsGenerate
+    _logprobs_of_scores = True  # as generate_batch has them
     _at_hand = False
 
 
-class _StandIn(Fallback):
-    """Takes the place of ``model.generate`` within the block."""
+class _StandIn(MethodStandIn, Fallback):
+    """Takes the place of ``model.generate`` within the block; and, beside it, of the methods of its batches."""
 
     instead = "the model's own generate runs instead"
     item = "row"
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: BatchConfig, pipe: Any = None) -> None:
         """``pipe``: the pipeline that runs on the model, batch by batch; the report is left there, too."""
-        super().__init__()
-        self._model = model
+        MethodStandIn.__init__(self, model, "generate")
+        Fallback.__init__(self)
         self._reports = [ReportLeft(holder) for holder in (model, pipe) if holder is not None]
-        self._before: Any = vars(model).get("generate", _ABSENT)
-        # Within another accelerated(): the original, as the outer stand-in would only refuse the same calls again.
-        generate: Any = model.generate
-        self._original: Callable[..., Any] = self._before._original if isinstance(self._before, _StandIn) else generate
-        self._ended = False
         try:
             self._generator = _AsGenerate(model, tokenizer, config)
             refuse_custom_generate(model)
         except UnsupportedModelError as refusal:
             self._refusal = refusal
-        functools.update_wrapper(self, self._original, updated=())
-
-    def __repr__(self) -> str:
-        return f"<accelerated generate of {type(self._model).__name__}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles of the model: a copy gets the ``generate`` of its own class."""
-        if self._before is _ABSENT and hasattr(type(self._model), "generate"):
-            return getattr, (self._model, "generate")
-        return _itself, (self._original,)
+        self._batches = BatchMethods(model, self._generator, self._refusal, self._note_report)
 
     def enter(self) -> None:
-        vars(self._model)["generate"] = self
+        self.put_in_place()
+        self._batches.enter()
         for report in self._reports:
             report.begin()
 
     def leave(self) -> None:
-        self._ended = True
-        attributes = vars(self._model)
-        if attributes.get("generate") is self:  # else the user has put something else there, which stays
-            before, outer = self._before, self
-            while isinstance(before, _StandIn) and before._ended:
-                before, outer = before._before, before
+        self._batches.leave()
+        first = self.put_back()
+        if isinstance(first, _StandIn):
             for place, report in enumerate(self._reports):
-                report.end(outer._reports[place] if place < len(outer._reports) else None)
-            if before is _ABSENT:
-                del attributes["generate"]
-            else:
-                attributes["generate"] = before
+                report.end(first._reports[place] if place < len(first._reports) else None)
         if self._generator is not None:
             try:
                 self._generator.close()
             except GeneratorBusyError:  # another thread is in a call: wait for it
-                with AttentionSwap(self._model).others_wait():
+                with AttentionSwap(self.model).others_wait():
                     self._generator.close()
 
-    # -- calls -------------------------------------------------------------------------------------------------
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._ended:
-            return self._original(*args, **kwargs)
-
+    def serve(self, *args: Any, **kwargs: Any) -> Any:
         def original() -> Any:
-            return self._original(*args, **kwargs)
+            with self._batches.aside():
+                return self.original(*args, **kwargs)
 
         if self._generator is None:
             return self._run_original(self._refusal, original)
-        # One call at a time: while another thread is in a step, the model's attention is swapped.
-        with AttentionSwap(self._model).others_wait() as attention:
-            if attention == ATTENTION_NAME:
-                raise GeneratorBusyError(
-                    "model.generate was called from within a step of a running call (by a hook?), while the model's "
-                    "attention is swapped: make the outer call without accelerated(model), or the inner call later"
-                )
+        with self._batches.turn():
             self._generator.last_report = None
-            generate, named = self._generator.generate, _named(self._model, args, kwargs)
-            reason = self._refusal or _reason_to_fall_back(named)
+            generate, named = self._generator.generate, _named(self.model, args, kwargs)
+            reason = self._refusal or self._batches.busy or _reason_to_fall_back(named)
             try:
                 if reason is not None:
                     return self._run_original(reason, original)
@@ -216,7 +199,7 @@ class _StandIn(Fallback):
                 self._note_report()
 
     def _note_report(self) -> None:
-        for report in [] if self._ended else self._reports:
+        for report in [] if self.ended else self._reports:
             report.note(self.last_report)
 
 
@@ -251,7 +234,3 @@ def _refuse_callables_that_see_padding(arguments: CallArguments) -> None:
             "is called by `generate` with padded rows: pass rows without padding, or call BatchGenerator, which leaves "
             "the padding out",
         )
-
-
-def _itself(value: Any) -> Any:
-    return value

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..patches.uncompiled import every_module, own_forward
@@ -166,6 +167,8 @@ class OwnCodeFinder:
             if self._made is not None and id(function) in self._made.functions:
                 continue
             if isinstance(function, BuiltinFunctionType) and self._made is None:
+                continue
+            if function is checkpoint:  # left by gradient checkpointing: it runs the layer that it is given
                 continue
             # Torch's functions include a softmax over the row.
             if not self._is_theirs(function) or _home(function).startswith("torch"):

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
 from ..errors import UnsupportedModelError
+from ..patches.uncompiled import past_trainers
 from .code_in_use import CodeInUse
 from .generation_methods import refuse_methods
 
@@ -106,6 +107,8 @@ def is_theirs(function: Any) -> bool:
             function = function.__func__
         elif not isinstance(function, FunctionType):
             return _top(type(function).__module__) in _THEIRS
+        elif (called := past_trainers(function)) is not function:
+            function = called
         elif _top(function.__globals__.get("__name__", "")) not in _THEIRS:
             return False
         elif (wrapped := getattr(function, "__wrapped__", None)) is None:

@@ -24,7 +24,7 @@ from ..inputs.base_model import base_model
 from ..patches.attention_interface import autocast_dtype
 from ..patches.attention_swap import steps_lock
 from ..patches.uncompiled import every_module, own_forward
-from ..patches.unmodified import IDLE_HOOKS, code_home
+from ..patches.unmodified import code_home, is_idle
 from .code_in_use import NOTEBOOK
 from .code_reach import names_read_by
 from .matmul_precision import matmul_settings
@@ -40,7 +40,10 @@ _APART = frozenset(
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
         *("_forward_hooks_always_called", "_is_hf_initialized"),
         *("generate", "generation_config", "warnings_issued"),
-        "last_report",  # left by accelerated()
+        # Of accelerated(): what stands in for methods, and what is left.
+        *("generate_batch", "init_continuous_batching", "continuous_batching_context_manager", "last_report"),
+        # Of gradient checkpointing, which trainers switch off and on again around each rollout.
+        *("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"),
     ]
 )
 # PEFT's notes of the active adapters.
@@ -292,7 +295,7 @@ def _hooks_in(held: dict[str, Any]) -> tuple[Any, ...]:
 
 def _named(hooks: dict[int, Any]) -> tuple[tuple[int, int], ...]:
     """Each hook by its number, which no other one gets, and by itself. Without the idle ones."""
-    return tuple((key, id(hook)) for key, hook in hooks.items() if getattr(hook, "__module__", "") != IDLE_HOOKS)
+    return tuple((key, id(hook)) for key, hook in hooks.items() if not is_idle(hook))
 
 
 def _notes_in(held: dict[str, Any]) -> list[Any] | None:

@@ -62,6 +62,32 @@ class NewTokenLogProbs:
         return self._entries.pop(request, [])[: len(request.generated)]
 
 
+class SampledLogProbs(NewTokenLogProbs):
+    """The same of the scores, which is what tokens are drawn from: after processors, temperature and the like."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self._scores: list[tuple[Sequence[Request], torch.Tensor]] = []  # of the step that is being picked
+
+    def record(self, requests: Sequence[Request], logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Called before tokens are picked. Both are [requests, vocabulary]; logits are as the model gave them."""
+        self._scores.append((requests, scores))  # nothing writes to them
+
+    def around(self, sample: PickTokens) -> PickTokens:
+        def recorded(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+            self._scores.clear()
+            tokens = sample(logits, requests)
+            picked = dict(zip(requests, tokens, strict=True))
+            for some, scores in self._scores:
+                chosen = [picked[request] for request in some]
+                for request, entry in zip(some, log_probs(scores, np.arange(len(some)), chosen, self.k), strict=True):
+                    self._entries[request].append(entry)
+            self._scores.clear()
+            return tokens
+
+        return recorded
+
+
 class _UnitLogProbs:
     """The log-probabilities of the tokens that one unit holds."""
 

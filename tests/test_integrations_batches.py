@@ -1,0 +1,247 @@
+"""``model.generate_batch`` under ``accelerated``: transformers' own results, in its own form."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support_accelerated import model as model  # a fixture
+from support_batches import METHODS, PROMPTS, alone, config, said, served, small
+from support_families import FAMILIES
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from hf_batchllm import accelerated
+
+# -- the same results ------------------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_generate_and_have_the_form_of_generate_batch(model: Any) -> None:
+    expected = [alone(model, ids) for ids in PROMPTS]
+    with served(model):
+        outputs = model.generate_batch(PROMPTS, config())
+        assert model.last_report.sequences == len(PROMPTS)
+    assert list(outputs) == ["req_0", "req_1", "req_2", "req_3"]
+    for (name, output), ids, tokens in zip(outputs.items(), PROMPTS, expected, strict=True):
+        assert type(output) is GenerationOutput and output.request_id == name
+        assert (output.prompt_ids, output.generated_tokens) == (ids, tokens)
+        assert output.is_finished() and output.status is RequestStatus.FINISHED and output.error is None
+        assert output.logprobs == [] and output.timestamps is None  # which were not asked for
+        assert output.created_time <= output.lifespan[0] <= output.lifespan[1]
+
+
+def test_beside_transformers_own() -> None:
+    model = FAMILIES["llama"]()
+    batching = small(return_logprobs=True)
+    theirs = model.generate_batch(PROMPTS, config(), batching)
+    with served(model):
+        ours = model.generate_batch(PROMPTS, config(), batching)
+    assert list(ours) == list(theirs)
+    for name, output in theirs.items():
+        assert ours[name].generated_tokens == output.generated_tokens
+        assert ours[name].logprobs == pytest.approx(output.logprobs, abs=1e-4)
+
+
+def test_eos_ends_an_answer_and_belongs_to_it(model: Any) -> None:
+    second = alone(model, PROMPTS[0])[1]
+    with served(model):
+        output = model.generate_batch(PROMPTS[:1], config(eos_token_id=[second, 98]))["req_0"]
+        without = model.generate_batch(PROMPTS[:1], config(eos_token_id=-1))["req_0"]
+    assert output.generated_tokens == alone(model, PROMPTS[0])[:2]
+    assert len(without.generated_tokens) == 6
+
+
+def test_max_new_tokens_beside_the_config_wins(model: Any) -> None:
+    with served(model):
+        outputs = model.generate_batch(PROMPTS, config(), max_new_tokens=2)
+        assert [output.generated_tokens for output in outputs.values()] == [alone(model, ids)[:2] for ids in PROMPTS]
+        assert model.generate_batch([], config()) == {} == model.generate_batch(None, config())
+
+
+def test_the_models_own_config_is_for_calls_without_one() -> None:
+    model = FAMILIES["llama"]()  # which repeats itself
+    expected, ids = alone(model, [5, 6, 7]), [[5, 6, 7]]
+    model.generation_config = config(repetition_penalty=3.0, max_new_tokens=4)
+    with served(model):
+        given = model.generate_batch(ids, config())["req_0"].generated_tokens
+        left_out = model.generate_batch(ids)["req_0"].generated_tokens
+    assert given == expected  # as in transformers, which does not merge the two
+    assert left_out == alone(model, ids[0], max_new_tokens=4) != expected[:4]
+
+
+def test_processors_that_transformers_drops_are_honoured() -> None:
+    model, options = FAMILIES["llama"](), {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
+    with served(model):
+        output = model.generate_batch([[5, 6, 7]], config(**options))["req_0"]
+    assert output.generated_tokens == alone(model, [5, 6, 7], **options) != alone(model, [5, 6, 7])
+
+
+def test_what_transformers_passes_over_in_a_config_is_honoured(model: Any) -> None:
+    with served(model):
+        beams = model.generate_batch(PROMPTS[:2], config(num_beams=3))
+        floor = model.generate_batch(PROMPTS[:1], config(eos_token_id=alone(model, PROMPTS[0])[0], min_new_tokens=4))
+    assert [output.generated_tokens for output in beams.values()] == [
+        alone(model, ids, num_beams=3) for ids in PROMPTS[:2]
+    ]
+    assert len(floor["req_0"].generated_tokens) >= 4
+
+
+def test_without_any_limit_answers_end_where_the_models_positions_do() -> None:
+    model = FAMILIES["llama"]()
+    positions = model.config.max_position_embeddings
+    with served(model):
+        output = model.generate_batch([[5, 6, 7]], GenerationConfig(eos_token_id=-1))["req_0"]
+        shorter = model.generate_batch([[5, 6, 7]], GenerationConfig(eos_token_id=-1, max_length=8))["req_0"]
+    assert len(output.generated_tokens) == positions - 3
+    assert shorter.generated_tokens == output.generated_tokens[:5]
+
+
+# -- samples ---------------------------------------------------------------------------------------------------
+
+
+def test_samples_follow_their_distribution_and_their_logprobs_are_those_they_were_drawn_with(model: Any) -> None:
+    drawn = config(do_sample=True, temperature=0.7, top_k=3, num_return_sequences=400, max_new_tokens=1)
+    with served(model):
+        outputs = list(model.generate_batch(PROMPTS[:1], drawn, small(return_logprobs=True, seed=3)).values())
+    with torch.no_grad():
+        logits = model(torch.tensor(PROMPTS[:1])).logits[0, -1] / 0.7
+    best = logits.topk(3)
+    expected = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
+    for output in outputs:
+        assert output.logprobs == pytest.approx([expected[token] for token in output.generated_tokens], abs=1e-4)
+    for token, logprob in expected.items():
+        share = sum(output.generated_tokens == [token] for output in outputs) / len(outputs)
+        assert share == pytest.approx(torch.tensor(logprob).exp().item(), abs=0.08)
+
+
+def test_samples_stand_beside_each_other_and_repeat_with_the_seed(model: Any) -> None:
+    drawn = config(do_sample=True, num_return_sequences=3)
+    with served(model):
+        outputs = model.generate_batch(PROMPTS[:2], drawn, small(seed=1))
+        again = model.generate_batch(PROMPTS[:2], drawn, small(seed=1))
+        other = model.generate_batch(PROMPTS[:2], drawn, small(seed=2))
+    assert list(outputs) == [f"req_{index}{child}" for index in range(2) for child in ("__child#0", "__child#1", "")]
+    tokens = [[output.generated_tokens for output in each.values()] for each in (outputs, again, other)]
+    assert tokens[0] == tokens[1] != tokens[2] and tokens[0][0] != tokens[0][1]
+
+
+def test_nothing_cuts_off_unlikely_tokens_that_the_config_does_not_name(model: Any) -> None:
+    drawn = config(do_sample=True, temperature=100.0, num_return_sequences=500, max_new_tokens=1)
+    with served(model):
+        outputs = model.generate_batch([[5]], drawn)
+    assert len({output.generated_tokens[0] for output in outputs.values()}) > 60  # `generate` keeps 50 by default
+
+
+def test_greedy_samples_are_equal(model: Any) -> None:
+    with served(model):
+        greedy = config()
+        greedy.num_return_sequences = 3
+        outputs = model.generate_batch(PROMPTS[:1], greedy)
+        assert model.last_report.sequences == 1
+    assert [output.generated_tokens for output in outputs.values()] == [alone(model, PROMPTS[0])] * 3
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_request_has_an_error_and_the_others_run(model: Any) -> None:
+    with served(model), said() as found:
+        outputs = model.generate_batch([PROMPTS[0], [1000], [], PROMPTS[1]], config())
+    assert [output.status.name for output in outputs.values()] == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
+    assert "1000" in outputs["req_1"].error and outputs["req_1"].prompt_ids == [1000]
+    assert outputs["req_1"].generated_tokens == [] and outputs["req_3"].generated_tokens == alone(model, PROMPTS[1])
+    assert [text for text in found if text.startswith("generate_batch: req_1 failed: has token id 1000")]
+
+
+def test_an_error_of_the_work_is_in_what_it_left_open(model: Any) -> None:
+    def broken(module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(None)
+        if len(calls) > 3:
+            raise RuntimeError("the roof came down")
+
+    calls: list[None] = []
+    with served(model):
+        model.generate_batch(PROMPTS, config())
+        hook = model.model.layers[0].register_forward_pre_hook(broken, with_kwargs=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outputs = model.generate_batch([[5, 6], [7, 8]], config(), max_new_tokens=5)
+        finally:
+            hook.remove()
+        assert [output.error for output in outputs.values()] == ["the roof came down"] * 2
+        assert alone(model, PROMPTS[0]) == model.generate_batch(PROMPTS[:1], config())["req_0"].generated_tokens
+
+
+def test_what_has_no_effect_is_named(model: Any) -> None:
+    with accelerated(model), said() as found:
+        for _ in range(2):
+            model.generate_batch(PROMPTS[:1], config(eos_token_id=None), temperature=0.5)
+    assert len(found) == 2
+    assert found[0].startswith("`temperature` has no effect: of its keyword arguments, generate_batch reads")
+    assert found[1].startswith("the generation_config has no `eos_token_id`, so no token ends an answer")
+
+
+# -- what is left to transformers ------------------------------------------------------------------------------
+
+
+def test_what_is_not_served_runs_in_transformers_way_with_one_warning() -> None:
+    model = FAMILIES["llama"]()
+    with accelerated(model), said() as found:
+        outputs = model.generate_batch(PROMPTS, config(), small(), record_timestamps=True)
+        assert model.last_report is None
+    assert all(len(output.timestamps) == len(output.generated_tokens) > 0 for output in outputs.values())
+    assert found == [
+        "not accelerated, transformers' own continuous batching runs instead: `record_timestamps` is not supported: "
+        "tokens come in bursts here"
+    ]
+
+
+def test_wrong_calls_get_the_errors_of_transformers(model: Any) -> None:
+    with accelerated(model), pytest.raises(TypeError, match="inputs"):
+        model.generate_batch()
+
+
+# -- the model -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_training_runs_as_in_evaluation_and_stays_in_training() -> None:
+    model = FAMILIES["gpt2"]()
+    expected = alone(model, PROMPTS[0])
+    model.train()
+    model.transformer.h[0].eval()  # frozen by its owner
+    before = [module.training for module in model.modules()]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.9
+    with served(model):
+        assert model.generate_batch(PROMPTS[:1], config())["req_0"].generated_tokens == expected
+    assert [module.training for module in model.modules()] == before
+
+
+def test_nothing_is_left_behind(model: Any) -> None:
+    own = [getattr(model, name) for name in METHODS]
+    with accelerated(model):
+        for name, method in zip(METHODS, own, strict=True):
+            assert inspect.signature(getattr(model, name)) == inspect.signature(method)
+            assert "accelerated" in repr(getattr(model, name))
+        outer = model.generate_batch
+        with accelerated(model):
+            assert model.generate_batch is not outer
+        assert model.generate_batch is outer
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert twin.generate_batch.__self__ is twin
+    assert [getattr(model, name) for name in METHODS] == own
+    assert outer([], config()) == {}  # a reference that somebody took along
+    model.generate_batch = print
+    try:
+        with accelerated(model):
+            assert model.generate_batch is not print
+        assert model.generate_batch is print
+    finally:
+        del model.generate_batch
