@@ -168,6 +168,9 @@ class BatchGenerator:
         tools, chat_template_kwargs, continue_final_message: what chats are encoded with. A chat that ends with an
             assistant's message is continued.
         max_prompt_tokens, truncation_side: cut longer prompts, on the "left" or the "right".
+        schema, regex, grammar, choice: which form answers have: JSON of a schema, a regular expression, a grammar in
+            Lark, or one of some strings. One for all prompts, or a list with one for each, in which None leaves an
+            answer free. Needs the extra ``json``.
         logprobs, prompt_logprobs: for a list of prompts, how many of the likeliest tokens to give at each position; see
             Generation.
         seed: of the sampling noise; by default one is drawn from torch's generator. Or a list, one for each prompt: the

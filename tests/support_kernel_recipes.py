@@ -26,6 +26,7 @@ from hf_batchllm.kernels import (
     state_space_triton,
     tails_triton,
     token_edits_triton,
+    token_masks_triton,
     top_k_top_p_triton,
 )
 from hf_batchllm.kernels.experts_torch import Gating
@@ -111,6 +112,8 @@ def before_sampling() -> None:
         logits, by_row=by_row, seen=seen, line=line, penalty=1.2, eos=eos, made=minimum, minimum=minimum
     )
     penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
+    for out in (logits, None):
+        token_masks_triton.mask_tokens(logits, seen, line=line, out=out)
     likeliest_triton.note_likeliest(logits, line.long(), _ints(ROWS, 4, 20), zeros(ROWS, 4, 21, dtype=FP32), line)
 
 

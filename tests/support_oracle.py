@@ -19,7 +19,8 @@ from hf_batchllm import Generation
 from hf_batchllm.inputs.seeds import as_int64
 from hf_batchllm.kernels.sample_torch import exponential
 from hf_batchllm.sampling.noise import uniforms
-from hf_batchllm.sampling.processor_chains import BLIND_TO_HISTORY, apply_blind
+from hf_batchllm.sampling.processor_chains import BLIND_TO_HISTORY
+from hf_batchllm.sampling.rows_together import apply_blind
 
 NEAR_TIE = 1e-3  # of scores
 NEAR_EDGE = 1e-5  # of the distribution function: which side a rounded sum is on says nothing

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from support_real_model import NEEDS_REAL_MODEL, examples_module, load_stand_in, small_model
+
+from hf_batchllm.errors import OptionValueError
+from hf_batchllm.sampling import compiled_grammars
 
 pytest.importorskip("llguidance", reason="needs the extra `json`")
 
@@ -25,10 +29,13 @@ def is_of(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def test_without_llguidance_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_stand_in()
+    monkeypatch.setattr(small_model, "load", lambda: loaded)
     monkeypatch.setitem(sys.modules, "small_model", small_model)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(SystemExit, match="needs llguidance, of the `json` extra: pip install"):
-        examples_module("json_schemas")
+    monkeypatch.setattr(compiled_grammars, "_PREPARED", WeakKeyDictionary())
+    with pytest.raises(OptionValueError, match=r"`schema` needs llguidance.*: pip install 'hf-batchllm\[json\]'"):
+        examples_module("json_schemas").main()
 
 
 def test_every_answer_follows_the_schema_of_its_prompt(

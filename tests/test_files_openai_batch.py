@@ -108,8 +108,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (request(COMPLETIONS, messages=HELLO), "`messages` does not go with /v1/completions", "messages"),
         (request(tools=[5]), "`tools` holds an int; a tool is a dict", "tools"),
         (
-            request(response_format={"type": "json_object"}),
-            "`response_format` of type 'json_object'",
+            request(response_format={"type": "xml"}),
+            "`response_format` is of type 'xml': it is text, json_object or json_schema",
             "response_format",
         ),
         (request(stream=True), "`stream` is not supported: results go to a file", "stream"),

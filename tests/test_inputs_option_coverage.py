@@ -49,4 +49,5 @@ def test_the_real_model_is_asked_for_each_of_them() -> None:
 def test_what_is_ours_is_not_an_option_of_generate() -> None:
     ours = {"adapter", "logprobs", "on_error", "progress", "prompt_logprobs", "prompts", "seed"}
     of_prompts = {"chat_template_kwargs", "continue_final_message", "max_prompt_tokens", "tools", "truncation_side"}
-    assert names(kind=OptionKind.ADDED) == ours | of_prompts | {"stop_token_ids", "ignore_eos"}
+    of_answers = {"schema", "regex", "grammar", "choice"}
+    assert names(kind=OptionKind.ADDED) == ours | of_prompts | of_answers | {"stop_token_ids", "ignore_eos"}

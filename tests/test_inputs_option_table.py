@@ -32,6 +32,7 @@ from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs import option_docs
 from hf_batchllm.inputs import resolve_options as resolving
 from hf_batchllm.inputs.call_arguments import CALL_ARGUMENTS
+from hf_batchllm.inputs.grammar_options import GRAMMAR_OPTIONS
 from hf_batchllm.inputs.option_row import Fate, OptionKind, OptionRow, PromptForm, Subject
 from hf_batchllm.inputs.option_table import TABLE, names
 from hf_batchllm.inputs.options import Options
@@ -133,7 +134,7 @@ def test_every_option_of_transformers_is_in_the_table() -> None:
 def test_our_own_arguments_are_in_the_table_too() -> None:
     written = inspect.signature(BatchGenerator.generate).parameters
     ours = set(written) - {"self", "generate_kwargs"} - names(kind=OptionKind.FIELD) | {"adapter"}
-    taken = set(CALL_ARGUMENTS) | set(PROMPT_OPTIONS) | {"stop_token_ids", "ignore_eos"}
+    taken = set(CALL_ARGUMENTS) | set(PROMPT_OPTIONS) | set(GRAMMAR_OPTIONS) | {"stop_token_ids", "ignore_eos"}
     assert ours | taken <= names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)
     tensors = {"inputs", "input_ids", "attention_mask"}
     assert ours | taken | tensors == names(fate=Fate.HONOURED) - names(kind=OptionKind.FIELD)

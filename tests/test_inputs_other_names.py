@@ -187,7 +187,7 @@ def test_end_tokens_mean_the_same_in_lines_runs_and_requests(generator: BatchGen
         body = {"prompt": "w5 w6", "max_tokens": 8, **body}
         return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
 
-    wrong = {"guided_json": {}, "bad_words": ["x"], "truncate_prompt_tokens": -1, "stop_token_ids": ["x"]}
+    wrong = {"structural_tag": {}, "bad_words": ["x"], "truncate_prompt_tokens": -1, "stop_token_ids": ["x"]}
     requests = [request("a", **asked), request("b", ignore_eos=True)]
     requests += [request(name, **{name: value}) for name, value in wrong.items()]
     served, ignored, *refused = (line["response"]["body"] for line in texts("batch.jsonl", requests))

@@ -25,6 +25,7 @@ from hf_batchllm.kernels import (
     sample_triton,
     selective_scan_triton,
     state_space_triton,
+    token_masks_triton,
     top_k_top_p_triton,
 )
 from hf_batchllm.kernels.experts_torch import Gating
@@ -106,6 +107,16 @@ def test_what_goes_before_and_after_sampling(compiled: list[str]) -> None:
         logits, by_row=by_row, seen=seen, line=line, penalty=1.2, eos=eos, made=minimum, minimum=minimum
     )
     penalties_triton.mark_seen(seen, torch.zeros(ROWS, dtype=torch.int64), VOCABULARY, line)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_masks_of_grammars(compiled: list[str], dtype: torch.dtype) -> None:
+    logits, bits = (
+        torch.zeros(ROWS, VOCABULARY, dtype=dtype),
+        torch.zeros(ROWS, -(-VOCABULARY // 32), dtype=torch.int32),
+    )
+    token_masks_triton.mask_tokens(logits, bits)
+    token_masks_triton.mask_tokens(logits, bits, line=torch.zeros(ROWS, dtype=torch.int32), out=logits)
 
 
 @pytest.mark.parametrize("case", range(0, len(ROPE), 2))

@@ -237,6 +237,8 @@ def test_sampling_that_was_not_asked_for_is_warned_of() -> None:
         ({"best_of": 3}, "is not an option here"),
         ({"max_tokens": 3, "max_new_tokens": 4}, "contradicts"),
         ({"truncation_side": "middle"}, "truncation_side"),
+        ({"regex": ["a", "b"]}, "`regex` is a list: it is one value for all rows"),
+        ({"schema": "x"}, "`schema` is not JSON"),
     ],
 )
 def test_wrong_options_are_refused_without_a_model(options: dict[str, Any], said: str) -> None:

@@ -17,7 +17,7 @@ from transformers.generation import logits_process as processors
 
 from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
-from hf_batchllm.sampling import host_sampler, processor_chains
+from hf_batchllm.sampling import host_sampler, processor_chains, rows_together
 from hf_batchllm.sampling.host_sampler import draw_tokens
 from hf_batchllm.sampling.noise import Inversion, Noise
 
@@ -217,8 +217,8 @@ def test_a_shortlist_that_is_too_short_grows(monkeypatch: pytest.MonkeyPatch) ->
 def looked_back(logits: torch.Tensor, some: Sequence[Request], model: Any, **options: Any) -> torch.Tensor:
     resolved = resolve_options(model, None, {"max_new_tokens": 50, **options})
     chains = processor_chains.ProcessorChains(model, [resolved] * len(some))
-    history = processor_chains.Histories(some, logits.device).of
-    return processor_chains.apply_looking_back(logits, some, [chains.of(request) for request in some], history)
+    history = rows_together.Histories(some, logits.device).of
+    return rows_together.apply_looking_back(logits, some, [chains.of(request) for request in some], history)
 
 
 HISTORIES = ((1, 0), (7, 1), (30, 2), (4, 9), (30, 0), (12, 20))
@@ -292,7 +292,7 @@ def test_one_processor_for_all_rows_gives_what_it_gives_to_one() -> None:
     assert {type(processor) for processor in blind} == set(processor_chains.BLIND_TO_HISTORY)
     scores = torch.randn(7, 200, generator=torch.Generator().manual_seed(4)) * 3
     for processor in blind:
-        together = processor_chains.apply_blind([processor], scores)
+        together = rows_together.apply_blind([processor], scores)
         for row in range(7):
             alone = processor(torch.randint(200, (1, 30)), scores[row : row + 1])
             torch.testing.assert_close(together[row], alone[0])

@@ -249,8 +249,8 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
         {"guidance_scale": 1.5},
         {"watermarking_config": WATERMARKS["lefthash"]},
         {"watermarking_config": SYNTH_ID},
-        {"encoder_repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
+        {"top_h": 0.5, "do_sample": True},
+        {"remove_invalid_values": True},
     ],
     ids=" ".join,
 )

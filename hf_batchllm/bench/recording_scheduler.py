@@ -35,6 +35,7 @@ class RecordingScheduler(BaseScheduler):
     def __init__(self, inner: BaseScheduler) -> None:
         self.inner = inner
         self.runs_ahead = inner.runs_ahead
+        self.takes_jumps = inner.takes_jumps
         self.sizes: list[StepSize] = []
         self.answers: Sequence[int] | None = None
         self.most_running = 0  # the most requests at once

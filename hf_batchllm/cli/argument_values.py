@@ -18,6 +18,7 @@ from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
 from .flag_names import flag_of
+from .grammar_flags import GRAMMAR_FLAGS, grammar_flags
 from .messages import UsageError
 from .prompt_flags import PROMPT_FLAGS, prompt_flags
 
@@ -109,7 +110,7 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
         "logprobs": asked.logprobs,
         "seed": asked.seed,
     }
-    given |= prompt_flags(asked)
+    given |= prompt_flags(asked) | grammar_flags(asked)
     flags = {name: value for name, value in given.items() if value is not None}
     for name, value in read_assignments(asked.set).items():
         if name in flags:
@@ -118,7 +119,7 @@ def settings_from(asked: argparse.Namespace) -> GenerationSettings:
     try:
         settings = read_settings(flags)
     except BatchLLMError as error:
-        raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS])) from error
+        raise UsageError(_with_flags(str(error), [*given, *PROMPT_FLAGS, *GRAMMAR_FLAGS])) from error
     return settings.over(_config_file(asked.generation_config))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from .config_flags import add_config_flags
 from .exits import EXIT_CODES_HELP
+from .grammar_flags import add_grammar_flags
 from .parser import Parser
 from .prompt_flags import add_prompt_flags
 
@@ -203,6 +204,7 @@ def _add_settings(group: Any) -> None:
         metavar="TEXT",
         help="text that ends an answer; may be given several times. \\n is understood",
     )
+    add_grammar_flags(group)
     group.add_argument(
         "--logprobs",
         type=_whole,

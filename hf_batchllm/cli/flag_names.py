@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ..config import BatchConfig
 from ..files.records.setting_names import NAMES
+from .grammar_flags import GRAMMAR_FLAGS
 from .prompt_flags import PROMPT_FLAGS
 
 _OF_SETTINGS = {  # options of this command -> their names in ``generate``
@@ -20,7 +21,7 @@ _OF_SETTINGS = {  # options of this command -> their names in ``generate``
     "--seed": "seed",
     "--stop": "stop_strings",
     "--logprobs": "logprobs",
-    **{f"--{name.replace('_', '-')}": name for name in PROMPT_FLAGS},
+    **{f"--{name.replace('_', '-')}": name for name in (*PROMPT_FLAGS, *GRAMMAR_FLAGS)},
 }
 _ADVICE = {  # what to do is said in the command's words, whoever gave the wrong value
     "for greedy decoding set `do_sample=False`": "for greedy decoding leave it out",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..inputs.prompt_options import SIDES
 from ..wording import shown
+from .grammar_flags import text_of
 from .messages import UsageError
 
 PROMPT_FLAGS = ("chat_template_kwargs", "tools", "max_prompt_tokens", "truncation_side")  # the settings behind them
@@ -46,12 +47,7 @@ def prompt_flags(asked: argparse.Namespace) -> dict[str, Any]:
 def _text(path: str) -> str:
     if path.lstrip().startswith(("[", "{")):  # the schemas themselves
         return path
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"--tools {path}: {why}") from None
+    return text_of("--tools", path)
 
 
 def _json(option: str, text: str | None, value: str | None) -> Any:

@@ -43,7 +43,7 @@ def report_of(
         decoded = engine.decoded
         recomputed += engine.beam_tokens - decoded
     else:
-        decoded = sum(max(request.made - 1, 0) for request in requests)
+        decoded = sum(max(request.made - 1, 0) for request in requests) - engine.never_run
     # A failed step brought no tokens, but its share of recomputed tokens was counted: hence no less than 0.
     computed = max(0, engine.model_tokens - engine.idle_tokens - recomputed - decoded)
     # The plan's figure for an interrupted call; the actual figure where requests ran without their prefixes.

@@ -17,6 +17,7 @@ from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.as_passed import AsPassed, as_passed
 from ..inputs.base_model import base_model
 from ..inputs.chats import warn_of_one_chat
+from ..inputs.grammar_options import take_grammars
 from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
@@ -36,6 +37,7 @@ from ..model.architecture import Architecture
 from ..notices import Notices
 from ..planning.requests_and_prefixes import FinishReason
 from ..results.generations import Generation
+from ..sampling.call_grammars import CallGrammars, checked_grammars
 from ..sampling.stop_rules import StopRules, rules_of_each
 from ..sampling.stop_strings import PreparedStopStrings
 from .scoring.score_inputs import Reading, ScoreInputs, check_scores
@@ -61,6 +63,7 @@ class Job:
     rows: np.ndarray | None = None  # [prompts, tokens] as passed, padding included; None for a list
     adapters: list[str | None] | None = None  # [all prompts]; None: whatever is active, for all of them
     passed: list[AsPassed] | None = None  # [all prompts]  text and chats, for the results
+    grammars: CallGrammars | None = None  # what form answers have
 
     def prompt_as_passed(self, index: int) -> AsPassed:
         return None if self.passed is None else self.passed[index]
@@ -119,6 +122,7 @@ class JobChecks:
             as_list(prompts)  # its error comes before warnings of options
         adapter = generate_kwargs.pop("adapter", AS_IT_IS)
         prompt_options = take_prompt_options(generate_kwargs, tensors=padded is not None)
+        given_grammars = take_grammars(generate_kwargs)
         resolved = self._resolved(generation_config, generate_kwargs, padded)
         if not any(options.do_sample or options.num_beams > 1 for options in resolved):
             self._warn_of_greedy(generate_kwargs, seed, generation_config)
@@ -147,6 +151,15 @@ class JobChecks:
         for index, unknown in wrong.items():
             problems.setdefault(index, unknown)
             checked[index] = None
+        grammars = None
+        if given_grammars is not None:
+            vocabulary = architecture.vocab_size
+            grammars, ungrammatical = checked_grammars(
+                given_grammars, resolved, self._tokenizer.required, vocabulary, self._notices
+            )
+            for index, unusable in ungrammatical.items():
+                problems.setdefault(index, unusable)
+                checked[index] = None
         check_guidance(resolved, self._notices)
         check_beams(resolved)
         rules = rules_of_each(
@@ -185,7 +198,9 @@ class JobChecks:
         elif seeds is None:
             seeds = self._drawn_seed()
         can_stop = [rules[place].can_stop for place in places]
-        return Job(good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed)
+        return Job(
+            good, places, problems, resolved, limits, can_stop, seeds, rules, feed, rows, adapters, passed, grammars
+        )
 
     def _resolved(self, generation_config: Any, generate_kwargs: dict[str, Any], padded: Any) -> list[Options]:
         """The options of each prompt where there is a list of configs; else a list of one."""

@@ -106,7 +106,10 @@ class Engine:
         depth: int,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
+        jump: Callable[[Request], int] | None = None,  # appends what must come next, and says how many tokens
     ) -> None:
+        self.jump = jump
+        self.jumped = self.never_run = 0  # tokens; of those that were jumped to at an answer's limit none is run
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
@@ -140,14 +143,14 @@ class Engine:
                     return
                 if flights and (step is None or self._enough(flights)):
                     flight = flights[0]  # left in the queue: an interrupt in between must find it
-                    idle = self.idle_tokens
+                    idle, jumped = self.idle_tokens, self.jumped
                     switch("model")
                     finished = self.collect(flight, flight.wait())
                     flights.popleft()
                     self.timekeeper.collected(flight.record)
                     if watch is not None:
                         switch("outside")
-                        watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle))
+                        watch(flight.step, sum(flight.counts) - (self.idle_tokens - idle) + (self.jumped - jumped))
                 if finished:
                     switch("results")
                     yield from finished
@@ -239,6 +242,10 @@ class Engine:
                 request.extend(([new] if once else new)[:has], reason)
             elif once:
                 request.take(new)
+                if self.jump is not None and request.finish_reason is None:
+                    forced = self.jump(request)
+                    self.jumped += forced
+                    self.never_run += forced if request.finish_reason is not None else 0
             else:
                 request.extend(new[:count], None)
             if request.finish_reason is not None:

@@ -15,6 +15,7 @@ from ..planning.base_scheduler import BaseScheduler, scheduler_name
 from ..planning.paged_cache import PagedCache
 from ..planning.requests_and_prefixes import Branch, Request
 from ..planning.scheduler import make_scheduler
+from ..sampling.forced_tokens import ForcedTokens
 from ..sampling.stopping import Endings
 from ..sampling.token_picking import TokenPicking
 from .beams.candidates import BeamScores
@@ -54,6 +55,7 @@ class Wiring:
     timekeeper: Timekeeper
     notices: Notices
     began: float
+    jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
     graphs: GraphLauncher | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
 
     def engine(self) -> Engine:
@@ -66,7 +68,9 @@ class Wiring:
             wanted=None if watcher is None else watcher.wanted,
         )
         endings = self._endings(scheduler)
-        return Engine(scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler))
+        return Engine(
+            scheduler, builder, launcher, endings, depth, self.timekeeper, self._smaller(scheduler), self.jump
+        )
 
     def beam_engine(self) -> BeamEngine:
         """The loop of a beam search."""
@@ -111,6 +115,9 @@ class Wiring:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
             sampler = picking.by_host(outputs.record_scores, self.notices)
+            # A step with a chunk is no graph: whether fewer steps are faster then has not been measured.
+            if sampler.grammars and scheduler.takes_jumps and outputs.tensors is None and not picking.in_graphs:
+                self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)
             around, may_repeat = outputs.around(sampler), sampler.may_repeat
             if not picking.in_graphs:
                 return AtOnce(self.runner, around, self.timekeeper, may_repeat), 1
@@ -169,6 +176,7 @@ def picking_of(job: Job, use: ModelInUse) -> TokenPicking:
         job.max_new_tokens,
         job.seed,
         amd=use.kernels_by_name,
+        grammars=job.grammars,
     )
 
 

@@ -18,10 +18,11 @@ import numpy as np
 
 from ..engine.progress import WholeRun, whole_run
 from ..errors import FilesError, InputFileError, PromptError
+from ..inputs.grammar_options import as_list
 from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
-from ..sampling.host_sampler import NothingToDrawError
+from ..sampling.nothing_to_draw import NothingToDrawError
 from .file_report import FileReport
 from .record_engine import RecordEngine
 from .records.line_configs import LineConfig
@@ -190,7 +191,7 @@ class _FileRun:
         wanted = [each.logprobs for each in settings if each.logprobs is not None]
         if wanted:
             options["logprobs"] = max(wanted)
-        options |= as_lists([each.prompt_options for each in settings])
+        options |= as_lists([each.prompt_options for each in settings]) | as_list([each.grammar for each in settings])
         waiting: dict[int, list[Generation]] = {}  # place in ``records`` -> its samples so far
         configs = [self._resolved(each) for each in settings]
         try:

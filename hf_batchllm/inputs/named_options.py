@@ -70,6 +70,11 @@ class GenerateOptions(MostTyped, total=False):
     continue_final_message: bool | Sequence[bool | None] | None
     max_prompt_tokens: int | Sequence[int | None] | None
     truncation_side: str | Sequence[str | None] | None
+    # The form of answers: one for all prompts, or a list with one for each.
+    schema: Mapping[str, Any] | str | bool | type | Sequence[Any] | None
+    regex: str | Sequence[str | None] | None
+    grammar: str | Sequence[str | None] | None
+    choice: Sequence[str] | Sequence[Sequence[str] | None] | None
     # Lengths and ends.
     max_length: int | None
     min_new_tokens: int | None

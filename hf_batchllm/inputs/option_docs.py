@@ -78,13 +78,23 @@ beyond them: there it is an error.""",
     Subject.ENDS: """\
 If no length is given anywhere, there are 20 new tokens, as with `generate`, and a warning. `finish_reason` says what
 ended a sequence: "stop" (EOS, a stop string, a criterion), "length", "time" or "error".""",
+    Subject.GRAMMARS: """\
+One for all prompts, or a list with one for each, in which `None` leaves an answer free. They need the extra `json`
+([llguidance](https://github.com/guidance-ai/llguidance)) and a tokenizer. [constrained.md](constrained.md) tells more.
+
+```python
+gen.generate(prompts, schema={"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]})
+gen.generate(prompts, choice=[["yes", "no"], None, ["red", "green"]])
+```
+
+They do not go with `num_beams`, `min_new_tokens`, `min_length`, `forced_bos_token_id`, `forced_eos_token_id` and
+`ignore_eos`.""",
     Subject.SCORES: """\
-A processor that keeps state (a grammar, say) must not be shared by sequences. Pass a function that makes the processors
-of one sequence:
+A processor that keeps state must not be shared by sequences. Pass a function that makes the processors of one sequence:
 
 ```python
 def factory(index, prompt_token_ids):       # the prompt's place in the list, and its tokens
-    return [GrammarProcessor(schemas[index])]
+    return [Follow(rules[index])]
 
 gen.generate(prompts, logits_processor=factory)
 ```

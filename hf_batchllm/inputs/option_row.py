@@ -56,6 +56,7 @@ class Subject(Enum):
     ENDS = "Lengths and ends"
     CHOICE = "Greedy or sampled"
     BEAMS = "Beam search"
+    GRAMMARS = "Answers of a given form"
     SCORES = "What changes the scores"
     RESULTS = "What comes back"
     MODES = "Other ways to generate"

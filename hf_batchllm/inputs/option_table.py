@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from .grammar_options import ROWS as GRAMMAR_ROWS
 from .option_row import Fate, OptionKind, OptionRow, PromptForm, Subject, Takes, Where
 from .option_row import added as _added
 from .option_row import argument as _argument
@@ -194,6 +195,7 @@ TABLE: dict[str, OptionRow] = {
             'True, False or "never", as in `generate`. Without beams it has no effect.',
         ),
     ),
+    **_chapter(Subject.GRAMMARS, *GRAMMAR_ROWS),
     **_chapter(
         Subject.SCORES,
         _honoured(

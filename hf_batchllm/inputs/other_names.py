@@ -100,15 +100,18 @@ FROM_ELSEWHERE = {
         ),
         "is called `adapter` here: the name of a PEFT adapter that the model has, or a list with one for each prompt",
     ),
+    **dict.fromkeys(("guided_json", "json_schema"), "is called `schema` here"),
+    "guided_regex": "is called `regex` here",
+    **dict.fromkeys(("guided_grammar", "ebnf"), "is called `grammar` here"),
+    "guided_choice": "is called `choice` here (and `score(prompts, choices=[...])` says how likely each choice is)",
     **dict.fromkeys(
-        (
-            *("guided_decoding", "structured_outputs", "response_format", "guided_json", "guided_regex"),
-            *("guided_grammar", "grammar", "regex", "ebnf", "json_schema", "structural_tag"),
-        ),
-        "is not an option of transformers: pass `logits_processor=factory`, where factory(index, prompt_token_ids) "
-        "makes the processors of one sequence (docs/constrained.md)",
+        ("guided_decoding", "structured_outputs", "response_format"),
+        "is not an option here: pass `schema` (True for any JSON object), `regex`, `grammar` or `choice`",
     ),
-    "guided_choice": "is not an option here: `score(prompts, choices=[...])` says how likely each choice is",
+    "structural_tag": (
+        "is not an option here: pass `grammar`, or `logits_processor=factory`, where factory(index, prompt_token_ids) "
+        "makes the processors of one sequence (docs/constrained.md)"
+    ),
     **dict.fromkeys(
         ("include_stop_str_in_output", "no_stop_trim"),
         "is not an option here: as in transformers, a `text` ends with the token that completed the stop string; "

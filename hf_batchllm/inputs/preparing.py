@@ -1,4 +1,4 @@
-"""Bars over what comes before the first step: text becomes tokens, stop strings are prepared, the plan is made.
+"""Bars over what comes before the first step: texts become tokens, stop strings are prepared, the plan is made.
 
 They go away again when it is done. ``bars_wanted`` says for a block of code whether there are any: what makes tokens of
 texts is called from many places, most of which know nothing of bars. It also says where the time of ``loading`` goes.
@@ -84,4 +84,12 @@ def vocabulary_bar(tokens: int) -> Iterator[None]:
     """While each token of a vocabulary is decoded, in which stop strings are to be found."""
     shown = tokens >= _LARGE_VOCABULARY and bars_shown(_wanted.get(), True)
     with open_bar(shown, total=1, bar_format="preparing stop strings ...", leave=False):
+        yield
+
+
+@contextmanager
+def grammar_bar(tokens: int) -> Iterator[None]:
+    """While a tokenizer is prepared for grammars."""
+    shown = tokens >= _LARGE_VOCABULARY and bars_shown(_wanted.get(), True)
+    with open_bar(shown, total=1, bar_format="preparing the tokenizer for grammars ...", leave=False):
         yield

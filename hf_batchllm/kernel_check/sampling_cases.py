@@ -1,4 +1,4 @@
-"""Cases of picking tokens: the best one, draws, cutoffs, penalties, and going on to the next step."""
+"""Cases of picking tokens: the best one, draws, cutoffs, penalties, masks, and going on to the next step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..kernels import (
     sample_torch,
     tails_torch,
     token_edits_torch,
+    token_masks_torch,
     top_k_top_p_torch,
 )
 from ..kernels.sample_torch import RUNNING, Rows
@@ -40,6 +41,7 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         sample_triton,
         tails_triton,
         token_edits_triton,
+        token_masks_triton,
         top_k_top_p_triton,
     )
 
@@ -92,6 +94,16 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
             results.append((seen, module.penalise(logits(torch.float32), seen=seen, **given)))
         same(results[0][0], results[1][0], "the bits")
         near(results[0][1], results[1][1])
+
+    def masks(in_place: bool) -> None:
+        """Of which each row but the free ones has the line of another one."""
+        lines = where.random(where.generator(), _ROWS, -(-_VOCABULARY // 32), dtype=torch.float32)
+        bits, line = lines.view(torch.int32), (numbers.flip(0) % 5 - 1).int()
+        results = []
+        for module in (token_masks_triton, token_masks_torch):
+            given = logits()
+            results.append(module.mask_tokens(given, bits, line=line, out=given if in_place else None))
+        same(results[0], results[1])
 
     def likeliest(k: int) -> None:
         picked, results = torch.arange(_ROWS, device=where.device) * 7 - 1, []
@@ -176,6 +188,8 @@ def sampling(where: Where) -> dict[str, Callable[[], None]]:
         "cutoffs, rows of their own": lambda: cutoffs({"by_row": by_row()}),
         "penalties": partial(penalties, each_its_own=False),
         "penalties, rows of their own": partial(penalties, each_its_own=True),
+        "masks": partial(masks, in_place=False),
+        "masks, in place": partial(masks, in_place=True),
         "tails": partial(tails, cut=False),
         "tails of what is left, rows of their own": partial(tails, cut=True),
         "single logits": partial(edits, of_each=False),

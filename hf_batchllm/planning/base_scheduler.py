@@ -37,6 +37,12 @@ class BaseScheduler(ABC):
     Otherwise each request still gets a token when ``max_time`` is over, as in ``generate``.
     """
 
+    takes_jumps: bool = False
+    """Whether a running request may get several tokens at once, which were not run: its ``todo`` is then above 1.
+
+    The scheduler reserves their pages, and puts them into a step as a chunk. Otherwise each is run as a row of its own.
+    """
+
     claims: Claims | None = None
     """Is set before ``start()`` where several processes run a call together.
 
@@ -104,6 +110,7 @@ class _Adapted(BaseScheduler):
         # Without `must_know` it cannot be told whether running ahead is safe.
         self.runs_ahead = bool(getattr(inner, "runs_ahead", False)) and callable(getattr(inner, "must_know", None))
         self.ends_waiting = bool(getattr(inner, "ends_waiting", False))
+        self.takes_jumps = bool(getattr(inner, "takes_jumps", False))
 
     @property
     def preemptions(self) -> int:  # type: ignore[override]

@@ -240,6 +240,14 @@ class Request(Unit):
         elif len(self.generated) >= self.max_new_tokens:
             self.end(FinishReason.LENGTH)
 
+    def jump(self, tokens: list[int]) -> None:
+        """Take tokens that must come next. They have not been run, nor sampled: they are computed as a prompt's are."""
+        assert self.finish_reason is None and not self.pending
+        self.generated += tokens
+        assert len(self.generated) <= self.max_new_tokens
+        if len(self.generated) >= self.max_new_tokens:
+            self.end(FinishReason.LENGTH)
+
     def end(self, reason: FinishReason) -> None:
         """The answer is what the host has seen."""
         assert not self.done

@@ -34,6 +34,7 @@ class QueueScheduler(BaseScheduler):
 
     runs_ahead = True
     ends_waiting = True
+    takes_jumps = True
     asks_claims = True
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
@@ -220,6 +221,9 @@ class GroupScheduler(QueueScheduler):
         step = self._empty_step()
         budget = self._budget_left = self.max_batch_tokens
         prefilling, ready = self._at_work()
+        for request in prefilling:  # before anything is in the step: others may have to give their pages back
+            if request.made and request in self.running:  # it has jumped
+                self._room_to_grow(request)
         if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
             running, page_size = self.running, self.cache.page_size
             for request in ready:

@@ -27,6 +27,7 @@ from ..planning.step import Step
 from ..results.generations import Generation
 from ..results.run_report import RunReport
 from ..results.scores import Score
+from ..sampling.call_grammars import CallGrammars
 from ..sampling.stop_rules import StopRules, rules_of_each
 from .piece_claims import PieceClaims
 
@@ -140,6 +141,11 @@ class PartGenerator(BatchGenerator):
     def rules_of(self, job: Job) -> list[StopRules]:
         known = self._checks.known_strings
         return rules_of_each(self.model, job.options, self._tokenizer.required, False, self._notices, known)
+
+    def grammars_of(self, job: Job) -> CallGrammars | None:
+        if job.grammars is None:
+            return None
+        return job.grammars.here(job.options, self._tokenizer.required, self.architecture.vocab_size)
 
     def generation_of(self, request: Request, call: Call, outputs: ExtraOutputs) -> Generation:
         return self._generation(request, call, outputs)

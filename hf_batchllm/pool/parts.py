@@ -43,7 +43,7 @@ class GeneratePart:
         return {place: piece for piece, places in pieces.items() for place in places}
 
     def begin(self, generator: PartGenerator, call: Call) -> Finish:
-        self.job = replace(self.job, rules=generator.rules_of(self.job))
+        self.job = replace(self.job, rules=generator.rules_of(self.job), grammars=generator.grammars_of(self.job))
         outputs = ExtraOutputs(self.job.options)
         call.begin(self.job, outputs, strict=False)
         # The pool knows the prompts.

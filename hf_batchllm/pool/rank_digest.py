@@ -26,6 +26,7 @@ def digest_of(work: Work, seed_given: bool, everywhere: bool) -> str:
         job.can_stop,
         sorted(map(str, job.problems)),
         job.adapters,
+        None if job.grammars is None else job.grammars.each,
         job.seed if seed_given else None,
         [number[id(each)] for each in job.options],
         [[each.config.to_dict(), {**vars(each.arguments), "tokenizer": None}] for each in ways],

@@ -13,6 +13,7 @@ from ..errors import OptionValueError
 from ..inputs.adapters import AS_IT_IS, adapter_of_each
 from ..inputs.base_model import GenerativeModel, base_model
 from ..inputs.call_arguments import CALL_ARGUMENTS, CallArguments
+from ..inputs.grammar_options import take_grammars
 from ..inputs.option_checks import check_call_arguments, check_generation_config, check_values
 from ..inputs.option_conflicts import check_beams
 from ..inputs.option_table import TABLE
@@ -22,6 +23,7 @@ from ..inputs.other_names import by_our_names
 from ..inputs.prompt_options import PROMPT_OPTIONS, take_prompt_options
 from ..inputs.resolve_options import resolve_options
 from ..inputs.unknown_options import unknown_option
+from ..sampling.call_grammars import checked_grammars
 from .result_columns import NAMES
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ def checked_options(given: Mapping[str, Any], generation_config: Any) -> dict[st
     fields = dict(options)
     fields.pop("adapter", None)
     take_prompt_options(fields)
+    grammars = take_grammars(fields)
+    for name in () if grammars is None else grammars.lists:
+        raise OptionValueError(name, "is a list: it is one value for all rows of the dataset")
     check_call_arguments(CallArguments(**{name: fields.pop(name, None) for name in CALL_ARGUMENTS}))
     check_values(fields)
     return options
@@ -80,8 +85,11 @@ def resolved(
     fields = dict(options)
     adapter_of_each(gen.model, fields.pop("adapter", AS_IT_IS), 1, gen._notices)
     take_prompt_options(fields)
+    grammars = take_grammars(fields)
     found = resolve_options(gen.model, generation_config, fields, None, gen._notices)
     check_beams([found])
+    if grammars is not None:
+        checked_grammars(grammars, [found], gen._tokenizer.required, gen.architecture.vocab_size, gen._notices)
     if not found.do_sample and found.num_beams == 1:
         warn_of_greedy(fields, seed, [generation_config], base_model(gen.model).generation_config, gen._notices)
     return found

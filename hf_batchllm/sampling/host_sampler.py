@@ -18,15 +18,11 @@ from ..inputs.seeds import Seeds
 from ..model.float64 import in_float64
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
+from .grammar_masks import GrammarMasks, TokenMasks
 from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
-from .processor_chains import (
-    ChainLayout,
-    Histories,
-    ProcessorChain,
-    ProcessorChains,
-    apply_blind,
-    apply_looking_back,
-)
+from .nothing_to_draw import NothingToDrawError
+from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
+from .rows_together import Histories, apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels
 
 # These cut off unlikely tokens in the order of the scores: the best tokens may be all they need to see.
@@ -47,16 +43,6 @@ _SCORES_PER_CPU_THREAD = 1 << 19  # so many stay in a core's cache
 RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
 
 
-class NothingToDrawError(RuntimeError):
-    """A sequence's scores are no distribution."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "there is nothing to draw from: the model gave logits that are not numbers (NaN or infinite), or "
-            "processors left no token a chance"
-        )
-
-
 @dataclass(frozen=True)
 class _Prepared:
     requests: Sequence[Request]
@@ -71,6 +57,7 @@ class HostSampler:
     ``record`` is called before tokens are picked: with the requests of some rows, their logits [rows, vocabulary], and
     their scores after all processors. The tensors are valid until it returns.
     ``kernels``: where the device may pick tokens as well, and the noise is to be the same.
+    ``grammars``: what the answers' grammars allow. Masks that were begun are waited for.
     """
 
     def __init__(
@@ -81,9 +68,11 @@ class HostSampler:
         record: RecordScores | None = None,
         notices: Notices | None = None,
         kernels: SamplingKernels | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self._kernels = kernels
-        self._chains = ProcessorChains(model, options, notices)
+        self.grammars = grammars
+        self._chains = ProcessorChains(model, options, notices, grammars is not None)
         self._seed = seed
         self._record = record
         self._prepared: _Prepared | None = None
@@ -99,6 +88,11 @@ class HostSampler:
 
     def prepare(self, requests: Sequence[Request], device: torch.device) -> None:
         """Get ready for the next tokens of these requests, while their logits are on the way."""
+        if self.grammars is not None:
+            self.grammars.begin(requests)
+        self._get_ready(requests, device)
+
+    def _get_ready(self, requests: Sequence[Request], device: torch.device) -> None:
         self._chains.forget_done()
         chains = [self._chains.of(request) for request in requests]
         groups: dict[ChainLayout, list[int]] = {}
@@ -116,10 +110,11 @@ class HostSampler:
         Logits are not written to: a hook of the model's owner may have kept them.
         """
         if self._prepared is None or self._prepared.requests is not requests:
-            self.prepare(requests, logits.device)
+            self._get_ready(requests, logits.device)
         assert self._prepared is not None
         chains, groups, histories = self._prepared.chains, self._prepared.groups, self._prepared.histories
         self._prepared = None
+        masks = self._masks(requests, logits.device)
         tokens = [0] * len(requests)
         at_once = rows_at_once(logits)
         for group in groups.values():
@@ -128,11 +123,21 @@ class HostSampler:
                 # As a rule there is one group, whose rows lie side by side: no copy.
                 some = logits[rows] if len(groups) > 1 else logits[begin : begin + at_once]
                 picked = self._pick(
-                    some, [requests[row] for row in rows], [chains[row] for row in rows], histories.some(rows)
+                    some,
+                    [requests[row] for row in rows],
+                    [chains[row] for row in rows],
+                    histories.some(rows),
+                    None if masks is None else masks.of(rows),
                 )
                 for row, token in zip(rows, picked, strict=True):
                     tokens[row] = token
         return tokens
+
+    def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
+        if self.grammars is None:
+            return None
+        made = self.grammars.of(requests)
+        return made.to(device) if self._kernels is None else made.to(device, self._kernels.mask_tokens)
 
     def _pick(
         self,
@@ -140,15 +145,18 @@ class HostSampler:
         requests: Sequence[Request],
         chains: Sequence[ProcessorChain],
         histories: Callable[[int], torch.Tensor],
+        masks: TokenMasks | None,
     ) -> list[int]:
         """The chains have the same layout, and so the same options and the same blind processors."""
-        scores, blind = apply_looking_back(logits, requests, chains, histories), chains[0].blind
+        scores, blind = apply_looking_back(logits, requests, chains, histories, masks=masks), chains[0].blind
         sampled = chains[0].layout.options.do_sample
         if self._record is not None or not sampled:
             final = apply_blind(blind, scores)
             if self._record is not None:
                 self._record(requests, logits, final)
             if not sampled:
+                if masks is not None and bool((final.amax(dim=-1) == -torch.inf).any()):  # the best of none is any
+                    raise NothingToDrawError
                 greedy: list[int] = final.argmax(dim=-1).tolist()  # the lowest index among equals
                 return greedy
         assert self._seed is not None

@@ -13,7 +13,6 @@ from enum import Enum, auto
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
@@ -24,7 +23,6 @@ from ..inputs.base_model import base_model
 from ..inputs.call_arguments import CallArguments
 from ..inputs.options import Options, make_processors
 from ..inputs.processors_and_criteria import PROCESSORS, call_factory, factory_of, say_where, shared_list
-from ..model.transfers import to_device
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .user_processors import UserProcessor
@@ -72,6 +70,7 @@ class ProcessorKind(Enum):
     BLIND = auto()  # all rows
     PENALTY = auto()  # all rows: how often tokens came, and in which order, makes no difference to it
     MINIMUM = auto()  # all rows: it is not called, and EOS is forbidden in those that are too short
+    GRAMMAR = auto()  # all rows: it is not called, and what grammars do not allow is forbidden
     ALIKE = auto()  # rows that have this very processor and the same length
     ALONE = auto()  # one row at a time
 
@@ -98,17 +97,29 @@ class ProcessorChain:
     layout: ChainLayout
 
 
-class ProcessorChains:
-    """The chains of a call. ``options``: of each prompt, by a request's ``index``."""
+class GrammarPlace(LogitsProcessor):
+    """Marks where grammars forbid tokens: behind the user's own processors, before all that samples."""
 
-    def __init__(self, model: nn.Module, options: Sequence[Options], notices: Notices | None = None) -> None:
+
+class ProcessorChains:
+    """The chains of a call. ``options``: of each prompt, by a request's ``index``. ``grammars``: if there are any."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Sequence[Options],
+        notices: Notices | None = None,
+        grammars: bool = False,
+    ) -> None:
         inner, notices = base_model(model), notices or Notices()
         # For a beam search ``generate`` counts one row for each prompt, however many answers it gives.
         counts = [1 if each.num_beams > 1 else each.num_return_sequences for each in options]
         first_rows = list(accumulate(counts, initial=0))  # each prompt's first row, as ``generate`` counts them
         warn = (lambda message: notices("stateful", message)) if first_rows[-1] > 1 else None
         watermarks: dict[tuple[type, str], _SharedWatermark] = {}
-        makers = {each: _ChainMaker(inner, each, warn, first_rows, watermarks) for each in dict.fromkeys(options)}
+        makers = {
+            each: _ChainMaker(inner, each, warn, first_rows, watermarks, grammars) for each in dict.fromkeys(options)
+        }
         self._makers = [makers[each] for each in options]
         self._own: dict[Request, ProcessorChain] = {}  # of requests that share theirs with no other
         arguments = [each.arguments for each in makers]
@@ -145,8 +156,10 @@ class _ChainMaker:
         warn: Callable[[str], None] | None,
         first_rows: Sequence[int],
         watermarks: dict[tuple[type, str], _SharedWatermark],
+        grammars: bool,
     ) -> None:
         config, given = options.config, options.arguments
+        self._grammar = [GrammarPlace()] if grammars else []
         self._model = model
         self._positions: int | None = getattr(model.config, "max_position_embeddings", None)  # slow to read
         self._first_rows = first_rows
@@ -189,10 +202,11 @@ class _ChainMaker:
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None
     ) -> ProcessorChain:
+        own = shared_list(given.logits_processor)
+        given, users = replace(given, logits_processor=[*own, *self._grammar]), {id(each) for each in own}
         made = make_processors(
             self._model, self._options, prompt_tokens, max_new_tokens, arguments=given, prompt=prompt
         )
-        users = {id(each) for each in given.logits_processor or ()}
         every, kinds = [], []
         for processor in made:
             kind = _kind(processor, id(processor) in users)
@@ -273,6 +287,8 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
         return ProcessorKind.PENALTY
     if kind in MINIMUM_LENGTHS:
         return ProcessorKind.MINIMUM
+    if kind is GrammarPlace:
+        return ProcessorKind.GRAMMAR
     if kind in BLIND_TO_HISTORY:
         return ProcessorKind.BLIND
     return ProcessorKind.ALIKE if kind in _STATELESS else ProcessorKind.ALONE
@@ -293,128 +309,3 @@ def looks_at_no_padding(processor: Any) -> bool:
 def _penalises_prompts(processor: Any) -> bool:
     """Only a repetition penalty can be told to leave the prompt's tokens out."""
     return getattr(processor, "prompt_ignore_length", None) is None
-
-
-# -- rows together ---------------------------------------------------------------------------------------------
-
-
-def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
-    """The scores [rows, vocabulary] after processors that do not look back."""
-    ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-    for processor in some:
-        scores = processor(ids, scores)
-    return scores
-
-
-class Histories:
-    """The tokens of some requests, as processors are given them."""
-
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
-        self._requests = requests
-        self._device = device
-        self._rows: tuple[torch.Tensor, ...] = ()
-
-    def send(self) -> None:
-        """All of them in one copy to the device."""
-        every = [request.tokens(0, request.length) for request in self._requests]
-        flat = to_device(np.concatenate(every).astype(np.int64)[None], self._device)
-        self._rows = flat.split([len(ids) for ids in every], dim=1)
-
-    def of(self, row: int) -> torch.Tensor:  # [1, length], without padding
-        if not self._rows:
-            self.send()
-        return self._rows[row]
-
-    def some(self, rows: Sequence[int]) -> Callable[[int], torch.Tensor]:
-        """Those of a few rows, by their places among these."""
-        return lambda place: self.of(rows[place])
-
-
-def apply_looking_back(
-    scores: torch.Tensor,
-    requests: Sequence[Request],
-    chains: Sequence[ProcessorChain],
-    history: Callable[[int], torch.Tensor],  # of each row, [1, length]
-    together: int = 1,
-) -> torch.Tensor:
-    """The scores [rows, vocabulary] after the processors that look back; the chains have the same layout.
-
-    ``together``: each group of so many neighbouring rows has the same chain and the same length, and is given to a
-    processor of its own at once.
-    ``scores`` are not written to: a hook of the model's owner may have kept them.
-    """
-    layout = chains[0].layout
-    for place, kind in enumerate(layout.kinds[: layout.blind]):
-        processor = chains[0].looking_back[place]
-        if kind is ProcessorKind.BLIND:
-            scores = apply_blind([processor], scores)
-        elif kind is ProcessorKind.PENALTY:
-            scores = processor(to_device(_padded(requests), scores.device), scores)
-        elif kind is ProcessorKind.MINIMUM:
-            own = [chain.looking_back[place] for chain in chains]
-            unfinished = [row for row, request in enumerate(requests) if _must_go_on(own[row], request)]
-            scores = _without_eos(scores, unfinished, layout.options)
-        elif kind is ProcessorKind.ALIKE:
-            scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
-        else:
-            own_scores = scores.clone()  # a processor may write to its own
-            of_each = own_scores.split(together)
-            done = []
-            for number, given in enumerate(of_each):
-                row = number * together
-                ids = history(row) if together == 1 else torch.cat([history(row + more) for more in range(together)])
-                own_one = chains[row].looking_back[place]
-                try:
-                    done.append(own_one(ids, given))
-                except Exception as error:
-                    if isinstance(own_one, UserProcessor):
-                        say_where(error, f"the logits processor {own_one.name}", requests[row].index)
-                    raise
-            in_place = all(result is given for result, given in zip(done, of_each, strict=True))
-            scores = own_scores if in_place else torch.cat(done)
-    return scores
-
-
-def _rows_alike(
-    scores: torch.Tensor,
-    requests: Sequence[Request],
-    own: Sequence[LogitsProcessor],
-    history: Callable[[int], torch.Tensor],
-) -> torch.Tensor:
-    alike: dict[tuple[int, int], list[int]] = {}
-    for row, request in enumerate(requests):
-        alike.setdefault((id(own[row]), request.length), []).append(row)
-    if len(alike) == 1:
-        processed: torch.Tensor = own[0](torch.cat([history(row) for row in range(len(requests))]), scores)
-        return processed
-    result = torch.empty_like(scores)
-    for rows in alike.values():
-        index = to_device(np.array(rows), scores.device)
-        result[index] = own[rows[0]](torch.cat([history(row) for row in rows]), scores[index])
-    return result
-
-
-def _must_go_on(processor: LogitsProcessor, request: Request) -> bool:
-    """Whether a processor of ``MINIMUM_LENGTHS`` forbids EOS."""
-    if isinstance(processor, processors.MinLengthLogitsProcessor):
-        return request.length < int(processor.min_length)
-    assert isinstance(processor, processors.MinNewTokensLengthLogitsProcessor)
-    return request.length - int(processor.prompt_length_to_skip) < int(processor.min_new_tokens)
-
-
-def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> torch.Tensor:
-    eos = [token for token in sorted(options.eos_token_ids) if 0 <= token < scores.shape[-1]]
-    if not rows or not eos:
-        return scores
-    where = np.repeat(rows, len(eos)), np.tile(eos, len(rows))
-    nothing = torch.full((), -torch.inf, dtype=scores.dtype, device=scores.device)
-    return scores.index_put(tuple(to_device(index, scores.device) for index in where), nothing)
-
-
-def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
-    """The tokens of each request, padded with its first one: that leaves the set of its tokens as it is."""
-    ids = np.empty((len(requests), max(request.length for request in requests)), dtype=np.int64)
-    for row, request in zip(ids, requests, strict=True):
-        row[: request.length] = request.tokens(0, request.length)
-        row[request.length :] = row[0]
-    return ids

@@ -27,6 +27,7 @@ class SamplingKernels:
     force_tokens: Callable[..., None]
     grow_ends: Callable[..., None]
     append_tokens: Callable[..., None]
+    mask_tokens: Callable[..., torch.Tensor]
 
 
 def triton_sampling() -> SamplingKernels:
@@ -36,6 +37,7 @@ def triton_sampling() -> SamplingKernels:
         sample_triton,
         tails_triton,
         token_edits_triton,
+        token_masks_triton,
         top_k_top_p_triton,
     )
 
@@ -53,6 +55,7 @@ def triton_sampling() -> SamplingKernels:
         force_tokens=token_edits_triton.force_tokens,
         grow_ends=token_edits_triton.grow_ends,
         append_tokens=token_edits_triton.append_tokens,
+        mask_tokens=token_masks_triton.mask_tokens,
     )
 
 
@@ -63,6 +66,7 @@ def torch_sampling() -> SamplingKernels:
         sample_torch,
         tails_torch,
         token_edits_torch,
+        token_masks_torch,
         top_k_top_p_torch,
     )
 
@@ -80,6 +84,7 @@ def torch_sampling() -> SamplingKernels:
         force_tokens=token_edits_torch.force_tokens,
         grow_ends=token_edits_torch.grow_ends,
         append_tokens=token_edits_torch.append_tokens,
+        mask_tokens=token_masks_torch.mask_tokens,
     )
 
 

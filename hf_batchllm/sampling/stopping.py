@@ -19,7 +19,7 @@ from ..model.runner import current_device
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import FinishReason, Request
 from ..wording import either
-from .host_sampler import NothingToDrawError
+from .nothing_to_draw import NothingToDrawError
 from .stop_rules import StopRules
 from .stop_strings import StopStringSearch
 

@@ -14,7 +14,9 @@ from ..inputs.options import Options
 from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
+from .call_grammars import CallGrammars
 from .device_sampler import edits_or_why_not, may_pick_on, penalised_by, why_picked_by_host
+from .grammar_masks import GrammarMasks
 from .host_sampler import HostSampler, RecordScores
 from .logit_edits import LogitEdits
 from .sampling_kernels import SamplingKernels, sampling_kernels
@@ -25,6 +27,8 @@ from .seated_sampler import SeatedSampler, room_to_look_back
 class TokenPicking:
     """options: of each prompt of the list, by a request's ``index``. places: the prompts that run. samples,
     prompt_tokens, new_tokens: of each, the last as the most that it may get.
+
+    grammars: of each prompt of the list, if any has one.
     """
 
     model: nn.Module
@@ -37,6 +41,7 @@ class TokenPicking:
     new_tokens: Sequence[int]
     seed: Seeds | None
     amd: bool = False  # whether kernels were asked for by name, without which none run on AMD's cards
+    grammars: CallGrammars | None = None
 
     @property
     def different_options(self) -> list[Options]:
@@ -71,6 +76,9 @@ class TokenPicking:
 
     def why_by_host(self, steps_on_their_way: int) -> str | None:
         """Why the host picks the tokens; None if the device does."""
+        if self.grammars is not None:
+            name = self.grammars.option
+            return f"`{name}` is worked out by the host, which waits for each step: steps are not queued ahead"
         different = self.different_options
         return why_picked_by_host(
             different, self.model, self.device, steps_on_their_way, self.kept_bytes, self.vocabulary, amd=self.amd
@@ -83,7 +91,14 @@ class TokenPicking:
 
     def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
         kernels = self.kernels if may_pick_on(self.device, self.amd) else None
-        return HostSampler(self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels)
+        masks = None if self.grammars is None else self._masks(self.grammars)
+        return HostSampler(
+            self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels, grammars=masks
+        )
+
+    def _masks(self, grammars: CallGrammars) -> GrammarMasks:
+        ends = [each.eos_token_ids for each in self.options]
+        return grammars.masks(ends, pinned=self.device.type == "cuda")
 
     @cached_property
     def kernels(self) -> SamplingKernels:

@@ -15,8 +15,10 @@ from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.sample_torch import exponential
 from ...model.float64 import at_float64, has_float64
 from ...notices import Notices
-from ...sampling.host_sampler import NothingToDrawError, rows_at_once
-from ...sampling.processor_chains import ChainLayout, Histories, ProcessorChains, apply_blind, apply_looking_back
+from ...sampling.host_sampler import rows_at_once
+from ...sampling.nothing_to_draw import NothingToDrawError
+from ...sampling.processor_chains import ChainLayout, ProcessorChains
+from ...sampling.rows_together import Histories, apply_blind, apply_looking_back
 from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
 from .search_rules import Searches, SearchRules

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...inputs.chats import chat_problem
+from ...inputs.grammar_options import GRAMMAR_OPTIONS
 from ...inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
+from .openai_forms import FORM_FIELDS, FORMS, form_asked
 from .setting_names import NAMES, nearest
 from .settings import GenerationSettings, SettingError, read_settings
 
@@ -64,13 +66,6 @@ def _any_value(value: Any) -> None:
     """The field changes nothing about an answer."""
 
 
-def _text_format(value: Any) -> str | None:
-    if isinstance(value, Mapping) and value.get("type") == "text":
-        return None
-    asked = shown(value.get("type")) if isinstance(value, Mapping) else shown(value)
-    return f"of type {asked} is not supported: answers are text"
-
-
 # Fields that must not change the answer: each has a check that says why a value is refused.
 _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     **dict.fromkeys(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"), _any_value),
@@ -81,7 +76,6 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     "functions": _only([], hint="pass `tools`"),
     "tool_choice": _only("none", "auto", hint="a model cannot be made to call a tool"),
     "function_call": _only("none", "auto", hint="a model cannot be made to call a function"),
-    "response_format": _text_format,
     "modalities": _only(["text"], hint="answers are text"),
     "audio": _only(hint="answers are text"),
     "prediction": _only(),
@@ -98,15 +92,8 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], str | None]] = {
     "add_generation_prompt": _only(True, False),  # see ``_of_chats``
     "add_special_tokens": _only(True, False),
     "chat_template": _only(hint="it is the tokenizer's; see --tokenizer"),
-    **{
-        name: _only(
-            hint="answers of lines are free text; BatchGenerator.generate takes a grammar (docs/constrained.md)"
-        )
-        for name in ("guided_json", "guided_regex", "guided_grammar", "structured_outputs")
-    },
-    "guided_choice": _only(hint="`score` of BatchGenerator says how likely each choice is (docs/scoring.md)"),
 }
-_KNOWN = {"model", "logprobs", "logit_bias", *_SETTINGS, *_OF_CHATS, *_WITHOUT_EFFECT}
+_KNOWN = {"model", "logprobs", "logit_bias", *FORM_FIELDS, *_SETTINGS, *_OF_CHATS, *_WITHOUT_EFFECT}
 
 
 def in_openai_names(why: str) -> str:
@@ -117,6 +104,8 @@ def in_openai_names(why: str) -> str:
         ("`stop_strings`", "`stop`"),
         ("`max_prompt_tokens`", "`truncate_prompt_tokens`"),
         ("`do_sample=True`", "a `temperature` above 0"),
+        ("`schema`", "`response_format`"),
+        *((f"`{ours}`", f"`{theirs}`") for theirs, ours in FORMS.items()),
     ):
         why = why.replace(ours, theirs)
     return why
@@ -262,12 +251,16 @@ def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:
     if given.get("stop") == []:
         del given["stop"]
     _add_logprobs(given, body, endpoint)
+    form, asked_by = form_asked(body)
+    given |= form
     bias = body.get("logit_bias")
     if bias:
         given["sequence_bias"] = _bias(bias)
     try:
         settings = read_settings(given)
     except SettingError as error:
+        if error.name in GRAMMAR_OPTIONS:
+            raise RecordError(str(error).replace(f"`{error.name}`", f"`{asked_by}`"), asked_by) from None
         raise RecordError(in_openai_names(str(error)), error.name) from None
     # OpenAI's temperature is 1 by default, so these ask for sampling.
     draws = next((name for name in ("n", "top_p", "top_k", "min_p") if given.get(name) not in (None, 0, 1)), None)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .openai_requests import in_openai_names
 from .openai_responses import error_response, response
 from .prompt_records import OPENAI, BadPromptRecord, PromptRecord
 from .token_texts import TokenTexts, finite, likeliest
@@ -89,7 +90,7 @@ class ResultWriter:
         """``generations``: all samples of the record, in their order. OpenAI's form has no place for a ``warning``."""
         why = next((each.error for each in generations if each.error is not None), None)
         if why is not None:
-            return self.error(record, key, f"the prompt {why}")
+            return self.error(record, key, f"the prompt {in_openai_names(why) if self.dialect == OPENAI else why}")
         if self.dialect == OPENAI:
             self._compare_model(record)
             return as_line(response(record, key, generations, self._tokens, self._model, self._created))

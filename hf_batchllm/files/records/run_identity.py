@@ -32,6 +32,7 @@ def run_identity(
         "adapter": base.adapter,
         **base.options,
         **base.prompt_options,
+        **({} if base.grammar is None else {base.grammar.option: base.grammar.text}),
         **more,
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ...inputs.grammar_options import GRAMMAR_OPTIONS
 from ...inputs.option_row import Fate, OptionKind
 from ...inputs.option_table import names
 from ...inputs.other_names import ALIASES, FROM_ELSEWHERE
 from ...inputs.prompt_options import PROMPT_OPTIONS
 
-NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS)  # not fields of a GenerationConfig
+# Not fields of a GenerationConfig.
+NOT_IN_CONFIG = ("seed", "adapter", "logprobs", "top_logprobs", *PROMPT_OPTIONS, *GRAMMAR_OPTIONS)
 NAMES = frozenset(
     names(kind=OptionKind.FIELD) - {"input_ids", "inputs", "attention_mask"}
     | set(ALIASES)
@@ -27,7 +29,7 @@ _USUAL_DATA = frozenset(
     (
         *("prompt", "text", "texts", "text_inputs", "messages", "conversations", "chats", "prompt_token_ids"),
         *("model", "config", "params", "sample", "sampling", "device", "dtype", "generator", "verbose", "timeout"),
-        *("documents", "grammar", "thinking", "tool", "adapted", "stream", "regex", "ebnf", "json_schema"),
+        *("documents", "thinking", "tool", "adapted", "stream", "ebnf", "json_schema", "grammars"),
     )
 )
 # Names from elsewhere. To pass over them would give another answer than was asked for.
@@ -42,7 +44,7 @@ NOT_FOR_FILES = {
     "max_time": "is not for files: interrupt a run whenever you like, and the same command continues it",
     "prompt_logprobs": "is not for files: see BatchGenerator.generate",
 }
-_SHORT_NAMES = ("n", "stop", "seed")  # settings whose names are usual names of data, too
+_SHORT_NAMES = ("n", "stop", "seed", *GRAMMAR_OPTIONS)  # settings whose names are usual names of data, too
 _SHORTEST_GUESSED = 7  # letters of a setting's name: shorter ones are similar to too many other words
 _SIMILARITY = 0.85
 

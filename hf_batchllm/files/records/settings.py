@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import BatchLLMError, OptionValueError
+from ...inputs.grammar_options import GRAMMAR_OPTIONS, Grammar, checked_grammar
 from ...inputs.option_ranges import ZERO_TEMPERATURE, out_of_range
 from ...inputs.option_row import Takes
 from ...inputs.option_table import TABLE
@@ -44,6 +45,7 @@ class GenerationSettings:
     seed: int | None = None
     adapter: str | None = None
     prompt_options: Mapping[str, Any] = field(default_factory=dict)  # how the prompt becomes tokens
+    grammar: Grammar | None = None  # the form of the answer
     implies_sampling: str | None = None  # an option that has no effect without sampling, and so asks for it
     written: Mapping[str, str] = field(default_factory=dict, compare=False)  # options under another name: that name
 
@@ -53,13 +55,14 @@ class GenerationSettings:
         return repr(sorted(self.options.items())), self.logprobs, self.adapter
 
     @property
-    def call_key(self) -> tuple[bool, bool, bool]:
+    def call_key(self) -> tuple[bool, bool, bool, bool]:
         """Records for which this differs run in different calls of ``generate``.
 
-        A call with beams has nothing but beams. Log-probabilities make a call slower for all of its records. A call
-        names an adapter for each of its prompts, or for none.
+        A call with beams has nothing but beams. Log-probabilities and grammars make a call slower for all of its
+        records. A call names an adapter for each of its prompts, or for none.
         """
-        return (self.options.get("num_beams") or 1) > 1, self.logprobs is not None, self.adapter is not None
+        beams = (self.options.get("num_beams") or 1) > 1
+        return beams, self.logprobs is not None, self.adapter is not None, self.grammar is not None
 
     @property
     def brings_template(self) -> bool:
@@ -87,6 +90,7 @@ class GenerationSettings:
             self.seed if self.seed is not None else base.seed,
             self.adapter if self.adapter is not None else base.adapter,
             _merged(self.prompt_options, base.prompt_options),
+            self.grammar if self.grammar is not None else base.grammar,
             written=self.written,
         )
 
@@ -141,6 +145,7 @@ def read_settings(fields: Mapping[str, Any], *, cells: bool = False, settle: boo
         _seed(beside.get("seed")),
         _adapter(beside.get("adapter")),
         {name: _prompt_option(name, beside[name]) for name in PROMPT_OPTIONS if name in beside},
+        _grammar({name: beside[name] for name in GRAMMAR_OPTIONS if name in beside}),
         written={known: name for known, name in written.items() if known != name},
     )
 
@@ -205,7 +210,7 @@ def _from_cell(name: str, value: Any) -> Any:
         known = ALIASES.get(name, name)
         if known == "stop_strings":
             return _parsed(name, text) if text.startswith("[") else value
-        if known == "adapter":
+        if known in ("adapter", "regex", "grammar"):
             return value
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
@@ -296,6 +301,18 @@ def _prompt_option(name: str, value: Any) -> Any:
         return checked_prompt_option(name, value)
     except OptionValueError as error:
         raise SettingError(name, str(error).removeprefix(f"`{name}` ")) from None
+
+
+def _grammar(given: Mapping[str, Any]) -> Grammar | None:
+    if len(given) > 1:
+        first, second = list(given)[:2]
+        raise SettingError(second, f"contradicts `{first}`: an answer has one form, so keep one of them")
+    for name, value in given.items():
+        try:
+            return checked_grammar(name, value)
+        except OptionValueError as error:
+            raise SettingError(name, str(error).removeprefix(f"`{name}` ")) from None
+    return None
 
 
 def _merged(own: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:

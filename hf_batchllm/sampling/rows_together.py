@@ -1,0 +1,144 @@
+"""The scores of many rows through their chains of processors: rows together where a processor may take them so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as processors
+
+from ..inputs.options import Options
+from ..inputs.processors_and_criteria import say_where
+from ..model.transfers import to_device
+from ..planning.requests_and_prefixes import Request
+from .grammar_masks import TokenMasks
+from .processor_chains import ProcessorChain, ProcessorKind
+from .user_processors import UserProcessor
+
+
+def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    """The scores [rows, vocabulary] after processors that do not look back."""
+    ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+    for processor in some:
+        scores = processor(ids, scores)
+    return scores
+
+
+class Histories:
+    """The tokens of some requests, as processors are given them."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self._requests = requests
+        self._device = device
+        self._rows: tuple[torch.Tensor, ...] = ()
+
+    def send(self) -> None:
+        """All of them in one copy to the device."""
+        every = [request.tokens(0, request.length) for request in self._requests]
+        flat = to_device(np.concatenate(every).astype(np.int64)[None], self._device)
+        self._rows = flat.split([len(ids) for ids in every], dim=1)
+
+    def of(self, row: int) -> torch.Tensor:  # [1, length], without padding
+        if not self._rows:
+            self.send()
+        return self._rows[row]
+
+    def some(self, rows: Sequence[int]) -> Callable[[int], torch.Tensor]:
+        """Those of a few rows, by their places among these."""
+        return lambda place: self.of(rows[place])
+
+
+def apply_looking_back(
+    scores: torch.Tensor,
+    requests: Sequence[Request],
+    chains: Sequence[ProcessorChain],
+    history: Callable[[int], torch.Tensor],  # of each row, [1, length]
+    together: int = 1,
+    masks: TokenMasks | None = None,
+) -> torch.Tensor:
+    """The scores [rows, vocabulary] after the processors that look back; the chains have the same layout.
+
+    ``together``: each group of so many neighbouring rows has the same chain and the same length, and is given to a
+    processor of its own at once. ``masks``: what the rows' grammars allow, on the device of the scores.
+    ``scores`` are not written to: a hook of the model's owner may have kept them.
+    """
+    layout = chains[0].layout
+    for place, kind in enumerate(layout.kinds[: layout.blind]):
+        processor = chains[0].looking_back[place]
+        if kind is ProcessorKind.BLIND:
+            scores = apply_blind([processor], scores)
+        elif kind is ProcessorKind.PENALTY:
+            scores = processor(to_device(_padded(requests), scores.device), scores)
+        elif kind is ProcessorKind.MINIMUM:
+            own = [chain.looking_back[place] for chain in chains]
+            unfinished = [row for row, request in enumerate(requests) if _must_go_on(own[row], request)]
+            scores = _without_eos(scores, unfinished, layout.options)
+        elif kind is ProcessorKind.GRAMMAR:
+            assert masks is not None
+            scores = masks.apply(scores)
+        elif kind is ProcessorKind.ALIKE:
+            scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
+        else:
+            own_scores = scores.clone()  # a processor may write to its own
+            of_each = own_scores.split(together)
+            done = []
+            for number, given in enumerate(of_each):
+                row = number * together
+                ids = history(row) if together == 1 else torch.cat([history(row + more) for more in range(together)])
+                own_one = chains[row].looking_back[place]
+                try:
+                    done.append(own_one(ids, given))
+                except Exception as error:
+                    if isinstance(own_one, UserProcessor):
+                        say_where(error, f"the logits processor {own_one.name}", requests[row].index)
+                    raise
+            in_place = all(result is given for result, given in zip(done, of_each, strict=True))
+            scores = own_scores if in_place else torch.cat(done)
+    return scores
+
+
+def _rows_alike(
+    scores: torch.Tensor,
+    requests: Sequence[Request],
+    own: Sequence[LogitsProcessor],
+    history: Callable[[int], torch.Tensor],
+) -> torch.Tensor:
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, request in enumerate(requests):
+        alike.setdefault((id(own[row]), request.length), []).append(row)
+    if len(alike) == 1:
+        processed: torch.Tensor = own[0](torch.cat([history(row) for row in range(len(requests))]), scores)
+        return processed
+    result = torch.empty_like(scores)
+    for rows in alike.values():
+        index = to_device(np.array(rows), scores.device)
+        result[index] = own[rows[0]](torch.cat([history(row) for row in rows]), scores[index])
+    return result
+
+
+def _must_go_on(processor: LogitsProcessor, request: Request) -> bool:
+    """Whether a processor of ``MINIMUM_LENGTHS`` forbids EOS."""
+    if isinstance(processor, processors.MinLengthLogitsProcessor):
+        return request.length < int(processor.min_length)
+    assert isinstance(processor, processors.MinNewTokensLengthLogitsProcessor)
+    return request.length - int(processor.prompt_length_to_skip) < int(processor.min_new_tokens)
+
+
+def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> torch.Tensor:
+    eos = [token for token in sorted(options.eos_token_ids) if 0 <= token < scores.shape[-1]]
+    if not rows or not eos:
+        return scores
+    where = np.repeat(rows, len(eos)), np.tile(eos, len(rows))
+    nothing = torch.full((), -torch.inf, dtype=scores.dtype, device=scores.device)
+    return scores.index_put(tuple(to_device(index, scores.device) for index in where), nothing)
+
+
+def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
+    """The tokens of each request, padded with its first one: that leaves the set of its tokens as it is."""
+    ids = np.empty((len(requests), max(request.length for request in requests)), dtype=np.int64)
+    for row, request in zip(ids, requests, strict=True):
+        row[: request.length] = request.tokens(0, request.length)
+        row[request.length :] = row[0]
+    return ids
