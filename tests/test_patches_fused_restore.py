@@ -119,7 +119,7 @@ class TestEveryRow:
                 each.load_state_dict(first)
                 each.to(torch.bfloat16)
             ours, theirs = generate(generator), plainly(plain)
-            # Fused layers round elsewhere: on some processors a row of four differs. Weights of before would show in all.
+            # Fused layers round elsewhere: on some processors a row of four differs. Old weights would show in all.
             assert sum(one == other for one, other in zip(ours, theirs, strict=True)) >= 3
         assert set(fusing) == {forwards_of(family)}
         assert_equal(values(model), values(plain))
