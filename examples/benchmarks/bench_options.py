@@ -3,8 +3,9 @@
     python examples/benchmarks/bench_options.py --config qwen3-0.6b
     python examples/benchmarks/bench_options.py --config llama-8b --only greedy logprobs "own processor"
 
-All prompts differ, and no token ends an answer. Each option runs once to compile its kernels, then --runs times: the
-median counts. "by" says who picked the tokens.
+All prompts differ, and no token ends an answer, unless a JSON schema does: random weights write long texts. The
+tokenizer is made up, and schemas need the extra `json`. Each option runs once to compile its kernels, then --runs
+times: the median counts. "by" says who picked the tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import bench_support  # noqa: F401  before hf_batchllm: finds the checkout
 import torch
+from bench_grammar_masks import made_up, schema
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator
@@ -37,7 +40,7 @@ class NoBreaks(LogitsProcessor):
         return scores.index_fill(1, self.tokens, -torch.inf)
 
 
-def options_of(vocabulary: int, requests: int, device: torch.device) -> dict[str, dict[str, Any]]:
+def options_of(vocabulary: int, requests: int, device: torch.device, ends: dict[str, Any]) -> dict[str, dict[str, Any]]:
     words = [
         [1 + (7919 * word + 31 * token) % (vocabulary - 1) for token in range(1 + word % 3)] for word in range(200)
     ]
@@ -74,6 +77,8 @@ def options_of(vocabulary: int, requests: int, device: torch.device) -> dict[str
         "eight settings": {"configs": [mixed[number % len(mixed)] for number in range(requests)]},
         "own processor": {"logits_processor": [NoBreaks(few, device)]},
         "allowed tokens": {"prefix_allowed_tokens_fn": lambda batch, ids: few},
+        "one JSON schema": {"schema": schema(None, bounded=False)} | ends,
+        "a schema each": {"schema": [schema(number, bounded=False) for number in range(requests)]} | ends,
         "4 beams": {"num_beams": 4},
     }
 
@@ -124,12 +129,14 @@ def main() -> None:
     vocabulary = model.config.get_text_config().vocab_size
     workload = Workload(asked.requests, shared=0, own=asked.prompt, new=asked.new, degree=1)
     prompts = workload.prompts(vocabulary)
-    every = options_of(vocabulary, asked.requests, device)
+    tokenizer = made_up(vocabulary)
+    ends = {"eos_token_id": int(tokenizer.eos_token_id), "pad_token_id": 0}
+    every = options_of(vocabulary, asked.requests, device, ends)
     chosen = [name for name in every if asked.only is None or any(name.startswith(each) for each in asked.only)]
     print(f"{asked.config} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}, {workload}\n")
     print(f"{'':<22}{'seconds':>9}{'tokens/s':>10}{'of greedy':>11}   by", flush=True)
     greedy = None
-    with BatchGenerator(model) as generator, warnings.catch_warnings():
+    with BatchGenerator(model, tokenizer) as generator, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in chosen:
             given = dict(every[name])
