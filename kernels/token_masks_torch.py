@@ -19,7 +19,8 @@ def mask_tokens(
     """Logits with -inf for each token that is not allowed. Free rows are as they were."""
     rows, vocabulary = logits.shape
     own = bits if line is None else bits[line.clamp(min=0)] if len(bits) else bits.new_full((rows, bits.shape[1]), -1)
-    of_bytes = own.contiguous().view(torch.uint8)[:, :, None]  # a byte for eight tokens, the first one lowest
+    own = own.clone(memory_format=torch.contiguous_format)  # else a single word may have any stride
+    of_bytes = own.view(torch.uint8)[:, :, None]  # a byte for eight tokens, the first one lowest
     place = torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = (of_bytes >> place & 1).view(rows, bits.shape[1] * WORD)[:, :vocabulary] == 0
     if line is not None:

@@ -52,8 +52,9 @@ def mask_tokens(
 ) -> torch.Tensor:  # [rows, vocabulary]
     """Logits with -inf for each token that is not allowed. Free rows are as they were."""
     rows, vocabulary = logits.shape
-    out = torch.empty_like(logits) if out is None else out
-    assert logits.stride(1) == 1 and out.stride(1) == 1 and out.dtype == logits.dtype and out.shape == logits.shape
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    assert logits.stride(1) == 1 and out.dtype == logits.dtype and out.shape == logits.shape
+    assert out.stride(1) == 1 or not rows
     assert bits.shape[1] == triton.cdiv(vocabulary, 32) and bits.stride(1) == 1 and bits.dtype == torch.int32
     assert line is not None or len(bits) == rows
     if rows:

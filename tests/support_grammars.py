@@ -58,7 +58,8 @@ class Plain(LogitsProcessor):
         matcher = self._matcher.deep_copy()
         assert matcher.consume_tokens(ids[self._prompt_tokens :]), matcher.get_error()
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        return scores.masked_fill(torch.from_numpy(bits[: scores.shape[1]] == 0), -torch.inf)
+        banned = torch.from_numpy(bits[: scores.shape[1]] == 0).to(scores.device)
+        return scores.masked_fill(banned, -torch.inf)
 
 
 def source(option: str, text: str) -> str:
