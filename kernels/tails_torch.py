@@ -24,7 +24,7 @@ def tail_cuts(
     rows, vocabulary = logits.shape
     which = torch.zeros(rows, dtype=torch.int32, device=logits.device) if which is None else which
     scores = logits.float()
-    low = torch.full((rows,), -math.inf, device=logits.device) if threshold is None else threshold.clone()
+    low = scores.new_full((rows,), -math.inf) if threshold is None else threshold.clone()
     high = torch.full_like(low, math.inf)
     typical, epsilon, eta = table.tails[:, which].double()
     temperature = table.temperature[which]

@@ -131,7 +131,9 @@ def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(decode_rows, "capturing", lambda *_: nullcontext())
     token = torch.zeros(1)
-    rows: Any = SimpleNamespace(work=SimpleNamespace(rooms=[]), _state=SimpleNamespace(token=token), _run=run)
+    rows: Any = SimpleNamespace(
+        work=SimpleNamespace(rooms=[]), _state=SimpleNamespace(token=token), _run=run, _logits=None
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         DecodeRows.capture(rows, None)
         captured = len(copies)

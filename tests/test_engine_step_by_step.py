@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 
-PROMPTS = mixed_prompts(2)
+PROMPTS = mixed_prompts(2)[:12]
 
 
 class NoThirds(LogitsProcessor):
@@ -63,13 +63,13 @@ def test_tokens_are_those_of_generate(
     family: str, options: dict[str, Any], memory: int, device: str, replayed: list[int]
 ) -> None:
     model = model_on(device, family)
-    given = {"max_new_tokens": 12, "eos_token_id": list(range(0, 97, 7)), "pad_token_id": 0, **options}
+    given = {"max_new_tokens": 10, "eos_token_id": list(range(0, 97, 7)), "pad_token_id": 0, **options}
     alone = [reference_generate(model, prompt, **given) for prompt in PROMPTS]
     with BatchGenerator(model, kv_memory=pages_of_memory(model, memory, 16), page_size=16) as generator:
         result = generator.generate(PROMPTS, progress=False, **given)
         again = generator.generate(PROMPTS, progress=False, logprobs=1, **given)
     assert result.token_ids == again.token_ids == alone
-    assert len(replayed) > 10 and max(replayed) > 4
+    assert len(replayed) > 8 and max(replayed) > 4
     assert all(len(row.logprobs) == len(row.token_ids) for row in again)
 
 

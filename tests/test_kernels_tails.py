@@ -94,10 +94,10 @@ def check(seed: int, kind: str, rows: int, vocabulary: int, dtype: torch.dtype) 
 
 @kernel
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocabulary", [7, 97, 5003])
+@pytest.mark.parametrize("vocabulary", [7, 5003])
 def test_the_kernel(kind: str, vocabulary: int) -> None:
     for seed in range(2):
-        check(seed, kind, 12, vocabulary, [torch.float32, torch.float16][seed])
+        check(seed, kind, 8, vocabulary, [torch.float32, torch.float16][seed])
 
 
 @pytest.mark.gpu

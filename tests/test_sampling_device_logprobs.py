@@ -17,7 +17,7 @@ from hf_batchllm import BatchGenerator, BatchResult
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.kernels import likeliest_torch, likeliest_triton
 
-PROMPTS = random_prompts(random.Random(3), 97, "mixed", 18)
+PROMPTS = random_prompts(random.Random(3), 97, "mixed", 18)[:10]
 
 
 def assert_right(model: Any, result: BatchResult, k: int, prompt_k: int | None = None) -> None:
@@ -38,7 +38,7 @@ def assert_right(model: Any, result: BatchResult, k: int, prompt_k: int | None =
             assert list(entry.values())[:most] == pytest.approx(best, abs=2e-4)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize(
     ("family", "k", "options"),
     [

@@ -117,7 +117,7 @@ _BEFORE_GROWTH = (
 
 
 def _ids(tokens: torch.Tensor) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(torch.as_tensor(tokens).reshape(-1).tolist()))
+    return tuple(dict.fromkeys(torch.as_tensor(tokens, dtype=torch.long, device="cpu").reshape(-1).tolist()))
 
 
 def _inside(given: dict[str, Any], vocabulary: int) -> bool:
@@ -138,7 +138,10 @@ def _prefix_may_be_all() -> bool:
     """Whether a bias counts where what comes before its last token is all that a sequence has. Versions differ."""
     bias: Any = {(0, 1): 1.0}
     processor = processors.SequenceBiasLogitsProcessor(bias)
-    ids, scores = torch.zeros(1, 1, dtype=torch.long, device="cpu"), torch.zeros(1, 3, device="cpu")
+    ids, scores = (
+        torch.zeros(1, 1, dtype=torch.long, device="cpu"),
+        torch.zeros(1, 3, dtype=torch.float32, device="cpu"),
+    )
     return bool(processor(ids, scores)[0, 1] > 0)
 
 
