@@ -44,7 +44,7 @@ def broken(
     """From now on each check runs interpreted kernels, of which one is broken; none if ``way`` is None."""
     patch.setenv("TRITON_INTERPRET", "1")
     patch.setenv("HF_BATCHLLM_CHECK", "always")
-    patch.setenv("HF_BATCHLLM_CHECK_SECONDS", "60" if way != "hung" else "2")
+    patch.setenv("HF_BATCHLLM_CHECK_SECONDS", "60" if way != "hung" else "6")
     patch.setenv("HF_BATCHLLM_CACHE", str(folder / "cache"))
     if way is not None:
         text = START.replace("KERNEL", kernel).replace("WAY", WAYS[way])

@@ -24,14 +24,14 @@ BY_CARD = ["test_kernels_decode.py", "test_kernels_prefill_triton.py", "test_ker
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_under_the_interpreter() -> None:
     assert len(FILES) > 8
     run(FILES)
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_as_on_a_card_without_a_copy_engine() -> None:
     assert set(BY_CARD) <= set(FILES)
     run(BY_CARD, TRITON_OVERRIDE_ARCH="sm86")
