@@ -91,7 +91,6 @@ class RecipeTable:
             columns.append(self._tensor(column, torch.int32 if name in ("cuts", "top_k") else torch.float32))
         self.numbers = Numbers(*columns)
         self.penalty = self._tensor([recipe.penalty for recipe in recipes], torch.float32)
-        self.has_tails = any(recipe.has_tails for recipe in recipes)
         self.has_typical = any(recipe.has_tails and recipe.typical_p is not None for recipe in recipes)
 
     @cached_property

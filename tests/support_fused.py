@@ -147,7 +147,9 @@ def assert_same_logits(
 
     ``near``: never bit for bit. Experts multiply other rows together than the model's own code does, and add up in an
     order of their own; the projections of a mixer are few rows, which a CPU multiplies otherwise by themselves.
+    Where two tokens are nearly as good as each other, a row may then go on with another one.
     """
+    parted = 0  # rows
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 48, generator=generator).to(dtype) for rows in (160, 37))
     apart = torch.cat([x @ part.t() for part in weight.split([96, 32, 32])], dim=1)
@@ -158,7 +160,9 @@ def assert_same_logits(
             assert torch.equal(our, their)
         else:
             size = 1e-4 if dtype == torch.float32 else 0.1
-            torch.testing.assert_close(our, their, rtol=0, atol=size * float(their.abs().max()))
+            far = (our - their).abs().amax(dim=1) > size * float(their.abs().max())
+            assert int(far.sum()) <= parted, f"{(our - their).abs().max()} apart"
+            parted += int(((our.argmax(dim=1) != their.argmax(dim=1)) & ~far).sum())
 
 
 def reasons(model: Any) -> str:

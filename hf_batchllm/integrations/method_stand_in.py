@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 ABSENT = object()
 
 
-class MethodStandIn:
+class MethodStandIn(ABC):
     """An entry in the model's ``__dict__``, which hides the method of its class; derived classes say what it does.
 
     Blocks may be within blocks, and may end in any order.
@@ -40,8 +41,9 @@ class MethodStandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.ended else self.serve(*args, **kwargs)
 
+    @abstractmethod
     def serve(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """What a call gives while the block runs."""
 
     def put_in_place(self) -> None:
         vars(self.model)[self.name] = self

@@ -25,7 +25,7 @@ from ..kernel_check.trust import failed_check
 from ..kernels.sampling_recipes import Recipe, RecipeTable, RowRecipes
 from ..kernels.token_edits import History
 from ..model.transfers import to_device
-from .logit_edits import EDITING, EditTables, LogitEdits, edits_of
+from .logit_edits import EditTables, LogitEdits, edits_of
 from .processor_chains import MINIMUM_LENGTHS
 from .sampling_kernels import SamplingKernels
 
@@ -129,11 +129,18 @@ def _warpers_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
 
 # What the device does, in the order in which transformers does it.
 _IN_ORDER = (
-    *EDITING[:2],
+    processors.SequenceBiasLogitsProcessor,
+    processors.EncoderRepetitionPenaltyLogitsProcessor,
     processors.RepetitionPenaltyLogitsProcessor,
-    *EDITING[2:5],
+    processors.NoRepeatNGramLogitsProcessor,
+    processors.EncoderNoRepeatNGramLogitsProcessor,
+    processors.NoBadWordsLogitsProcessor,
     *MINIMUM_LENGTHS,
-    *EDITING[5:],
+    processors.ForcedBOSTokenLogitsProcessor,
+    processors.ForcedEOSTokenLogitsProcessor,
+    processors.ExponentialDecayLengthPenalty,
+    processors.SuppressTokensLogitsProcessor,
+    processors.SuppressTokensAtBeginLogitsProcessor,
     processors.TemperatureLogitsWarper,
     processors.TopKLogitsWarper,
     processors.TopPLogitsWarper,

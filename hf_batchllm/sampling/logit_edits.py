@@ -51,25 +51,20 @@ class LogitEdits:
 _NONE = LogitEdits()
 
 
-# What each processor does, in the order in which transformers makes them.
-EDITING = (
-    processors.SequenceBiasLogitsProcessor,
-    processors.EncoderRepetitionPenaltyLogitsProcessor,
+# These may forbid a token that ends an answer, before ends become likelier.
+_MAY_FORBID_ENDS = (
     processors.NoRepeatNGramLogitsProcessor,
     processors.EncoderNoRepeatNGramLogitsProcessor,
     processors.NoBadWordsLogitsProcessor,
-    processors.ForcedBOSTokenLogitsProcessor,
-    processors.ForcedEOSTokenLogitsProcessor,
-    processors.ExponentialDecayLengthPenalty,
-    processors.SuppressTokensLogitsProcessor,
-    processors.SuppressTokensAtBeginLogitsProcessor,
+    processors.MinLengthLogitsProcessor,
+    processors.MinNewTokensLengthLogitsProcessor,
 )
 
 
 def edits_of(made: Iterable[LogitsProcessor], vocabulary: int) -> LogitEdits | LogitsProcessor:
-    """What the processors of ``EDITING`` among these do; or one whose work only its own code can do.
+    """What these processors, made for a prompt of one token, do to single logits; or one that only its own code can do.
 
-    They were made for a prompt of one token.
+    Those that do something else are passed over.
     """
     found: dict[str, Any] = {}
     by_kind: dict[type[LogitsProcessor], Any] = {type(processor): processor for processor in made}
@@ -100,20 +95,11 @@ def edits_of(made: Iterable[LogitsProcessor], vocabulary: int) -> LogitEdits | L
             return cast(LogitsProcessor, processor)
     edits = LogitEdits(**found)
     # Some versions of transformers make NaN of an end that is forbidden already.
-    forbids = (*_BEFORE_GROWTH, processors.NoBadWordsLogitsProcessor)
-    if edits.ends and any(kind in forbids for kind in by_kind):
+    if edits.ends and any(kind in _MAY_FORBID_ENDS for kind in by_kind):
         return cast(LogitsProcessor, by_kind[processors.ExponentialDecayLengthPenalty])
     if edits.first >= 0 and edits.suppressed_first:  # which of the first tokens that is hangs on the prompt
         return cast(LogitsProcessor, by_kind[processors.SuppressTokensAtBeginLogitsProcessor])
     return edits
-
-
-_BEFORE_GROWTH = (
-    processors.NoRepeatNGramLogitsProcessor,
-    processors.EncoderNoRepeatNGramLogitsProcessor,
-    processors.MinLengthLogitsProcessor,
-    processors.MinNewTokensLengthLogitsProcessor,
-)
 
 
 def _ids(tokens: torch.Tensor) -> tuple[int, ...]:
