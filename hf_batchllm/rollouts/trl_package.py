@@ -49,7 +49,8 @@ def tokenized(trainer: Any, prompts: list[Any]) -> list[list[int]]:
 def has_images(images: Any, fields: Any) -> bool:
     """Whether there is more to the prompts than their tokens. ``fields``: what the tokenizer gave beside these."""
     return images is not None or any(
-        any(map(bool, row)) for name, rows in (fields or {}).items() for row in (rows if "type_ids" in name else [1])
+        "type_ids" not in name or any(bool(each) for row in rows for each in row)
+        for name, rows in (fields or {}).items()
     )
 
 
