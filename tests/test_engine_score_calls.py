@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_families import build, random_prompts
+from support_families import FAMILIES, build, random_prompts
 from support_interrupts import CRITICAL, Stop
 from support_kernels import plain
 from support_memory_device import Device, tight
@@ -201,15 +201,12 @@ def test_the_bar_counts_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_half_precision_and_inference_mode() -> None:
-    model = build("llama").to(torch.bfloat16)
-    try:
-        ids = [5, 6, 7, 8]
-        with torch.inference_mode():
-            score = BatchGenerator(model).score([ids[:2]], [ids[2:]])[0]
-            logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(dim=-1)
-        assert score.logprobs == pytest.approx([logprobs[1, 7].item(), logprobs[2, 8].item()], abs=0.1)
-    finally:
-        build.cache_clear()
+    model = FAMILIES["llama"]().to(torch.bfloat16)
+    ids = [5, 6, 7, 8]
+    with torch.inference_mode():
+        score = BatchGenerator(model).score([ids[:2]], [ids[2:]])[0]
+        logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(dim=-1)
+    assert score.logprobs == pytest.approx([logprobs[1, 7].item(), logprobs[2, 8].item()], abs=0.1)
 
 
 # -- what they give back ---------------------------------------------------------------------------------------

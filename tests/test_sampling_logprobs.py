@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_families import build, random_prompts
+from support_families import FAMILIES, build, random_prompts
 from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
 
 from hf_batchllm import BatchConfig, BatchGenerator, BatchResult, Generation, GenerationInterrupted
@@ -147,18 +147,15 @@ def test_how_many(k: int) -> None:
 
 
 def test_of_half_precision_in_float32() -> None:
-    model = build(FAMILY).to(torch.bfloat16)
-    try:
-        prompts = mixed_prompts(2, 7)
-        seen: list[torch.Tensor] = []
-        handle = model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out[0]))
-        out = BatchGenerator(model).generate(prompts, max_new_tokens=1, logprobs=2, max_length=None)
-        handle.remove()
-        rows = torch.cat(seen).float().log_softmax(dim=-1).amax(dim=-1)
-        best = torch.tensor([next(iter(generation.logprobs[0].values())) for generation in out])
-        torch.testing.assert_close(best.sort().values, rows.sort().values)
-    finally:
-        build.cache_clear()
+    model = FAMILIES[FAMILY]().to(torch.bfloat16)
+    prompts = mixed_prompts(2, 7)
+    seen: list[torch.Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out[0]))
+    out = BatchGenerator(model).generate(prompts, max_new_tokens=1, logprobs=2, max_length=None)
+    handle.remove()
+    rows = torch.cat(seen).float().log_softmax(dim=-1).amax(dim=-1)
+    best = torch.tensor([next(iter(generation.logprobs[0].values())) for generation in out])
+    torch.testing.assert_close(best.sort().values, rows.sort().values)
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------
