@@ -108,7 +108,8 @@ def test_on_a_gpus_loop_masks_are_made_meanwhile(device: str, sampled: bool, mon
     result = generate(
         given, PROMPTS, {"min_shared_tokens": 4, "page_size": 16}, regex=regex, seed=7 if sampled else None, **options
     )
-    assert result.report is not None and "replayed" in result.report.graphs and len(begun) == result.report.steps
+    assert result.report is not None and "replayed" in result.report.graphs
+    assert result.report.steps - len(begun) in (0, 1)  # a step may run when all have ended, which is seen later
     if sampled:  # with the noise of the device
         assert all(re.fullmatch("(ab|c)*a?d?", row.text) for row, form in zip(result, forms, strict=True) if form)
     else:

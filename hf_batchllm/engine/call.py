@@ -31,7 +31,7 @@ from .beams.loop import BeamEngine
 from .call_memory import CallMemory
 from .call_outputs import CallOutputs
 from .call_report import report_of
-from .device_loop.graph_launcher import GraphLauncher
+from .device_loop.steps_as_graphs import StepsAsGraphs
 from .expected_time import StepCosts, cost_of_head, usual_rows
 from .job import Job
 from .kv_memory import KVMemory
@@ -208,7 +208,7 @@ class Call:
         self.engine = wiring.engine()
 
     @property
-    def _graphs(self) -> GraphLauncher | None:
+    def _graphs(self) -> StepsAsGraphs | None:
         return None if self._wiring is None else self._wiring.graphs
 
     # -- steps ---------------------------------------------------------------------------------------------------

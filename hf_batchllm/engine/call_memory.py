@@ -86,4 +86,4 @@ class CallMemory:
         by_host = why_by_host(self._job, self._outputs, picking) is not None
         copied = picking.changes_logits
         taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copied=copied, by_host=by_host)
-        return step, taken, self._job.widths is None and (picking.in_graphs or not by_host)
+        return step, taken, self._job.widths is not None or picking.in_graphs or not by_host

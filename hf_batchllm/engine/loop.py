@@ -35,6 +35,9 @@ class Launcher(Protocol):
         -1 stands for no token: the row had ended before, or the logits allow none.
         """
 
+    def tokens_were_seen(self) -> None:
+        """The host has taken down the tokens of the oldest step on its way."""
+
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         """After a launch that failed: whether it may be tried again. ``sampling``: as it was given."""
 
@@ -74,6 +77,9 @@ class AtOnce:
             with self.runner.adapted():
                 tokens = self.sampler(self.runner.in_float32(logits), sampling) if sampling else []
         return lambda: np.array(tokens, dtype=np.int64)[:, None]
+
+    def tokens_were_seen(self) -> None:
+        pass
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return not self._picking or self.may_pick_again(sampling)
@@ -147,6 +153,7 @@ class Engine:
                     switch("model")
                     finished = self.collect(flight, flight.wait())
                     flights.popleft()
+                    self.launcher.tokens_were_seen()
                     self.timekeeper.collected(flight.record)
                     if watch is not None:
                         switch("outside")

@@ -24,11 +24,11 @@ from .beams.group import Answer, BeamGroup
 from .beams.loop import BeamEngine
 from .beams.scheduler import BeamScheduler
 from .call_outputs import CallOutputs
-from .device_loop.decode_graphs import graphs_for
-from .device_loop.graph_launcher import GraphLauncher
+from .device_loop.decode_graphs import DecodeGraphs, graphs_for
 from .device_loop.run_ahead import RunAhead
 from .device_loop.seats import Seats
 from .device_loop.step_by_step import StepByStep
+from .device_loop.steps_as_graphs import StepsAsGraphs
 from .job import Job
 from .loop import AtOnce, Engine, Launcher
 from .smaller_steps import SmallerSteps
@@ -56,7 +56,7 @@ class Wiring:
     notices: Notices
     began: float
     jump: ForcedTokens | None = None  # over tokens that a grammar leaves no choice for
-    graphs: GraphLauncher | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
+    graphs: StepsAsGraphs | None = None  # runs the steps, if it may do so as graphs; set as soon as it exists
 
     def engine(self) -> Engine:
         """The loop of a call that picks tokens, or looks scores up."""
@@ -81,12 +81,18 @@ class Wiring:
         groups = [self._group(root) for root in roots]
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
         scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0))
+        beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors)
+        seats = Seats.of([frozenset()], self.use.device)
+        graphs = self._graphs_without_picking(seats)
+        if graphs is not None and beam_scores.calls_owners_code:
+            graphs.check_later()
+        self.graphs = StepsAsGraphs(self.runner, seats, graphs, self.use.device)
         return BeamEngine(
             scheduler,
-            self.use.builder(),
-            self.runner,
+            self.use.builder(most_times=0 if graphs is None else 1),
+            self.graphs,
             groups,
-            BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors),
+            beam_scores,
             BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores),
             self.timekeeper,
             self._smaller(scheduler),
@@ -122,12 +128,12 @@ class Wiring:
             if not picking.in_graphs:
                 return AtOnce(self.runner, around, self.timekeeper, may_repeat), 1
             seats = Seats.of([frozenset()] * len(self.requests), device)
-            graphs = graphs_for(config, self.runner, seats, None, picking.kernels.advance, 1, self.notices, None)
+            graphs = self._graphs_without_picking(seats)
             self.graphs = StepByStep(
                 self.runner, around, sampler.prepare, may_repeat, seats, graphs, device, self.timekeeper,
                 sampler.calls_owners_code,
             )  # fmt: skip
-            return self.graphs, 1
+            return self.graphs, min(2, config.steps_per_sync or 2)
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
         longest = max((request.max_new_tokens for request in self.requests), default=1)
@@ -146,6 +152,10 @@ class Wiring:
             )
         self.graphs = RunAhead(self.runner, pick, seats, graphs, device, notes)
         return self.graphs, depth
+
+    def _graphs_without_picking(self, seats: Seats) -> DecodeGraphs | None:
+        """Their logits are for the host to pick from."""
+        return graphs_for(self.config, self.runner, seats, None, None, 1, self.notices, None)
 
     def _endings(self, scheduler: BaseScheduler) -> Endings:
         job, tensors = self.job, self.outputs.tensors

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..patches.uncompiled import every_module, own_forward
 from ..patches.unmodified import code_home, is_idle
 from .code_in_use import NOTEBOOK
 from .code_reach import names_read_by
+from .glance import Glance
 from .matmul_precision import matmul_settings
 
 # Forwards that quantisation puts on single modules: they compute with tensors and do nothing else.
@@ -96,11 +98,16 @@ class OwnersState:
     Modules, parameters and buffers are not held: what the owner takes out is freed. Python reads much of it every
     time, so the loops read the modules' ``__dict__``, past their ``__getattr__``. A step in another thread is waited
     for: it puts forwards in place for as long as it runs.
+
+    at_a_glance: for who asks often, and not for long: then all of it is held.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, at_a_glance: bool = False) -> None:
+        self._glance: Glance | None = None
         with steps_lock(base_model(model).config):
             self._take(model, device)
+            if at_a_glance:
+                self._glance = Glance(model.modules())
 
     def _take(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -125,14 +132,17 @@ class OwnersState:
         if model is not self._model():
             return "the model"
         with steps_lock(base_model(model).config):
-            return self._change(adapters, written)
+            return self._change(model, adapters, written)
 
-    def _change(self, adapters: bool, written: bool) -> str | None:
+    def _change(self, model: nn.Module, adapters: bool, written: bool) -> str | None:
         if _settings(self._device) != self._settings:
             return "a setting of PyTorch (autocast, hooks on all modules, the default dtype, the matmul precision)"
-        for entry in self._modules:
-            if entry.is_another(adapters, written):
-                return f"`{entry.name}`" if entry.name else "the model"
+        if written or self._glance is None or not self._glance.untouched():
+            for entry in self._modules:
+                if entry.is_another(adapters, written):
+                    return f"`{entry.name}`" if entry.name else "the model"
+            if self._glance is not None:
+                self._glance = Glance(model.modules())
         for config, fields in self._configs:
             if not _same(_fields_of(config), fields):
                 return "the model's config"
@@ -258,9 +268,8 @@ class _Code:
             if [*_forward_of(kind)] != before:
                 return f"the code of {kind.__name__}"
         for home, space, beside in self._beside:
-            for name, value in beside.items():
-                if space.get(name) is not value:
-                    return f"`{name}` of {home}"
+            if not all(map(is_, map(space.get, beside), beside.values())):
+                return f"`{next(name for name, value in beside.items() if space.get(name) is not value)}` of {home}"
         return None
 
 

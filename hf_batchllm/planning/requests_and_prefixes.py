@@ -176,6 +176,11 @@ class Request(Unit):
         return self.prompt_tokens + len(self.generated) + self.pending
 
     @property
+    def seen(self) -> int:
+        """Tokens of the prompt, and new ones that the host has seen."""
+        return self.prompt_tokens + len(self.generated)
+
+    @property
     def made(self) -> int:
         """New tokens, seen by the host or not."""
         return len(self.generated) + self.pending

@@ -36,7 +36,7 @@ class Histories:
 
     def send(self) -> None:
         """All of them in one copy to the device."""
-        every = [request.tokens(0, request.length) for request in self._requests]
+        every = [request.tokens(0, request.seen) for request in self._requests]
         flat = to_device(np.concatenate(every).astype(np.int64)[None], self._device)
         self._rows = flat.split([len(ids) for ids in every], dim=1)
 
@@ -107,7 +107,7 @@ def _rows_alike(
 ) -> torch.Tensor:
     alike: dict[tuple[int, int], list[int]] = {}
     for row, request in enumerate(requests):
-        alike.setdefault((id(own[row]), request.length), []).append(row)
+        alike.setdefault((id(own[row]), request.seen), []).append(row)
     if len(alike) == 1:
         processed: torch.Tensor = own[0](torch.cat([history(row) for row in range(len(requests))]), scores)
         return processed
@@ -121,9 +121,9 @@ def _rows_alike(
 def _must_go_on(processor: LogitsProcessor, request: Request) -> bool:
     """Whether a processor of ``MINIMUM_LENGTHS`` forbids EOS."""
     if isinstance(processor, processors.MinLengthLogitsProcessor):
-        return request.length < int(processor.min_length)
+        return request.seen < int(processor.min_length)
     assert isinstance(processor, processors.MinNewTokensLengthLogitsProcessor)
-    return request.length - int(processor.prompt_length_to_skip) < int(processor.min_new_tokens)
+    return request.seen - int(processor.prompt_length_to_skip) < int(processor.min_new_tokens)
 
 
 def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> torch.Tensor:
@@ -137,8 +137,8 @@ def _without_eos(scores: torch.Tensor, rows: list[int], options: Options) -> tor
 
 def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
     """The tokens of each request, padded with its first one: that leaves the set of its tokens as it is."""
-    ids = np.empty((len(requests), max(request.length for request in requests)), dtype=np.int64)
+    ids = np.empty((len(requests), max(request.seen for request in requests)), dtype=np.int64)
     for row, request in zip(ids, requests, strict=True):
-        row[: request.length] = request.tokens(0, request.length)
-        row[request.length :] = row[0]
+        row[: request.seen] = request.tokens(0, request.seen)
+        row[request.seen :] = row[0]
     return ids

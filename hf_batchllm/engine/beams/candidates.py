@@ -76,6 +76,11 @@ class BeamScores:
         """The searches that the group belongs to, and its place in them."""
         return self._place[group]
 
+    @property
+    def calls_owners_code(self) -> bool:
+        """Whether a processor of the model's owner is called, which may do anything to the model."""
+        return self._chains.calls_owners_code
+
     def may_repeat(self, groups: Sequence[BeamGroup]) -> bool:
         """Whether candidates may be found twice from the same logits."""
         return self._chains.may_repeat([group.root for group in groups])

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ...model.batch import BatchBuilder
-from ...model.runner import ModelRunner
 from ...planning.requests_and_prefixes import Branch, FinishReason, Request
 from ...planning.step import Step
 from ..device_errors import name_what_ran
+from ..device_loop.steps_as_graphs import StepsAsGraphs
 from ..smaller_steps import SmallerSteps
 from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
@@ -26,7 +26,7 @@ class BeamEngine:
         self,
         scheduler: BeamScheduler,
         builder: BatchBuilder,
-        runner: ModelRunner,
+        launcher: StepsAsGraphs,
         groups: Sequence[BeamGroup],
         scores: BeamScores,
         endings: BeamEndings,
@@ -35,7 +35,8 @@ class BeamEngine:
     ) -> None:
         self.scheduler = scheduler
         self.builder = builder
-        self.runner = runner
+        self.launcher = launcher
+        self.runner = launcher.runner
         self.groups = groups
         self.answers = [answer for group in groups for answer in group.answers]
         self.scores = scores
@@ -76,10 +77,10 @@ class BeamEngine:
                 except Exception as error:
                     if self.smaller.takes(error, step, partial(self._may_repeat, step)):
                         continue
-                    name_what_ran(error, [], step)
+                    name_what_ran(error, [], step, self.launcher.replays)
                     raise
                 self.smaller.ran()
-                with self.runner.surroundings(), self.runner.adapted():  # criteria may run it
+                with self.launcher.surroundings(), self.runner.adapted():  # criteria may run it
                     finished = [group for each in candidates for group in self.choose(each)]
                 if watch is not None:
                     switch("outside")
@@ -101,7 +102,7 @@ class BeamEngine:
 
     def _put_back(self, step: Step) -> None:
         """After a step that failed: no unit of it has logits."""
-        self.runner.restore()
+        self.launcher.put_back(step)
         for unit in step.sampling():
             if isinstance(unit, Branch):
                 self._group_of[unit.root].logits.pop(unit, None)
@@ -119,18 +120,27 @@ class BeamEngine:
         )
         stretch = self.timekeeper.launched(1, step.tokens - beams, beams)
         self.timekeeper.switch(self.timekeeper.launching)
-        with self.runner.surroundings():
-            logits = self.runner.step(batch)
+        with self.launcher.surroundings():
+            logits = self.launcher.logits(batch)
             self.timekeeper.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             self._picking = True
-            with self.runner.adapted():  # guidance runs the model
-                candidates = self.scores(groups, logits) if groups else []
+            candidates = self._candidates(groups, logits) if groups else []
         self.steps += 1
         self.model_tokens += step.tokens
         self.beam_tokens += beams
         self.timekeeper.collected(stretch)
         return groups, candidates
+
+    def _candidates(self, groups: list[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
+        owners_code = self.scores.calls_owners_code
+        if owners_code:
+            self.launcher.owner_gets_control()
+        with self.runner.adapted():  # guidance runs the model
+            found = self.scores(groups, logits)
+        if owners_code:
+            self.launcher.owner_had_control()
+        return found
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""

@@ -45,7 +45,7 @@ class DecodeGraphs:
         backend: TritonBackend,
         seats: Seats,
         pick: Pick | None,
-        advance: Advance,
+        advance: Advance | None,
         most_times: int,
         notices: Notices,
         noting: DeviceLogProbs | None,
@@ -103,6 +103,8 @@ class DecodeGraphs:
             self._forget(graph)
             graph = self._make(size)
             graph.load(batch, step)
+        if batch.states is not None:
+            self.storage.states.copy(batch.states.copies)
         times = batch.burst.times
         self.replays = graph.captured
         if not graph.captured:
@@ -157,7 +159,8 @@ class DecodeGraphs:
         self._reads, self._reads_others = None, False
         for graph in captured:
             self._forget(graph)
-        self._state, self._adapter = OwnersState(model, self._seats.last.device), adapter
+        self._state = OwnersState(model, self._seats.last.device, at_a_glance=self._checks_later)
+        self._adapter = adapter
         self._held = list(self._state.tensors()) if self._checks_later else []
         if (reason := not_in_graphs(model)) is not None:
             self._give_up(reason)
@@ -284,7 +287,7 @@ def graphs_for(
     runner: ModelRunner,
     seats: Seats,
     pick: Pick | None,
-    advance: Advance,
+    advance: Advance | None,
     most_times: int,
     notices: Notices,
     noting: DeviceLogProbs | None,

@@ -130,12 +130,12 @@ class Produced:
 class DecodeRows:
     """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row.
 
-    ``pick``: None where the host picks, which then gives each row its token before each run.
+    ``pick``, ``advance``: None where the host picks, which then gives each row its token before each run.
     """
 
     def __init__(
         self, rows: int, most_times: int, runner: ModelRunner, backend: TritonBackend, seats: Seats, pick: Pick | None,
-        advance: Advance, met: dict[tuple[Any, ...], WorkSeen], noting: DeviceLogProbs | None = None,
+        advance: Advance | None, met: dict[tuple[Any, ...], WorkSeen], noting: DeviceLogProbs | None = None,
     ) -> None:  # fmt: skip
         self.rows = rows
         self._seats = seats
@@ -207,10 +207,13 @@ class DecodeRows:
         if self._which is not None and self._seats.which is not None:
             self._which.copy_(self._seats.which[self._seat])
         if self._states is not None and batch.states is not None:
-            slots = np.full(self.rows, NO_SLOT, dtype=np.int32)  # a row that has ended moves a state that is its own
-            slots[:rows] = batch.states.target
-            self._states.spans.source.copy_(sent(torch.from_numpy(slots), state.token.device))
-            self._states.spans.target.copy_(self._states.spans.source)
+            spans = self._states.spans
+            for slots, column in ((batch.states.source, spans.source), (batch.states.target, spans.target)):
+                padded = np.full(
+                    self.rows, NO_SLOT, dtype=np.int32
+                )  # a row that has ended moves a state that is its own
+                padded[:rows] = slots
+                column.copy_(sent(torch.from_numpy(padded), state.token.device))
         if self._seats.any_eos:
             ended = self._seats.ended[self._seat]
             state.status.masked_fill_(ended, STOPPED)
@@ -274,6 +277,7 @@ class DecodeRows:
         picked = self._pick(logits, self._seat, state.made)
         if self._noting is not None and self._noted is not None:
             self._noting.note(self._noted, logits, picked, state.made)
+        assert self._advance is not None
         self._advance(state, picked, self._seats.eos, self._page_size, self._which)
 
 

@@ -1,4 +1,4 @@
-"""What launchers that use graphs have in common: one stream, the graphs, and what the report says of them."""
+"""What launchers that use graphs have in common."""
 
 from __future__ import annotations
 
@@ -6,95 +6,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from ...model.batch import ModelBatch
-from ...model.runner import ModelRunner
 from ...planning.requests_and_prefixes import Request
-from ...planning.step import Step
-from ...wording import shown_size
-from .decode_graphs import DecodeGraphs
-from .seats import Seats
+from .steps_as_graphs import StepsAsGraphs
 
 
-class GraphLauncher(ABC):
-    """A ``Launcher`` whose decode steps are replays of graphs, where the model allows it."""
-
-    def __init__(self, runner: ModelRunner, seats: Seats, graphs: DecodeGraphs | None, device: torch.device) -> None:
-        self.runner = runner
-        self.seats = seats
-        self.graphs = graphs
-        self.device = device
-        # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
-        # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._outside: torch.cuda.Stream | None = None  # the caller's stream, during a step
-
-    def start(self, requests: Sequence[Request], most_rows: int) -> None:
-        """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
-        if self.graphs is not None:
-            self.graphs.model_may_have_changed = True  # its adapter has
-
-    @property
-    def most_times(self) -> int:
-        return self.graphs.most_times if self.graphs is not None and self.graphs.does_all else 1
+class GraphLauncher(StepsAsGraphs, ABC):
+    """A ``Launcher`` whose steps run in that way."""
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
-        if self._stream is not None:
-            self._outside = torch.cuda.current_stream()
-        if self.graphs is not None:
-            self.graphs.replays = False
-        with self.runner.surroundings(), torch.cuda.stream(self._stream):
-            wait = self._launch(batch, sampling)
-        self._outside = None
-        return wait
+        with self.surroundings():
+            return self._launch(batch, sampling)
 
     @abstractmethod
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         """Launch the step on the stream."""
 
-    def owner_gets_control(self) -> None:
-        if self.graphs is not None:
-            self.graphs.owner_gets_control()
-
-    def owner_had_control(self) -> None:
-        if self.graphs is not None:
-            self.graphs.owner_had_control()
+    def tokens_were_seen(self) -> None:
+        """As ``Launcher`` has it."""
 
     @abstractmethod
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         """As ``Launcher`` has it."""
-
-    def put_back(self, step: Step) -> None:
-        with self.runner.surroundings(), torch.cuda.stream(self._stream):
-            if self.graphs is not None:
-                self.graphs.close(self._stream)  # they hold memory that no other step can use; new ones can be captured
-            self.runner.restore()
-            self._put_back([request for request in step.sampling() if not request.done])
-
-    def _put_back(self, going: Sequence[Request]) -> None:  # noqa: B027 -- most keep nothing of them
-        """Forget what a step that failed has left of these requests."""
-
-    @property
-    def replays(self) -> bool:
-        return self.graphs is not None and self.graphs.replays
-
-    @property
-    def summary(self) -> str:
-        """A sentence for the report; empty where there are no graphs."""
-        graphs = self.graphs
-        if graphs is None or not graphs.captured:
-            return ""
-        count = f"{graphs.captured} graph{'s' if graphs.captured > 1 else ''}"
-        taken = f"{1000 * graphs.seconds:,.0f} ms and {shown_size(graphs.bytes)}"
-        beside = f" ({1000 * graphs.seconds_beside:,.0f} ms while other steps ran)" if graphs.seconds_beside else ""
-        reason = graphs.why_not_prepared
-        why = f"; no more while other steps run ({reason.splitlines()[0]})" if reason else ""
-        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}{why}"
-
-    def close(self) -> None:
-        if self._outside is not None:  # an interrupt came before `launch` put the stream back
-            torch.cuda.set_stream(self._outside)
-            self._outside = None
-        if self.graphs is not None:
-            self.graphs.close(self._stream)

@@ -218,6 +218,9 @@ class ScoreLauncher:
 
         return wait
 
+    def tokens_were_seen(self) -> None:
+        pass
+
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return True
 

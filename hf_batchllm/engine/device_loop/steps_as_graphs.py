@@ -1,0 +1,101 @@
+"""Steps on a stream of the call, decode steps as graphs, and what the report says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ...model.batch import ModelBatch
+from ...model.runner import ModelRunner
+from ...planning.requests_and_prefixes import Request
+from ...planning.step import Step
+from ...wording import shown_size
+from .decode_graphs import DecodeGraphs
+from .seats import Seats
+
+
+class StepsAsGraphs:
+    """Runs the steps of a call; decode steps are replays of graphs, where the model allows it."""
+
+    def __init__(self, runner: ModelRunner, seats: Seats, graphs: DecodeGraphs | None, device: torch.device) -> None:
+        self.runner = runner
+        self.seats = seats
+        self.graphs = graphs
+        self.device = device
+        # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
+        # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._outside: torch.cuda.Stream | None = None  # the caller's stream, during a step
+
+    def start(self, requests: Sequence[Request], most_rows: int) -> None:
+        """The call begins, or the turn of the next adapter, with these requests; a step has at most ``most_rows``."""
+        if self.graphs is not None:
+            self.graphs.model_may_have_changed = True  # its adapter has
+
+    @property
+    def most_times(self) -> int:
+        return self.graphs.most_times if self.graphs is not None and self.graphs.does_all else 1
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Where a step runs."""
+        if self._stream is not None:
+            self._outside = torch.cuda.current_stream()
+        if self.graphs is not None:
+            self.graphs.replays = False
+        with self.runner.surroundings(), torch.cuda.stream(self._stream):
+            yield
+        self._outside = None
+
+    def logits(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
+        """Run a step for which the host picks. The logits are valid until the next one."""
+        if self.graphs is not None and batch.burst is not None:
+            produced = self.graphs.run(batch, int(batch.burst.left.max()))
+            if produced is not None:
+                assert produced.logits is not None
+                return produced.logits
+        return self.runner.step(batch)
+
+    def owner_gets_control(self) -> None:
+        if self.graphs is not None:
+            self.graphs.owner_gets_control()
+
+    def owner_had_control(self) -> None:
+        if self.graphs is not None:
+            self.graphs.owner_had_control()
+
+    def put_back(self, step: Step) -> None:
+        with self.runner.surroundings(), torch.cuda.stream(self._stream):
+            if self.graphs is not None:
+                self.graphs.close(self._stream)  # they hold memory that no other step can use; new ones can be captured
+            self.runner.restore()
+            self._put_back([request for request in step.sampling() if not request.done])
+
+    def _put_back(self, going: Sequence[Request]) -> None:
+        """Forget what a step that failed has left of these requests."""
+
+    @property
+    def replays(self) -> bool:
+        return self.graphs is not None and self.graphs.replays
+
+    @property
+    def summary(self) -> str:
+        """A sentence for the report; empty where there are no graphs."""
+        graphs = self.graphs
+        if graphs is None or not graphs.captured:
+            return ""
+        count = f"{graphs.captured} graph{'s' if graphs.captured > 1 else ''}"
+        taken = f"{1000 * graphs.seconds:,.0f} ms and {shown_size(graphs.bytes)}"
+        beside = f" ({1000 * graphs.seconds_beside:,.0f} ms while other steps ran)" if graphs.seconds_beside else ""
+        reason = graphs.why_not_prepared
+        why = f"; no more while other steps run ({reason.splitlines()[0]})" if reason else ""
+        return f"{graphs.steps:,} steps replayed from {count}, which took {taken} to capture{beside}{why}"
+
+    def close(self) -> None:
+        if self._outside is not None:  # an interrupt came before `launch` put the stream back
+            torch.cuda.set_stream(self._outside)
+            self._outside = None
+        if self.graphs is not None:
+            self.graphs.close(self._stream)
