@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import getattr_static
+from inspect import getattr_static, unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
+from .autocast_around import past_autocast
 from .unmodified import code_home, is_compiled
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
@@ -71,13 +72,19 @@ def every_module(model: nn.Module) -> list[nn.Module]:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The ``forward`` set on a module itself, past ``torch.compile`` and TRL; None if it is that of its class."""
+    """The ``forward`` set on a module itself, past ``torch.compile`` and trainers; None if it is that of its class."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return None
-    original = past_trainers(_uncompiled(forward))
-    of_class = getattr(original, "__self__", None) is module and original.__func__ is _uncompiled(type(module).forward)
-    return None if of_class or is_compiled(module) else original
+    original: Callable[..., Any] = past_trainers(_uncompiled(forward))
+    if is_compiled(module):
+        return None
+    if getattr(original, "__self__", None) is module:
+        of_class = _uncompiled(type(module).forward)
+        # When accelerate takes its own off a model, it takes off what transformers has around the class's, too.
+        if original.__func__ in (of_class, unwrap(of_class)):
+            return None
+    return original
 
 
 def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -111,12 +118,13 @@ def _inner(module: nn.Module) -> nn.Module | None:
 
 def past_trainers(forward: Any) -> Any:
     """What a trainer's forward calls."""
+    forward = _uncompiled(past_autocast(forward))
     while getattr(getattr(forward, "__code__", None), "co_name", "") == _TRAINERS[1]:
         held = [cell.cell_contents for cell in forward.__closure__ or ()]
         called = [each for each in held if isinstance(each, MethodType | FunctionType)]
         if not code_home(forward).startswith(_TRAINERS[0]) or len(called) != 1:
             break
-        forward = _uncompiled(called[0])
+        forward = _uncompiled(past_autocast(_uncompiled(called[0])))
     return forward
 
 

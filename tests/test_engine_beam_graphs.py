@@ -55,7 +55,9 @@ def test_a_processor_that_changes_the_model_is_heard(device: str) -> None:
             result = generator.generate([prompt], progress=False, **given)
     finally:
         model.lm_head.weight = head
-    assert result.token_ids[0] == without_filling(out.sequences[0, len(prompt) :].tolist(), out.beam_indices[0].tolist())
+    assert result.token_ids[0] == without_filling(
+        out.sequences[0, len(prompt) :].tolist(), out.beam_indices[0].tolist()
+    )
     assert replayed(result) > 5
 
 

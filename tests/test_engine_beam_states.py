@@ -36,15 +36,14 @@ from hf_batchllm.planning.step import Chunk, Step
 
 
 @pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("budget", [1, 3, 64])
+@pytest.mark.parametrize("budget", [1, 64])
 @pytest.mark.parametrize("family", CARRYING)
 def test_steps_cut_anywhere_give_the_answers_of_generate(family: str, budget: int, size: int) -> None:
     prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[0]]  # two are equal
     check(prompts, family, {"page_size": size, "max_batch_tokens": budget}, eos_token_id=STOPS, pad_token_id=0)
 
 
-@pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("slots", [0, 6])
+@pytest.mark.parametrize(("slots", "size"), [(0, 8), (6, 1)])
 @pytest.mark.parametrize("family", CARRYING)
 def test_with_little_memory_prompts_wait_and_begin_anew(family: str, slots: int, size: int) -> None:
     options = OPTIONS | {"max_new_tokens": 16, "eos_token_id": [100], "pad_token_id": 0}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
 from support_device_loop import model_on, run_over_twins
 from support_kernels import plain
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,27 +113,40 @@ def test_a_capture_that_breaks_off_says_what_broke_it(
     assert graph.ended and gc.isenabled()
 
 
-def test_a_capture_makes_its_own_copies_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that autocast keeps are gone when its block ends, and those made in a capture are filled by a replay."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_capture_makes_its_own_copies_of_weights(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that autocast keeps are gone when its block ends, and those made in a capture are filled by a replay.
+
+    ``inside``: the model's forward enters autocast by itself, as accelerate's does.
+    """
     weight = torch.nn.Parameter(torch.ones(2, 2))
     copies: list[torch.Tensor] = []
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            if "copy" in func.__name__:
+            if "copy" in func.__name__ and result.dtype == torch.bfloat16:
                 copies.append(result)
             return result
 
+    model = torch.nn.Identity()
+    model.forward = lambda: weight @ weight  # type: ignore[method-assign]
+    if inside:
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=torch.bfloat16)(model.forward))
+
     def run() -> None:
         with torch.no_grad(), Seen():
-            weight @ weight
+            model.forward()
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(decode_rows, "capturing", lambda *_: nullcontext())
     token = torch.zeros(1)
     rows: Any = SimpleNamespace(
-        work=SimpleNamespace(rooms=[]), _state=SimpleNamespace(token=token), _run=run, _logits=None
+        work=SimpleNamespace(rooms=[]),
+        _state=SimpleNamespace(token=token),
+        _run=run,
+        _logits=None,
+        _runner=SimpleNamespace(model=model),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         DecodeRows.capture(rows, None)

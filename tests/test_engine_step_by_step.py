@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.loop import Engine
 
 PROMPTS = mixed_prompts(2)[:12]
 
@@ -88,6 +89,39 @@ def test_processors_with_a_state_of_their_own(device: str) -> None:
             progress=False,
         )
     assert result.token_ids == alone
+
+
+def test_a_processor_is_asked_once_for_each_token_and_never_beyond_the_end(device: str) -> None:
+    """The next step is on its way before the host has seen an end."""
+    asked: dict[int, list[int]] = {}
+
+    def watching(index: int, ids: list[int]) -> list[Any]:
+        def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            asked.setdefault(index, []).append(ids.shape[1] - len(PROMPTS[index]))
+            return scores
+
+        return [look]
+
+    model = model_on(device, "llama")
+    with BatchGenerator(model, page_size=16) as generator:
+        result = generator.generate(
+            PROMPTS, max_new_tokens=12, eos_token_id=list(range(0, 97, 5)), logits_processor=watching, progress=False
+        )
+    assert asked == {row.index: list(range(len(row.token_ids))) for row in result}
+    assert len({len(tokens) for tokens in result.token_ids}) > 3 and result.report.idle_tokens > 0
+
+
+@pytest.mark.parametrize("steps", [1, None])
+def test_the_host_works_while_the_device_does(steps: int | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is launched before the tokens of the one before it are taken down; with ``steps_per_sync=1``, after."""
+    happened: list[str] = []
+    run, collect = DecodeGraphs.run, Engine.collect
+    monkeypatch.setattr(DecodeGraphs, "run", lambda *given: happened.append("run") or run(*given))
+    monkeypatch.setattr(Engine, "collect", lambda *given: happened.append("collect") or collect(*given))
+    with BatchGenerator(model_on(device, "llama"), page_size=16, steps_per_sync=steps) as generator:
+        generator.generate(PROMPTS[:3], max_new_tokens=8, eos_token_id=None, remove_invalid_values=True, progress=False)
+    ahead = happened.index("run") < happened.index("collect")
+    assert ahead == (steps is None) and happened.count("run") >= 7
 
 
 def test_samples_are_those_that_the_device_would_draw(device: str) -> None:

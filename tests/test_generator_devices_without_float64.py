@@ -109,9 +109,9 @@ def test_float64_is_on_the_host(there: torch.device) -> None:
 # -- calls -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "falcon_h1", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba"])
 def test_greedy_is_what_generate_gives(mps: torch.device, family: str) -> None:
-    prompts = mixed_prompts(2 if family in ("llama", "gemma2") else 1)
+    prompts = mixed_prompts(2 if family == "llama" else 1)
     result = BatchGenerator(brought(build(family), mps), **SMALL_PAGES).generate(
         prompts, max_new_tokens=NEW_TOKENS, progress=False
     )

@@ -14,7 +14,7 @@ import torch
 from support_families import build
 from support_kernel_check import CPU
 from support_kernel_check import nothing_remembered as nothing_remembered  # a fixture of all tests here
-from support_kernels import DEVICE, kernel, plain
+from support_kernels import DEVICE, INTERPRETED, kernel, plain
 from support_parity import assert_parity
 
 from hf_batchllm import BatchGenerator
@@ -32,9 +32,9 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, number] for number in ran
 @kernel
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_kernels_pass(group: str) -> None:
-    for name, case in GROUPS[group](Where(torch.device(DEVICE))).items():
+    cases = list(GROUPS[group](Where(torch.device(DEVICE))).values())
+    for case in cases[:: 4 if INTERPRETED else 1]:  # the interpreter takes minutes for all of them
         case()
-        assert name
 
 
 @plain

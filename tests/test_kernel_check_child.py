@@ -33,7 +33,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, number] for number in ran
 ENDS = {
     "wrong": (WRONG, "off by"),
     "hung": (HUNG, "stopped after 6 s"),
-    "aborted": (CRASHED, "SIGABRT"),
     "out of bounds": (CRASHED, "SIGSEGV"),
     "out of resources": (RAISED, "shared memory"),
 }

@@ -140,7 +140,7 @@ def test_kernels() -> None:
     variant = PLAIN[0]
     step = Step(ct, variant, rows=8, pages=200, device=DEVICE)
     cases = mixes(variant, rows=4, most=20)
-    for case in (cases[1], cases[3]):
+    for case in cases[1:2]:
         step.check(case, step)
 
 

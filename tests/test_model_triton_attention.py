@@ -165,8 +165,8 @@ def test_the_kernels_are_refused_without_a_gpu() -> None:
 def test_kernels_interpreted_kernels_give_the_tokens_of_generate(family: str, watched: list[Any]) -> None:
     rng = random.Random(7)
     prompts = random_prompts(rng, 97, "prefix", 2)  # the interpreter takes seconds for each
-    result = generate(family, prompts, 3, page_size=16, min_shared_tokens=1, backend="triton")
-    assert_parity(family, prompts, result, 3)
+    result = generate(family, prompts, 2, page_size=16, min_shared_tokens=1, backend="triton")
+    assert_parity(family, prompts, result, 2)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")

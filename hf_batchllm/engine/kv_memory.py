@@ -9,7 +9,6 @@ from torch import nn
 
 from ..config import BatchConfig
 from ..errors import CacheMemoryError
-from ..inputs.base_model import base_model
 from ..model.architecture import Architecture
 from ..model.device_memory import DeviceMemory, device_memory, is_out_of_memory
 from ..model.kv_storage import KVStorage, kv_dtype
@@ -331,7 +330,7 @@ class KVMemory:
         if not self.memory.taken_at_once:
             return  # a CPU hands out memory only when it is written to
         device = self.architecture.device
-        dtype = kv_dtype(base_model(self._model).dtype, device)
+        dtype = kv_dtype(self._model, device)
         storage.reserve(self.architecture.attention, dtype, device, self.architecture.states)
 
     def _grow(self, room: Room, needed: Room) -> None:

@@ -150,7 +150,7 @@ def look_again(architecture: Architecture, model: nn.Module) -> Architecture:
             )
     else:
         architecture.own_code.refuse_mixed_tokens(inner, modules)
-    dtype = kv_dtype(inner.dtype, device)
+    dtype = kv_dtype(model, device)
     return replace(
         architecture,
         kv_bytes_per_token=architecture.kv_values_per_token * dtype.itemsize,

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ..errors import CacheMemoryError, UnsupportedModelError
+from ..inputs.base_model import base_model
 from ..patches.attention_interface import AttentionCall, autocast_dtype
+from ..patches.autocast_around import autocast_within
 from .device_memory import is_out_of_memory
 from .state_storage import StateShape, StateStorage
 
@@ -163,8 +165,10 @@ def _specs(pair: KVPair) -> list[TensorSpec]:
     return [(tuple(x.shape), x.dtype, x.device) for x in pair]
 
 
-def kv_dtype(model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which most layers compute keys and values."""
+def kv_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+    """The type in which most layers compute keys and values. ``model``: as it is called, adapters and all."""
+    model_dtype: torch.dtype = base_model(model).dtype
     if model_dtype == torch.float64:  # which autocast leaves alone
         return model_dtype
-    return autocast_dtype(device) or model_dtype
+    within = autocast_within(model)
+    return autocast_dtype(device) or model_dtype if within is None else within.fast_dtype

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..notices import Notices
-from ..patches.attention_interface import autocast_dtype
 from ..patches.mask_probe import MASK_PROBE_NAME, attention_masks_noted
 from ..patches.state_functions import mixers
 from ..patches.uncompiled import every_module
 from .batch_dependent import depends_on_batch
 from .code_reach import PlainReads
 from .float64 import in_float64
+from .kv_storage import kv_dtype
 from .matmul_precision import multiplies_exactly
 from .own_code import AsMade, OwnCode, OwnCodeFinder, shortest_table
 from .owners_state import OwnersState
@@ -376,7 +376,7 @@ def _hides_tokens(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
 
 
 def _rounding(model: PreTrainedModel) -> float:
-    dtype = autocast_dtype(model.device) or model.dtype
+    dtype = kv_dtype(model, model.device)
     if dtype not in (torch.float32, torch.float64):
         return _ROUNDING_OF_HALF
     return _ROUNDING if multiplies_exactly(model.device) else _ROUNDING_OF_TF32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
 import torch
 
@@ -12,11 +14,17 @@ from .group import BeamGroup
 
 class BeamEndings(Endings):
     def of_candidates(
-        self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray
-    ) -> np.ndarray:  # [candidates] bool
+        self, groups: Sequence[BeamGroup], parents: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:  # [groups, candidates] bool
         """Which candidates end with the token that each adds to its parent, limits of length not counted."""
+        rules = [self._rules[group.root.index] for group in groups]
+        if any(each is not rules[0] for each in rules) or rules[0].looks_back:
+            return np.stack([self._of_group(*each) for each in zip(groups, parents, tokens, strict=True)])
+        return _among(tokens, rules[0].stop_tokens)
+
+    def _of_group(self, group: BeamGroup, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [candidates] bool
         rules = self._rules[group.root.index]
-        stops = np.isin(tokens, list(rules.stop_tokens)) if rules.stop_tokens else np.zeros(len(tokens), dtype=bool)
+        stops = _among(tokens, rules.stop_tokens)
         if not rules.looks_back:
             return stops
         prompt = self._prompt(group.root)
@@ -32,3 +40,7 @@ class BeamEndings(Endings):
                 ends = self._asked(own, group.root, torch.from_numpy(ids).to(self._device), scores).cpu().numpy()
             stops |= np.broadcast_to(ends, stops.shape)
         return stops
+
+
+def _among(tokens: np.ndarray, some: Collection[int]) -> np.ndarray:
+    return np.isin(tokens, list(some)) if some else np.zeros(tokens.shape, dtype=bool)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...planning.paged_cache import PagedCache
-from ...planning.requests_and_prefixes import NO_SLOT, Branch, Request, units_below
+from ...planning.requests_and_prefixes import NO_SLOT, Branch, Request, Unit, units_below
 
 
 class Answer(Request):
@@ -40,10 +40,16 @@ class BeamGroup:
         self.beams: list[Branch] = []  # the best first; none before the first tokens, and while the group waits
         self.logits: dict[Branch, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
         self.made = 0  # new tokens of each beam
-        self.parents: list[list[int]] = []  # [beams] of [made]  the number of the beam that each token continued
         self.finished = [FinishedBeam([], []) for _ in range(self.width)]  # the best first
+        self.unchanged = list(range(self.width))  # the places of answers in a step that brings no better one
         self._cache = cache
         self._tokens: list[list[int]] = []  # new tokens of the beams, while these have no units
+        self._parents: list[Sequence[int]] = []  # [made] of [beams]  the number of the beam that each one continued
+
+    @property
+    def length(self) -> int:
+        """Of each beam, with the prompt."""
+        return self.root.prompt_tokens + self.made
 
     @property
     def without_logits(self) -> list[Branch]:
@@ -62,6 +68,15 @@ class BeamGroup:
     def all_tokens(self) -> list[list[int]]:
         """The new tokens of each beam, also while the group waits."""
         return [list(beam.generated) for beam in self.beams] or self._tokens
+
+    def parents_of(self, beam: int) -> list[int]:
+        """The number of the beam that each new token of a beam continued."""
+        found: list[int] = []
+        for parents in reversed(self._parents):
+            beam = parents[beam]
+            found.append(beam)
+        found.reverse()
+        return found
 
     @property
     def unshared_pages(self) -> int:
@@ -82,26 +97,25 @@ class BeamGroup:
     def fork(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Make the next beams: each goes on from the present beam numbered in ``parents``, with a new token."""
         self.logits.clear()
-        cache, before = self._cache, self.beams
-        self.parents = [[*(self.parents[parent] if before else ()), parent] for parent in parents]
+        before, self.beams = self.beams, []
+        self._parents.append(parents)
         self.made += 1
-        self.beams = []
         if not before:
             self._stand_on_the_prompt([[token] for token in tokens])
             return
-        stays = {parent: rank for rank, parent in reversed(list(enumerate(parents)))}  # the best successor of each beam
-        for rank, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
+        stays: dict[int, int] = {}  # the best successor of each beam
+        for rank, parent in enumerate(parents):
             unit = before[parent]
-            if stays[parent] != rank:
-                base, unit = unit, unit.fork([*unit.generated, token], unit.length)
-                cache.attach(unit, base)
+            if stays.setdefault(parent, rank) != rank:
+                base, unit = unit, unit.fork([*unit.generated, tokens[rank]], unit.length)
+                self._cache.attach(unit, base)
             self.beams.append(unit)
         for parent, rank in stays.items():
             before[parent].generated.append(tokens[rank])
-        for parent, unit in enumerate(before):
-            if parent not in stays:
-                self._abandon(unit)
         if len(stays) < len(before):
+            for parent, unit in enumerate(before):
+                if parent not in stays:
+                    self._abandon(unit)
             self._cut_unread()
 
     def dissolve(self) -> None:
@@ -140,15 +154,22 @@ class BeamGroup:
 
     def _cut_unread(self) -> None:
         """Cut beams that are no longer in use down to what others read of them."""
-        read: dict[Branch, int] = {}
-        for unit in units_below(self.beams):
-            if isinstance(unit.base, Branch):
-                read[unit.base] = max(read.get(unit.base, 0), unit.start)
-        for unit, upto in read.items():
-            if not unit.in_use:
-                unit.read_end = upto
-                self._cache.cut(unit, upto)
-                del unit.generated[upto - unit.prompt_tokens :]
+        read: dict[Unit, int] = {}
+        for beam in self.beams:
+            unit: Unit = beam
+            while (below := unit.base) is not None and below is not self.root:
+                seen = below in read
+                if not seen or read[below] < unit.start:
+                    read[below] = unit.start
+                if seen:
+                    break
+                unit = below
+        for below, upto in read.items():
+            assert isinstance(below, Branch)
+            if not below.in_use and below.read_end != upto:
+                below.read_end = upto
+                self._cache.cut(below, upto)
+                del below.generated[upto - below.prompt_tokens :]
 
 
 class FinishedBeam:

@@ -173,31 +173,32 @@ class BeamEngine:
 
     def choose(self, candidates: Candidates) -> list[BeamGroup]:
         """Choose each group's next beams and its answers so far. Returns the groups whose search is over."""
-        groups, parents, tokens = candidates.groups, candidates.parents.numpy(), candidates.tokens.numpy()
+        groups, parents, tokens = candidates.groups, candidates.parents, candidates.tokens
         made = [group.made for group in groups]
-        stops = np.stack([self.endings.of_candidates(*each) for each in zip(groups, parents, tokens, strict=True)])
+        stops = self.endings.of_candidates(groups, parents.numpy(), tokens.numpy())
         full = np.array([group.made + 1 >= group.root.max_new_tokens for group in groups])
         ends = torch.from_numpy(stops | full[:, None])
         choice = candidates.searches.step(candidates.places, made, candidates.scores, ends)
         finished = []
-        for number, group in enumerate(groups):
-            own = parents[number].tolist(), tokens[number].tolist(), stops[number].tolist()
-            self._note_finished(group, choice.answers[number], own)
+        of_each = zip(groups, parents.tolist(), tokens.tolist(), stops.tolist(), strict=True)
+        for number, (group, *own) in enumerate(of_each):
+            self._note_finished(group, choice.answers[number], *own)
             self._decoded += len(group.beams)
             if choice.over[number]:
                 self._finish(group, FinishReason.LENGTH)
                 finished.append(group)
             else:
-                running = choice.running[number]
-                group.fork([own[0][each] for each in running], [own[1][each] for each in running])
+                running, (its_parents, its_tokens, _) = choice.running[number], own
+                group.fork([its_parents[each] for each in running], [its_tokens[each] for each in running])
         return finished
 
+    @staticmethod
     def _note_finished(
-        self, group: BeamGroup, answers: Sequence[int], own: tuple[list[int], list[int], list[bool]]
+        group: BeamGroup, answers: list[int], parents: list[int], tokens: list[int], stops: list[bool]
     ) -> None:
-        """``answers``: as in ``Choice``. ``own``: the parents and tokens of the candidates, and whether each stops."""
-        before, (parents, tokens, stops) = group.finished, own
-        if list(answers) == list(range(group.width)):
+        """``answers``: as in ``Choice``. The others: of the candidates; ``stops``: whether each ends with its token."""
+        before = group.finished
+        if answers == group.unchanged:
             return
         group.finished = []
         for each in answers:
@@ -206,7 +207,7 @@ class BeamEngine:
                 continue
             candidate = each - group.width
             parent = parents[candidate]
-            history = group.parents[parent] if group.beams else []
+            history = group.parents_of(parent) if group.beams else []
             new = FinishedBeam([*group.tokens(parent), tokens[candidate]], [*history, parent], stops[candidate])
             group.finished.append(new)
 
@@ -236,7 +237,7 @@ class BeamEngine:
             group.finished = [
                 before[each]
                 if each < group.width
-                else FinishedBeam(tokens[each - group.width], group.parents[each - group.width])
+                else FinishedBeam(tokens[each - group.width], group.parents_of(each - group.width))
                 for each in choice.answers[0]
             ]
         self._finish(group, FinishReason.TIME)

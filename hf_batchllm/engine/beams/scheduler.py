@@ -84,7 +84,8 @@ class BeamScheduler(QueueScheduler):
 
     def _has_prefill(self, group: BeamGroup) -> bool:
         """Whether more has to be computed than a token for each beam."""
-        return group.root.todo > 0 or any(beam.todo > 1 for beam in group.beams)
+        before_last = group.length - 1
+        return group.root.todo > 0 or any(beam.computed < before_last for beam in group.beams)
 
     def _prompts_fill_a_step(self, prefilling: Sequence[BeamGroup]) -> bool:
         tokens = sum(unit.todo for group in prefilling for unit in (group.root, *group.beams))
@@ -102,7 +103,8 @@ class BeamScheduler(QueueScheduler):
         """Add what has yet to run of the prompt and its beams, last tokens as rows. Returns the tokens used."""
         used = 0
         has_prompt = group.root.todo == 0
-        for unit in group.without_logits:
+        todo = group.without_logits if group.logits or not group.beams else group.beams
+        for unit in todo:
             if used == budget:
                 break
             if has_prompt and unit.todo == 1:
@@ -126,12 +128,14 @@ class BeamScheduler(QueueScheduler):
             elif len(self.running) > 1 or not self._give_own_pages(group):
                 self._preempt(group)
                 return False
-        for beam in group.beams:
-            self.cache.reserve(beam, beam.length)
+        if missing:
+            for beam in group.beams:
+                self.cache.reserve(beam, group.length)
         return True
 
     def _missing(self, group: BeamGroup) -> int:
-        return sum(self.cache.missing(beam, beam.length) for beam in group.beams)
+        length, missing = group.length, self.cache.missing
+        return sum([missing(beam, length) for beam in group.beams])
 
     def _give_own_pages(self, group: BeamGroup) -> bool:
         """Give each beam of the only running group pages of its own: the cache was found large enough for that."""
