@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import getattr_static, unwrap
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -76,7 +76,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     forward = module.__dict__.get("forward")
     if forward is None:
         return None
-    original: Callable[..., Any] = past_trainers(_uncompiled(forward))
+    original: Any = past_trainers(_uncompiled(forward))
     if is_compiled(module):
         return None
     if getattr(original, "__self__", None) is module:
@@ -84,7 +84,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
         # When accelerate takes its own off a model, it takes off what transformers has around the class's, too.
         if original.__func__ in (of_class, unwrap(of_class)):
             return None
-    return original
+    return cast(Callable[..., Any], original)
 
 
 def _original_forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:

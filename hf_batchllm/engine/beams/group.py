@@ -8,7 +8,7 @@ is another matter: each beam needs one of its own, a copy of that of the beam th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...planning.paged_cache import PagedCache
 from ...planning.requests_and_prefixes import NO_SLOT, Branch, Request, Unit, units_below
@@ -40,11 +40,11 @@ class BeamGroup:
         self.beams: list[Branch] = []  # the best first; none before the first tokens, and while the group waits
         self.logits: dict[Branch, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
         self.made = 0  # new tokens of each beam
-        self.finished = [FinishedBeam([], []) for _ in range(self.width)]  # the best first
+        self.finished = [FinishedBeam()] * self.width  # the best first
         self.unchanged = list(range(self.width))  # the places of answers in a step that brings no better one
         self._cache = cache
         self._tokens: list[list[int]] = []  # new tokens of the beams, while these have no units
-        self._parents: list[Sequence[int]] = []  # [made] of [beams]  the number of the beam that each one continued
+        self._steps: list[tuple[Sequence[int], Sequence[int]]] = []  # [made]  as they were given to `fork`
 
     @property
     def length(self) -> int:
@@ -69,14 +69,16 @@ class BeamGroup:
         """The new tokens of each beam, also while the group waits."""
         return [list(beam.generated) for beam in self.beams] or self._tokens
 
-    def parents_of(self, beam: int) -> list[int]:
-        """The number of the beam that each new token of a beam continued."""
-        found: list[int] = []
-        for parents in reversed(self._parents):
-            beam = parents[beam]
-            found.append(beam)
-        found.reverse()
-        return found
+    def answer(self, finished: FinishedBeam) -> tuple[list[int], list[int]]:
+        """The new tokens of a finished beam, and the number of the beam that each of them continued."""
+        beam, tokens, parents = finished.beam, [], []
+        if finished.token is not None:
+            tokens, parents = [finished.token], [beam]
+        for its_parents, its_tokens in reversed(self._steps[: finished.made]):
+            tokens.append(its_tokens[beam])
+            beam = its_parents[beam]
+            parents.append(beam)
+        return tokens[::-1], parents[::-1]
 
     @property
     def unshared_pages(self) -> int:
@@ -98,7 +100,7 @@ class BeamGroup:
         """Make the next beams: each goes on from the present beam numbered in ``parents``, with a new token."""
         self.logits.clear()
         before, self.beams = self.beams, []
-        self._parents.append(parents)
+        self._steps.append((parents, tokens))
         self.made += 1
         if not before:
             self._stand_on_the_prompt([[token] for token in tokens])
@@ -172,12 +174,13 @@ class BeamGroup:
                 del below.generated[upto - below.prompt_tokens :]
 
 
-class FinishedBeam:
-    """One of the best finished beams so far: an answer, if it stays among them. Empty while there are too few."""
+class FinishedBeam(NamedTuple):
+    """One of the best finished beams so far: an answer, if it stays among them. Empty while there are too few.
 
-    __slots__ = ("parents", "stopped", "tokens")
+    Mostly it does not stay, so its tokens are put together in the end.
+    """
 
-    def __init__(self, tokens: list[int], parents: list[int], stopped: bool = False) -> None:
-        self.tokens = tokens
-        self.parents = parents
-        self.stopped = stopped
+    made: int = 0  # tokens of the beam that it was
+    beam: int = 0  # its number among the beams of then
+    token: int | None = None  # one more, with which it ended
+    stopped: bool = False

@@ -197,26 +197,21 @@ class BeamEngine:
         group: BeamGroup, answers: list[int], parents: list[int], tokens: list[int], stops: list[bool]
     ) -> None:
         """``answers``: as in ``Choice``. The others: of the candidates; ``stops``: whether each ends with its token."""
-        before = group.finished
-        if answers == group.unchanged:
-            return
-        group.finished = []
-        for each in answers:
-            if each < group.width:
-                group.finished.append(before[each])
-                continue
-            candidate = each - group.width
-            parent = parents[candidate]
-            history = group.parents_of(parent) if group.beams else []
-            new = FinishedBeam([*group.tokens(parent), tokens[candidate]], [*history, parent], stops[candidate])
-            group.finished.append(new)
+        if answers != group.unchanged:
+            width, made, before = group.width, group.made, group.finished
+            group.finished = [
+                before[each]
+                if each < width
+                else FinishedBeam(made, parents[each - width], tokens[each - width], stops[each - width])
+                for each in answers
+            ]
 
     def _finish(self, group: BeamGroup, otherwise: FinishReason) -> None:
         """Fill in the group's answers. ``otherwise``: the reason of answers that nothing in their tokens ended."""
         searches, place = self.scores.place(group)
         scores = searches.scores[place].tolist()
         for answer, best, score in zip(group.answers, group.finished, scores, strict=False):
-            answer.generated, answer.parents = best.tokens, best.parents
+            answer.generated, answer.parents = group.answer(best)
             answer.searched = group.made + (otherwise is not FinishReason.TIME)  # and the token just chosen
             answer.score = None if otherwise is FinishReason.TIME and not group.made else score
             answer.end(FinishReason.STOP if best.stopped else otherwise)
@@ -230,14 +225,10 @@ class BeamEngine:
         if group.made:
             self._decoded += len(group.logits)
             searches, place = self.scores.place(group)
-            tokens = group.all_tokens()
             running = searches.running[[place]]
             choice = searches.step([place], [group.made - 1], running, torch.ones_like(running, dtype=torch.bool))
-            before = group.finished
+            before, width = group.finished, group.width
             group.finished = [
-                before[each]
-                if each < group.width
-                else FinishedBeam(tokens[each - group.width], group.parents_of(each - group.width))
-                for each in choice.answers[0]
+                before[each] if each < width else FinishedBeam(group.made, each - width) for each in choice.answers[0]
             ]
         self._finish(group, FinishReason.TIME)
