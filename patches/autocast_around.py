@@ -14,17 +14,23 @@ _CONVERTS = "accelerate.utils.operations", "ConvertOutputsToFp32"
 _DECORATED = "torch.amp.autocast_mode"
 
 
-def autocast_within(model: nn.Module) -> torch.autocast | None:
-    """The autocast that the model's forward enters by itself."""
+def autocasts_within(model: nn.Module) -> list[torch.autocast]:
+    """The autocasts that the model's forward enters by itself, the outermost first."""
+    found: list[torch.autocast] = []
     forward = model.__dict__.get("forward")
-    while forward is not None:
-        found = _taken_apart(forward)
-        if found is None:
-            return None
-        forward, autocast = found
-        if autocast is not None:
-            return autocast
-    return None
+    while forward is not None and (apart := _taken_apart(forward)) is not None:
+        forward, autocast = apart
+        found += [] if autocast is None else [autocast]
+    return found
+
+
+def dtype_within(model: nn.Module, device: torch.device) -> torch.dtype | None:
+    """The type of the autocast that the model's forward runs under, if it enters one; None where that is switched off.
+
+    Of several it is the innermost that counts.
+    """
+    own = [each for each in autocasts_within(model) if each.device == device.type]
+    return own[-1].fast_dtype if own and own[-1]._enabled else None
 
 
 def past_autocast(forward: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .attention_interface import autocast_dtype
-from .autocast_around import autocast_within
+from .autocast_around import dtype_within
 from .fusable_experts import Experts, mixtures
 from .fusable_parts import ATTENTION, MIXER, MLP, NORMS, PARTS, Layer, Stack, activation_of, stacks
 from .fused_experts import ExpertKernels, Handed, experts_forward, router_forward
@@ -235,8 +235,8 @@ class FusedLayers:
     def _pause(self) -> str | None:
         if nn.modules.module._has_any_global_hook():
             return "there are hooks on all modules"
-        within = autocast_within(self._fusion.model) is not None
-        if within or any(autocast_dtype(device) is not None for device in self._devices):
+        model = self._fusion.model
+        if any(autocast_dtype(device) or dtype_within(model, device) for device in self._devices):
             return "autocast is on"
         return None
 

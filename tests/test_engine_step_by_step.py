@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.loop import Engine
+from hf_batchllm.sampling.host_sampler import HostSampler
 
 PROMPTS = mixed_prompts(2)[:12]
 
@@ -122,6 +124,86 @@ def test_the_host_works_while_the_device_does(steps: int | None, device: str, mo
         generator.generate(PROMPTS[:3], max_new_tokens=8, eos_token_id=None, remove_invalid_values=True, progress=False)
     ahead = happened.index("run") < happened.index("collect")
     assert ahead == (steps is None) and happened.count("run") >= 7
+
+
+@pytest.mark.parametrize(
+    ("what", "when", "new", "steps"),
+    [
+        *[("__call__", when, 5, None) for when in ({1}, {2}, {5}, {2, 3})],
+        *[("prepare", when, 5, None) for when in ({1}, {2}, {5})],
+        ("__call__", {1}, 1, None),
+        ("__call__", {2}, 5, 1),
+    ],
+)
+def test_tokens_are_picked_in_parts_where_memory_runs_out(
+    what: str, when: set[int], new: int, steps: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each is taken down once."""
+
+    def run() -> Any:
+        with BatchGenerator(model_on(device, "llama"), page_size=16, steps_per_sync=steps) as generator:
+            return generator.generate(
+                PROMPTS, max_new_tokens=new, eos_token_id=None, logprobs=40, remove_invalid_values=True, progress=False
+            )
+
+    expected, calls, inner = run(), 0, getattr(HostSampler, what)
+
+    def fails(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in when:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(*given)
+
+    monkeypatch.setattr(HostSampler, what, fails)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    assert calls >= max(when) and result.token_ids == expected.token_ids
+    picked = [[[next(iter(each)) for each in row.logprobs] for row in rows] for rows in (result, expected)]
+    assert picked[0] == picked[1]
+    said = [str(each.message) for each in caught if "picked in smaller parts" in str(each.message)]
+    assert len(said) == (what == "__call__")
+
+
+def test_a_processor_that_keeps_state_is_not_asked_again_where_memory_runs_out(device: str) -> None:
+    class Keeps(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 20:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return scores
+
+    keeps = Keeps()
+    with (
+        BatchGenerator(model_on(device, "llama"), page_size=16) as generator,
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        generator.generate(PROMPTS, max_new_tokens=5, eos_token_id=None, logits_processor=[keeps], progress=False)
+    assert keeps.calls == 20 and any("may keep state" in note for note in caught.value.__notes__)
+
+
+def test_a_criterion_that_changes_the_model_is_heard(device: str) -> None:
+    model, prompt = model_on(device, "llama"), PROMPTS[0]
+    head = model.lm_head.weight
+
+    def flips(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if ids.shape[1] == len(prompt) + 11:
+            model.lm_head.weight = torch.nn.Parameter(head.data.flip(0).contiguous(), requires_grad=False)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    given: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None, "stopping_criteria": [flips]}
+    given["remove_invalid_values"] = True
+    try:
+        alone = reference_generate(model, prompt, **given)
+        model.lm_head.weight = head
+        with BatchGenerator(model, fuse=False, page_size=16) as generator:
+            result = generator.generate([prompt], progress=False, **given)
+    finally:
+        model.lm_head.weight = head
+    assert result.token_ids == [alone] and "from 2 graphs" in result.report.graphs
 
 
 def test_samples_are_those_that_the_device_would_draw(device: str) -> None:

@@ -16,6 +16,10 @@ from hf_batchllm.model.owners_state import OwnersState
 CPU = torch.device("cpu")
 
 
+class OtherLinear(nn.Linear):
+    pass
+
+
 def a_model() -> Any:
     model: Any = FAMILIES["llama"]()
     model.model.notes = {"a": [1, {2}], "b": {}}
@@ -52,6 +56,7 @@ DONE: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "a buffer": (lambda model: model.model.register_buffer("mask", torch.ones(3)), True),
     "a module": (lambda model: setattr(model, "lm_head", nn.Linear(48, 101, bias=False)), True),
     "a layer less": (lambda model: model.model.layers.pop(-1), True),
+    "a class": (lambda model: setattr(model.lm_head, "__class__", OtherLinear), True),
     "a hook": (lambda model: model.lm_head.register_forward_hook(lambda *given: None), True),
     "a hook before": (lambda model: model.lm_head.register_forward_pre_hook(lambda *given: None), True),
     "a forward": (lambda model: setattr(model.lm_head, "forward", lambda rows: rows), True),

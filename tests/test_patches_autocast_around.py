@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, AutocastKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils.operations import convert_outputs_to_fp32
 from support_device_loop import device as device  # a fixture
 from support_families import FAMILIES
 from support_parity import mixed_prompts
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.model.owners_state import not_in_graphs
-from hf_batchllm.patches.autocast_around import autocast_within, past_autocast
+from hf_batchllm.patches.autocast_around import autocasts_within, dtype_within, past_autocast
 from hf_batchllm.patches.uncompiled import own_forward
 
 PROMPTS = mixed_prompts(2)[:6]
@@ -49,19 +50,30 @@ def mostly(one: list[list[int]], other: list[list[int]]) -> bool:
 
 def test_what_is_inside_is_found(accelerator: Accelerator) -> None:
     model: Any = FAMILIES["llama"]()
-    assert autocast_within(model) is None
+    assert not autocasts_within(model)
     accelerator.prepare_model(model)
     assert own_forward(model) is None and not_in_graphs(model) is None
     assert past_autocast(model.forward).__func__ is type(model).forward
-    within = autocast_within(model)
-    assert within is not None and within.fast_dtype == torch.bfloat16
+    assert len(autocasts_within(model)) == 1
+    assert dtype_within(model, model.device) == torch.bfloat16
+    assert dtype_within(model, torch.device("meta")) is None
     theirs = model.forward
 
     def mine(*args: Any, **named: Any) -> Any:
         return theirs(*args, **named)
 
     model.forward = mine
-    assert own_forward(model) is mine and autocast_within(model) is None
+    assert own_forward(model) is mine and not autocasts_within(model)
+
+
+def test_an_autocast_that_is_switched_off_gives_no_type(accelerator: Accelerator) -> None:
+    model: Any = FAMILIES["llama"]()
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    accelerator.prepare_model(model)
+    assert len(autocasts_within(model)) == 1 and dtype_within(model, model.device) is None
+    on = torch.autocast(model.device.type, dtype=torch.bfloat16)
+    model.forward = convert_outputs_to_fp32(on(model.forward))
+    assert len(autocasts_within(model)) == 2 and dtype_within(model, model.device) is None  # the innermost counts
 
 
 def test_a_forward_of_the_owners_inside_is_not_passed_over(accelerator: Accelerator) -> None:
@@ -70,7 +82,7 @@ def test_a_forward_of_the_owners_inside_is_not_passed_over(accelerator: Accelera
     model.forward = mine = lambda *args, **named: theirs(*args, **named)
     accelerator.prepare_model(model)
     assert own_forward(model) is mine
-    assert autocast_within(model) is not None
+    assert dtype_within(model, model.device) == torch.bfloat16
 
 
 def test_tokens_are_those_of_generate_and_steps_are_replays(accelerator: Accelerator) -> None:
@@ -88,7 +100,7 @@ def test_tokens_are_those_of_generate_and_steps_are_replays(accelerator: Acceler
         assert trained.token_ids != result.token_ids and mostly(trained.token_ids, alone(model))
         # What accelerate put around the model is taken off.
         model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        assert autocast_within(model) is None
+        assert not autocasts_within(model)
         plain = generator.generate(PROMPTS, progress=False, **GREEDY)
         assert plain.token_ids == alone(model)
         assert "replayed" in plain.report.graphs and "autocast" not in plain.report.fused

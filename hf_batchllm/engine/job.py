@@ -74,6 +74,12 @@ class Job:
         return [self.options[place].num_return_sequences for place in self.places]
 
     @property
+    def calls_criteria(self) -> bool:
+        """Whether stopping criteria of the model's owner are called."""
+        every = dict.fromkeys(self.rules[place] for place in self.places)
+        return any(each.others or each.factory for each in every)
+
+    @property
     def widths(self) -> list[int] | None:
         """Beams of each good prompt; None where there is no beam search."""
         widths = [self.options[place].num_beams for place in self.places]

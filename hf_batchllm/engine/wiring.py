@@ -84,7 +84,8 @@ class Wiring:
         beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors)
         seats = Seats.of([frozenset()], self.use.device)
         graphs = self._graphs_without_picking(seats)
-        if graphs is not None and beam_scores.calls_owners_code:
+        owners_code = beam_scores.calls_owners_code or job.calls_criteria
+        if graphs is not None and owners_code:
             graphs.check_later()
         self.graphs = StepsAsGraphs(self.runner, seats, graphs, self.use.device)
         return BeamEngine(
@@ -96,6 +97,7 @@ class Wiring:
             BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores),
             self.timekeeper,
             self._smaller(scheduler),
+            owners_code,
         )
 
     def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:
@@ -131,9 +133,10 @@ class Wiring:
             graphs = self._graphs_without_picking(seats)
             self.graphs = StepByStep(
                 self.runner, around, sampler.prepare, may_repeat, seats, graphs, device, self.timekeeper,
-                sampler.calls_owners_code,
+                sampler.calls_owners_code or self.job.calls_criteria, self.notices,
             )  # fmt: skip
-            return self.graphs, min(2, config.steps_per_sync or 2)
+            # A criterion of the owner's may do anything to the model before the next step.
+            return self.graphs, 1 if self.job.calls_criteria else min(2, config.steps_per_sync or 2)
         pick, advance = picking.on_device(self.requests)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
         longest = max((request.max_new_tokens for request in self.requests), default=1)

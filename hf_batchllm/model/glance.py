@@ -22,7 +22,9 @@ class Glance:
     """Of the modules of a model. It holds all that it looks at, so it should not outlive a call."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        held = [module.__dict__ for module in modules]
+        self._modules = list(modules)
+        self._kinds = list(map(type, self._modules))
+        held = [module.__dict__ for module in self._modules]
         inner = list(_containers(chain.from_iterable(map(dict.values, held))))
         self._containers = [*held, *inner]
         self._lengths = list(map(len, self._containers))
@@ -38,7 +40,8 @@ class Glance:
     def untouched(self) -> bool:
         """Whether nothing was touched. If not, what was done may be of no account."""
         return (
-            list(map(len, self._containers)) == self._lengths
+            list(map(type, self._modules)) == self._kinds
+            and list(map(len, self._containers)) == self._lengths
             and all(map(is_, self._objects_now(), self._objects))
             and self._places_now() == self._places
         )

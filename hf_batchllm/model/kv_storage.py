@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import CacheMemoryError, UnsupportedModelError
 from ..inputs.base_model import base_model
 from ..patches.attention_interface import AttentionCall, autocast_dtype
-from ..patches.autocast_around import autocast_within
+from ..patches.autocast_around import dtype_within
 from .device_memory import is_out_of_memory
 from .state_storage import StateShape, StateStorage
 
@@ -170,5 +170,4 @@ def kv_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
     model_dtype: torch.dtype = base_model(model).dtype
     if model_dtype == torch.float64:  # which autocast leaves alone
         return model_dtype
-    within = autocast_within(model)
-    return autocast_dtype(device) or model_dtype if within is None else within.fast_dtype
+    return dtype_within(model, device) or autocast_dtype(device) or model_dtype

@@ -78,7 +78,7 @@ class BeamScores:
 
     @property
     def calls_owners_code(self) -> bool:
-        """Whether a processor of the model's owner is called, which may do anything to the model."""
+        """Whether processors of the model's owner are called."""
         return self._chains.calls_owners_code
 
     def may_repeat(self, groups: Sequence[BeamGroup]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -32,7 +33,9 @@ class BeamEngine:
         endings: BeamEndings,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
+        owners_code: bool,
     ) -> None:
+        """owners_code: whether candidates are found, or ends, by code of the model's owner, which may change it."""
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
@@ -43,6 +46,7 @@ class BeamEngine:
         self.endings = endings
         self.timekeeper = timekeeper
         self.smaller = smaller
+        self.owners_code = owners_code
         self._picking = False
         self.steps = 0
         self.model_tokens = 0
@@ -80,7 +84,7 @@ class BeamEngine:
                     name_what_ran(error, [], step, self.launcher.replays)
                     raise
                 self.smaller.ran()
-                with self.launcher.surroundings(), self.runner.adapted():  # criteria may run it
+                with self.launcher.surroundings(), self._owners_turn():  # criteria may run it
                     finished = [group for each in candidates for group in self.choose(each)]
                 if watch is not None:
                     switch("outside")
@@ -125,22 +129,25 @@ class BeamEngine:
             self.timekeeper.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             self._picking = True
-            candidates = self._candidates(groups, logits) if groups else []
+            with self._owners_turn():  # guidance runs the model
+                candidates = self.scores(groups, logits) if groups else []
         self.steps += 1
         self.model_tokens += step.tokens
         self.beam_tokens += beams
         self.timekeeper.collected(stretch)
         return groups, candidates
 
-    def _candidates(self, groups: list[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
-        owners_code = self.scores.calls_owners_code
-        if owners_code:
+    @contextmanager
+    def _owners_turn(self) -> Iterator[None]:
+        """While code of the owner's may run."""
+        if self.owners_code:
             self.launcher.owner_gets_control()
-        with self.runner.adapted():  # guidance runs the model
-            found = self.scores(groups, logits)
-        if owners_code:
-            self.launcher.owner_had_control()
-        return found
+        try:
+            with self.runner.adapted():
+                yield
+        finally:
+            if self.owners_code:
+                self.launcher.owner_had_control()
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""

@@ -20,7 +20,7 @@ from ...kernels.work_lists import NoRoom, WorkLists, sent
 from ...model.batch import ModelBatch
 from ...model.runner import ModelRunner
 from ...model.triton_attention import KernelAttention, StepWork, TritonBackend, WorkSeen, WorkSource
-from ...patches.autocast_around import autocast_within
+from ...patches.autocast_around import autocasts_within
 from ...planning.requests_and_prefixes import NO_SLOT
 from ...sampling.device_logprobs import DeviceLogProbs, NotedRows
 from .graph_capture import capturing, own_copies
@@ -255,7 +255,7 @@ class DecodeRows:
         for rooms in self.work.rooms:
             self._context.backend.reserve(rooms.parts)
         graph, of_this_run = torch.cuda.CUDAGraph(), self._logits
-        within = autocast_within(self._runner.model)
+        within = autocasts_within(self._runner.model)
         with capturing(graph, pool, self._state.token.device), own_copies(within):
             self._run()
         self._captured_logits, self._logits = self._logits, of_this_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 
 
 @contextmanager
-def own_copies(within: torch.autocast | None) -> Iterator[None]:
+def own_copies(within: Sequence[torch.autocast]) -> Iterator[None]:
     """Under autocast, make copies of weights anew instead of sharing the cached ones.
 
-    ``within``: an autocast that the model's forward enters by itself.
+    ``within``: autocasts that the model's forward enters by itself.
 
     Autocast usually makes a copy on first use and keeps it until its block ends, or the block of any other thread. A
     graph would go on reading such copies afterwards. And copies first made in a capture stay empty until a replay, so
@@ -23,15 +23,15 @@ def own_copies(within: torch.autocast | None) -> Iterator[None]:
     """
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    kept_within = within is not None and within._cache_enabled
-    if within is not None:
-        within._cache_enabled = False
+    kept_within = [each._cache_enabled for each in within]
+    for each in within:
+        each._cache_enabled = False
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(kept)
-        if within is not None:
-            within._cache_enabled = kept_within
+        for each, cached in zip(within, kept_within, strict=True):
+            each._cache_enabled = cached
 
 
 @contextmanager

@@ -6,6 +6,9 @@ schedules the next one, builds it, and gets processors and masks ready.
 
 from __future__ import annotations
 
+import gc
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +17,15 @@ import numpy as np
 import torch
 
 from ...model.batch import ModelBatch
+from ...model.device_memory import device_memory, is_out_of_memory
 from ...model.runner import ModelRunner
+from ...notices import Notices
 from ...planning.requests_and_prefixes import Request
 from ..timekeeper import Timekeeper
 from .decode_graphs import DecodeGraphs
 from .graph_launcher import GraphLauncher
 from .seats import Seats
 
-_PARTS = 4  # in which tokens are picked where memory did not suffice for all at once
 _NONE = -1  # in the place of a token: the row had ended before
 
 
@@ -33,7 +37,6 @@ class _Launched:
     logits: torch.Tensor | None  # [samples, vocabulary]  None once its tokens have been picked
     going: list[Request] | None = None  # those that had not ended when picking was prepared
     tokens: np.ndarray | None = None  # [samples] int64
-    failed: Exception | None = None  # the error of the first attempt to pick
 
 
 class StepByStep(GraphLauncher):
@@ -41,7 +44,7 @@ class StepByStep(GraphLauncher):
 
     prepare: gets it ready for these requests, while the device runs.
 
-    owners_code: whether picking calls code of the model's owner, which may do anything to the model.
+    owners_code: whether picking, or what looks for ends, calls code of the model's owner, which may do anything to it.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class StepByStep(GraphLauncher):
         device: torch.device,
         timekeeper: Timekeeper,
         owners_code: bool,
+        notices: Notices,
     ) -> None:
         super().__init__(runner, seats, graphs, device)
         self.sampler = sampler
@@ -64,7 +68,10 @@ class StepByStep(GraphLauncher):
         self.owners_code = owners_code
         if owners_code and graphs is not None:
             graphs.check_later()
+        self._notices = notices
         self._latest: _Launched | None = None  # the step that was launched last
+        self._at_once = sys.maxsize  # tokens that are picked at a time
+        self._failed = False  # whether picking ran out of memory where it cannot be tried again
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         before = self._latest
@@ -72,21 +79,29 @@ class StepByStep(GraphLauncher):
             self._pick(before)
             self._fill_in(batch, sampling, before)
             self.timekeeper.switch(self.timekeeper.launching)
-        launched = self._latest = _Launched(sampling, self.logits(batch))
+        launched = _Launched(sampling, self.logits(batch))
         if not any(request.pending for request in sampling):  # otherwise tokens before those have yet to be seen
             self._prepare(launched)
+        self._latest = launched
         return lambda: self._tokens_of(launched)
 
     def tokens_were_seen(self) -> None:
-        if self._latest is not None and self._latest.tokens is None:
+        latest = self._latest
+        if latest is not None and latest.tokens is None and latest.going is None:
             with self.surroundings():
-                self._prepare(self._latest)
+                self._prepare(latest)
 
     def _prepare(self, launched: _Launched) -> None:
-        launched.going = [request for request in launched.sampling if not request.done]
-        if launched.going:
+        going = [request for request in launched.sampling if not request.done]
+        try:
             with self._owners_turn():
-                self.prepare(launched.going, self.device)
+                self.prepare(going, self.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._free(error)  # picking gets ready by itself, in parts if need be
+        else:
+            launched.going = going
 
     def _tokens_of(self, launched: _Launched) -> np.ndarray:  # [samples, 1]
         if launched.tokens is None:
@@ -99,35 +114,46 @@ class StepByStep(GraphLauncher):
         """Pick the step's tokens, once. The tokens before them must have been seen."""
         if launched.tokens is not None:
             return
-        if launched.failed is not None and not self.may_pick_again(launched.sampling):
-            raise launched.failed
-        logits, sampling = launched.logits, launched.sampling
+        logits, sampling, going = launched.logits, launched.sampling, launched.going
         assert logits is not None
         rows = [row for row, request in enumerate(sampling) if not request.done]
-        going = launched.going
         if going is None or len(going) != len(rows):
             going = [sampling[row] for row in rows]
         tokens = np.full(len(sampling), _NONE, dtype=np.int64)
         if rows:
             self.timekeeper.switch("tokens")
-            some = logits if len(rows) == len(sampling) else logits[rows]
-            at_once = len(rows) if launched.failed is None else max(1, len(rows) // _PARTS)
-            try:
-                with self._owners_turn():
-                    tokens[rows] = self._picked(some, going, at_once)
-            except Exception as error:
-                launched.failed = error
-                raise
+            tokens[rows] = self._picked(logits if len(rows) == len(sampling) else logits[rows], going)
         launched.tokens, launched.logits = tokens, None
 
-    def _picked(self, logits: torch.Tensor, going: list[Request], at_once: int) -> list[int]:
-        if len(going) <= at_once:
-            return self.sampler(self.runner.in_float32(logits), going)
+    def _picked(self, logits: torch.Tensor, going: list[Request]) -> list[int]:
+        """In parts, where memory does not suffice for all at once."""
         tokens: list[int] = []
-        for begin in range(0, len(going), at_once):
-            part = slice(begin, begin + at_once)
-            tokens += self.sampler(self.runner.in_float32(logits[part]), going[part])
+        while len(tokens) < len(going):
+            part = slice(len(tokens), len(tokens) + self._at_once)
+            some = going if self._at_once >= len(going) else going[part]
+            try:
+                with self._owners_turn():
+                    tokens += self.sampler(self.runner.in_float32(logits[part]), some)
+            except Exception as error:
+                if not is_out_of_memory(error) or len(some) == 1:
+                    raise
+                if not self.may_pick_again(some):
+                    self._failed = True
+                    raise
+                self._at_once = len(some) // 2
+                self._free(error)
+                self._notices(
+                    "smaller picks",
+                    f"memory ran out on {self.device} when the tokens of {len(some):,} sequences were picked: they are "
+                    "picked in smaller parts, which is slower. The results stay the same. To leave more room, set a "
+                    "smaller `kv_memory`",
+                )
         return tokens
+
+    def _free(self, error: Exception) -> None:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        gc.collect()
+        device_memory(self.device).trim()
 
     @staticmethod
     def _fill_in(batch: ModelBatch, sampling: Sequence[Request], before: _Launched) -> None:
@@ -152,4 +178,4 @@ class StepByStep(GraphLauncher):
                 self.owner_had_control()
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
-        return True  # a step fails before any of its tokens are picked
+        return not self._failed  # the step itself fails before any of its tokens are picked
