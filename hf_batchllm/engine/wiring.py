@@ -85,9 +85,7 @@ class Wiring:
         seats = Seats.of([frozenset()], self.use.device)
         graphs = self._graphs_without_picking(seats)
         owners_code = beam_scores.calls_owners_code or job.calls_criteria
-        if graphs is not None and owners_code:
-            graphs.check_later()
-        self.graphs = StepsAsGraphs(self.runner, seats, graphs, self.use.device)
+        self.graphs = StepsAsGraphs(self.runner, seats, graphs, self.use.device, owners_code)
         return BeamEngine(
             scheduler,
             self.use.builder(most_times=0 if graphs is None else 1),
@@ -97,7 +95,6 @@ class Wiring:
             BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores),
             self.timekeeper,
             self._smaller(scheduler),
-            owners_code,
         )
 
     def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:

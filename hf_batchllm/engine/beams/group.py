@@ -65,10 +65,6 @@ class BeamGroup:
         """The new tokens of a beam; none before there are beams."""
         return self.beams[beam].generated if self.beams else []
 
-    def all_tokens(self) -> list[list[int]]:
-        """The new tokens of each beam, also while the group waits."""
-        return [list(beam.generated) for beam in self.beams] or self._tokens
-
     def answer(self, finished: FinishedBeam) -> tuple[list[int], list[int]]:
         """The new tokens of a finished beam, and the number of the beam that each of them continued."""
         beam, tokens, parents = finished.beam, [], []
@@ -122,7 +118,8 @@ class BeamGroup:
 
     def dissolve(self) -> None:
         """Give up the units of the beams; their tokens are remembered."""
-        self._tokens = self.all_tokens()
+        if self.beams:  # else they were given up before
+            self._tokens = [list(beam.generated) for beam in self.beams]
         for beam in self.beams:
             self._abandon(beam)
         self.beams = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -33,9 +32,7 @@ class BeamEngine:
         endings: BeamEndings,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
-        owners_code: bool,
     ) -> None:
-        """owners_code: whether candidates are found, or ends, by code of the model's owner, which may change it."""
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
@@ -46,7 +43,6 @@ class BeamEngine:
         self.endings = endings
         self.timekeeper = timekeeper
         self.smaller = smaller
-        self.owners_code = owners_code
         self._picking = False
         self.steps = 0
         self.model_tokens = 0
@@ -84,7 +80,7 @@ class BeamEngine:
                     name_what_ran(error, [], step, self.launcher.replays)
                     raise
                 self.smaller.ran()
-                with self.launcher.surroundings(), self._owners_turn():  # criteria may run it
+                with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it
                     finished = [group for each in candidates for group in self.choose(each)]
                 if watch is not None:
                     switch("outside")
@@ -129,25 +125,13 @@ class BeamEngine:
             self.timekeeper.switch("tokens")
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             self._picking = True
-            with self._owners_turn():  # guidance runs the model
+            with self.launcher.owners_turn():  # guidance runs the model
                 candidates = self.scores(groups, logits) if groups else []
         self.steps += 1
         self.model_tokens += step.tokens
         self.beam_tokens += beams
         self.timekeeper.collected(stretch)
         return groups, candidates
-
-    @contextmanager
-    def _owners_turn(self) -> Iterator[None]:
-        """While code of the owner's may run."""
-        if self.owners_code:
-            self.launcher.owner_gets_control()
-        try:
-            with self.runner.adapted():
-                yield
-        finally:
-            if self.owners_code:
-                self.launcher.owner_had_control()
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""

@@ -103,8 +103,7 @@ class BeamScheduler(QueueScheduler):
         """Add what has yet to run of the prompt and its beams, last tokens as rows. Returns the tokens used."""
         used = 0
         has_prompt = group.root.todo == 0
-        todo = group.without_logits if group.logits or not group.beams else group.beams
-        for unit in todo:
+        for unit in group.without_logits:
             if used == budget:
                 break
             if has_prompt and unit.todo == 1:

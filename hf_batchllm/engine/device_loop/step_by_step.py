@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +42,6 @@ class StepByStep(GraphLauncher):
     """``sampler``: picks the tokens of some requests from their logits, in float32.
 
     prepare: gets it ready for these requests, while the device runs.
-
-    owners_code: whether picking, or what looks for ends, calls code of the model's owner, which may do anything to it.
     """
 
     def __init__(
@@ -60,14 +57,11 @@ class StepByStep(GraphLauncher):
         owners_code: bool,
         notices: Notices,
     ) -> None:
-        super().__init__(runner, seats, graphs, device)
+        super().__init__(runner, seats, graphs, device, owners_code)
         self.sampler = sampler
         self.prepare = prepare
         self.may_pick_again = may_pick_again
         self.timekeeper = timekeeper
-        self.owners_code = owners_code
-        if owners_code and graphs is not None:
-            graphs.check_later()
         self._notices = notices
         self._latest: _Launched | None = None  # the step that was launched last
         self._at_once = sys.maxsize  # tokens that are picked at a time
@@ -94,7 +88,7 @@ class StepByStep(GraphLauncher):
     def _prepare(self, launched: _Launched) -> None:
         going = [request for request in launched.sampling if not request.done]
         try:
-            with self._owners_turn():
+            with self.owners_turn():
                 self.prepare(going, self.device)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -132,7 +126,7 @@ class StepByStep(GraphLauncher):
             part = slice(len(tokens), len(tokens) + self._at_once)
             some = going if self._at_once >= len(going) else going[part]
             try:
-                with self._owners_turn():
+                with self.owners_turn():
                     tokens += self.sampler(self.runner.in_float32(logits[part]), some)
             except Exception as error:
                 if not is_out_of_memory(error) or len(some) == 1:
@@ -164,18 +158,6 @@ class StepByStep(GraphLauncher):
         for row, request in enumerate(sampling[: batch.attention.rows]):
             if request.pending:
                 ids[row] = picked[request]
-
-    @contextmanager
-    def _owners_turn(self) -> Iterator[None]:
-        """While code of the owner's may run."""
-        if self.owners_code:
-            self.owner_gets_control()
-        try:
-            with self.runner.adapted():
-                yield
-        finally:
-            if self.owners_code:
-                self.owner_had_control()
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return not self._failed  # the step itself fails before any of its tokens are picked

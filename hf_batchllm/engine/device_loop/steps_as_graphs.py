@@ -17,13 +17,26 @@ from .seats import Seats
 
 
 class StepsAsGraphs:
-    """Runs the steps of a call; decode steps are replays of graphs, where the model allows it."""
+    """Runs the steps of a call; decode steps are replays of graphs, where the model allows it.
 
-    def __init__(self, runner: ModelRunner, seats: Seats, graphs: DecodeGraphs | None, device: torch.device) -> None:
+    owners_code: whether code of the model's owner is called between all steps, which may do anything to the model.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        seats: Seats,
+        graphs: DecodeGraphs | None,
+        device: torch.device,
+        owners_code: bool = False,
+    ) -> None:
         self.runner = runner
         self.seats = seats
         self.graphs = graphs
         self.device = device
+        self._owners_code = owners_code
+        if owners_code and graphs is not None:
+            graphs.check_later()
         # All steps go to one stream, also if the caller's stream changes between two results: a row that runs past its
         # end writes only to pages that it held at launch, earlier on this stream than their next owner's first step.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -57,6 +70,18 @@ class StepsAsGraphs:
                 assert produced.logits is not None
                 return produced.logits
         return self.runner.step(batch)
+
+    @contextmanager
+    def owners_turn(self) -> Iterator[None]:
+        """While processors or criteria are called, which may run the model."""
+        if self._owners_code:
+            self.owner_gets_control()
+        try:
+            with self.runner.adapted():
+                yield
+        finally:
+            if self._owners_code:
+                self.owner_had_control()
 
     def owner_gets_control(self) -> None:
         if self.graphs is not None:
