@@ -70,7 +70,7 @@ def test_the_same_bytes(window: int, pool: GeneratorPool, one: BatchGenerator, t
             run_file(gen, source, tmp_path / name, max_new_tokens=6, seed=4, window_bytes=window, progress=False)
         )
     found, wanted = ((tmp_path / name).read_text().splitlines() for name in ("pool.jsonl", "one.jsonl"))
-    assert [without_logprobs(line) for line in found] == [without_logprobs(line) for line in wanted]
+    assert [without_logprobs(line) for line in found] == [nearly(line) for line in wanted]
     assert (reports[0].records, reports[0].errors) == (reports[1].records, reports[1].errors) == (60, 2)
     assert run_file(pool, source, tmp_path / "one.jsonl", max_new_tokens=6, seed=4, progress=False).written == 0
 
@@ -80,6 +80,14 @@ def without_logprobs(line: str) -> Any:
     record.pop("logprobs", None)
     for answer in record.get("answers", []):
         answer.pop("logprobs", None)
+    return record
+
+
+def nearly(line: str) -> Any:
+    """The last digits of a beam's score depend on the other prompts of a step, so on how the list is split."""
+    record = without_logprobs(line)
+    if "score" in record:
+        record["score"] = pytest.approx(record["score"], abs=1e-5)
     return record
 
 
