@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from support_families import FAMILIES, build, family_params
 from support_parity import pages_of_memory, watched  # noqa: F401
+from support_step_tensors import BOTH, PAD, PENALTY, batch, drawing, stock
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -19,48 +17,10 @@ from hf_batchllm import BatchGenerator, accelerated
 from hf_batchllm.engine.extra_outputs import ExtraOutputs
 
 FAMILY = "llama"
-PAD = 0
-# Some versions of transformers penalise padding as if it had been said: then nothing may hang on that token.
-PENALTY = {"repetition_penalty": 2.0, "suppress_tokens": [PAD]}
-BOTH = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "pad_token_id": PAD}
-
-
-def batch(side: str = "left", rows: int = 6, width: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [rows, width] of rows of all lengths that begin alike."""
-    rng = random.Random(1)
-    start = [rng.randrange(4, 97) for _ in range(width)]
-    ids, mask = torch.full((rows, width), PAD), torch.zeros(rows, width, dtype=torch.long)
-    for row in range(rows):
-        length = width if row == 2 else rng.randint(2, width)
-        shared = rng.randint(0, length)
-        tokens = start[:shared] + [rng.randrange(4, 97) for _ in range(length - shared)]
-        place = slice(width - length, width) if side == "left" else slice(0, length)
-        ids[row, place] = torch.tensor(tokens)
-        mask[row, place] = 1
-    return ids, mask
 
 
 def ours(family: str = FAMILY, **config: Any) -> BatchGenerator:
     return BatchGenerator(build(family), **{"min_shared_tokens": 1, "page_size": 8, **config})
-
-
-def stock(family: str, ids: torch.Tensor, **options: Any) -> Any:
-    model: Any = build(family)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model.generate(ids, **options)
-
-
-@contextmanager
-def drawing(tokens: torch.Tensor) -> Iterator[None]:
-    """Where ``generate`` draws, it draws these: [rows, steps]."""
-    steps = iter(tokens.T)
-    drawn = torch.multinomial
-    torch.multinomial = lambda weights, num_samples: next(steps)[:, None]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.multinomial = drawn  # type: ignore[assignment]
 
 
 def assert_same(got: Any, expected: Any, width: int, eos: int | None = None, names: Any = ("scores", "logits")) -> None:
@@ -207,14 +167,9 @@ def test_half_precision_comes_out_in_float32() -> None:
     assert got.logits[0].data_ptr() != got.scores[0].data_ptr()
 
 
-def test_why_the_host_picks_the_tokens_is_said_by_name() -> None:
-    from hf_batchllm.inputs.padded_batch import take_padded
+def test_the_device_does_these_itself() -> None:
     from hf_batchllm.inputs.resolve_options import resolve_options
 
-    model, ids = build(FAMILY), torch.tensor([[5, 6]])
-    padded = take_padded(None, {"input_ids": ids})
-    options = resolve_options(model, None, {"max_new_tokens": 2, **BOTH}, padded)
-    why = ExtraOutputs([options]).why_by_host
-    assert why is not None and why.startswith("`output_scores` and `output_logits` are put together on the host")
-    for own in ({}, {"logprobs": 0}):  # the device does these itself
-        assert ExtraOutputs([resolve_options(model, None, {"max_new_tokens": 2, **own})]).why_by_host is None
+    for own in ({}, {"logprobs": 0}, {"logprobs": 32}):
+        options = resolve_options(build(FAMILY), None, {"max_new_tokens": 2, **own})
+        assert ExtraOutputs([options]).why_by_host is None

@@ -45,12 +45,14 @@ class CallMemory:
         """The cache of the call, as large as the call can use and as memory allows."""
         plan, wanted = self._plan, self._plan.pages_at_once
         states = bool(self._use.architecture.states)
+        longest = max(self._plan.new_tokens, default=0)
+        self._outputs.fit_into(self._kv.within_reach(), longest, self._vocabulary)
         return self._kv.open(
             Room(max(wanted, 1), plan.slots_at_once if states else 0),
             Room(plan.pages_needed, plan.slots_needed if states else 0),
             depth=plan.sharing.depth if states else 0,
             beside=lambda most: self._beside_the_cache(wanted, most),
-            results=self._outputs.results_bytes(max(self._plan.new_tokens, default=0), self._vocabulary),
+            results=self._outputs.results_bytes(longest, self._vocabulary),
         )
 
     def _beside_the_cache(self, wanted: int, most: int) -> int | None:
@@ -84,6 +86,6 @@ class CallMemory:
             return replace(step, samples=min(step.tokens, rows)), 0, False
         picking = picking_of(self._job, self._use)
         by_host = why_by_host(self._job, self._outputs, picking) is not None
-        copied = picking.changes_logits
+        copied = picking.changes_logits or self._outputs.wants_scores
         taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copied=copied, by_host=by_host)
         return step, taken, self._job.widths is not None or picking.in_graphs or not by_host

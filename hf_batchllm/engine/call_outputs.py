@@ -97,6 +97,9 @@ class CallOutputs(ABC):
     def step_bytes(self, tokens: int, vocabulary: int) -> int:
         """Bytes on the device that looking at a step of so many tokens takes."""
 
+    def fit_into(self, free: int, steps: int, vocabulary: int) -> None:  # noqa: B027 -- most results are small
+        """The call begins with so many ``free`` bytes on the device. ``steps``: new tokens of the longest row."""
+
     def results_bytes(self, steps: int, vocabulary: int) -> int:
         """Bytes on the device that are handed out in the end, at most. ``steps``: new tokens of the longest row."""
         return 0
@@ -121,8 +124,18 @@ class CallOutputs(ABC):
         """Why the host has to pick the tokens; None if it need not."""
         return None
 
-    def notes(self, device: torch.device, kernels: SamplingKernels) -> LogProbNotes | None:
-        """What the device is to note where it picks the tokens; None if nothing."""
+    @property
+    def wants_scores(self) -> bool:
+        """Whether somebody wants what tokens are drawn from, after processors."""
+        return False
+
+    def notes(
+        self, device: torch.device, kernels: SamplingKernels, scores: Callable[[], torch.Tensor]
+    ) -> LogProbNotes | None:
+        """What the device is to note where it picks the tokens; None if nothing.
+
+        scores: gives what the latest tokens were drawn from, where ``wants_scores``.
+        """
         return None
 
     # -- afterwards ----------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What ``generate`` gives back beside tokens: scores and logits as its ModelOutput has them, and log-probabilities.
 
-Log-probabilities are those of the model's raw logits in float32. The device finds them where it picks the tokens, and
-the host takes them down later. Scores and logits are put together by the host, step by step; so are log-probabilities
-after processors, for code that is used to them.
+Log-probabilities are those of the model's raw logits in float32, or after processors, for code that is used to these.
+The device finds them where it picks the tokens, and the host takes them down later. It puts scores and logits down
+itself, if there is room for those of all steps; else the host does so, step by step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..sampling.host_sampler import RecordScores
 from ..sampling.logprobs import LOGITS_AT_ONCE, NewTokenLogProbs, PickTokens, PromptLogProbs, SampledLogProbs
 from ..sampling.sampling_kernels import SamplingKernels
 from ..sampling.step_tensors import StepTensors
+from ..wording import shown_size
 from .call_outputs import MOST_LOGITS, CallOutputs, LogProbNotes, PromptWatcher
 from .id_lists import IdLists
 
@@ -36,6 +37,7 @@ class ExtraOutputs(CallOutputs):
         self._new_tokens: NewTokenLogProbs | None = None
         self._prompts: PromptLogProbs | None = None
         self._id_lists = IdLists()
+        self._too_large = 0  # bytes that scores and logits may come to, where that is too much to set aside
         if not options:
             return
         config, given = options[0].config, options[0].arguments
@@ -68,24 +70,39 @@ class ExtraOutputs(CallOutputs):
         logits = 0 if self._prompts is None else tokens * vocabulary
         return 4 * (logits + 3 * min(logits, LOGITS_AT_ONCE))
 
+    def fit_into(self, free: int, steps: int, vocabulary: int) -> None:
+        taken = self.results_bytes(steps, vocabulary)
+        self._too_large = taken if taken > free // 2 else 0
+
     def results_bytes(self, steps: int, vocabulary: int) -> int:
         return 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
 
     @property
     def why_by_host(self) -> str | None:
-        names = [] if self.tensors is None else [f"`{name}`" for name in self.tensors.names]
-        if isinstance(self._new_tokens, SampledLogProbs):
-            names.append("log-probabilities after processors")
-        elif self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
-            names.append(f"`logprobs` of more than {MOST_LIKELY} tokens")
-        if not names:
-            return None
-        verb = "is" if len(names) == 1 and self.tensors is not None else "are"
-        return f"{' and '.join(names)} {verb} put together on the host, which waits for each step"
+        if self.tensors is not None and self._too_large:
+            return (
+                f"{' and '.join(f'`{name}`' for name in self.tensors.names)} would take "
+                f"{shown_size(self._too_large)} if all rows became as long as they may, so the host puts them together "
+                "as rows grow, for which it waits after each step"
+            )
+        if self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
+            many = f"`logprobs` of more than {MOST_LIKELY} tokens"
+            return f"{many} are put together on the host, which waits for each step"
+        return None
 
-    def notes(self, device: torch.device, kernels: SamplingKernels) -> LogProbNotes | None:
+    @property
+    def wants_scores(self) -> bool:
+        in_tensors = self.tensors is not None and self.tensors.has_scores
+        return in_tensors or isinstance(self._new_tokens, SampledLogProbs)
+
+    def notes(
+        self, device: torch.device, kernels: SamplingKernels, scores: Callable[[], torch.Tensor]
+    ) -> LogProbNotes | None:
         kept = self._new_tokens
-        return None if kept is None else LogProbNotes(DeviceLogProbs(kept.k, device, kernels), kept.put)
+        if kept is None:
+            return None
+        of = scores if isinstance(kept, SampledLogProbs) else None
+        return LogProbNotes(DeviceLogProbs(kept.k, device, kernels, of), kept.put)
 
     @property
     def record_scores(self) -> RecordScores | None:

@@ -23,5 +23,6 @@ def as_tensors(
     longest, tensors = sequences.shape[1] - padded.width, call.outputs.tensors
     if options.num_beams > 1:
         return beam_output(sequences, longest, call.answers, options, tensors)
-    beside: dict[str, Any] = {} if tensors is None else dict(tensors.outputs(longest, sequences.device))
+    lengths = [len(tokens) for tokens in result.token_ids]
+    beside: dict[str, Any] = {} if tensors is None else dict(tensors.outputs(longest, sequences.device, lengths))
     return GenerateDecoderOnlyOutput(**{"sequences": sequences, **beside})

@@ -134,12 +134,12 @@ class Wiring:
             )  # fmt: skip
             # A criterion of the owner's may do anything to the model before the next step.
             return self.graphs, 1 if self.job.calls_criteria else min(2, config.steps_per_sync or 2)
-        pick, advance = picking.on_device(self.requests)
+        pick, advance = picking.on_device(self.requests, outputs.wants_scores, outputs.tensors)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
         longest = max((request.max_new_tokens for request in self.requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1
-        notes = outputs.notes(device, picking.kernels)
+        notes = outputs.notes(device, picking.kernels, pick.scores)
         noting = None if notes is None else notes.on_device
         graphs = graphs_for(config, self.runner, seats, pick, advance, times, self.notices, noting)
         if graphs is None and config.steps_per_sync is None:

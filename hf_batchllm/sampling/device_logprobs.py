@@ -31,10 +31,16 @@ class NotedRows:
 
 
 class DeviceLogProbs:
-    """Notes the log-probabilities of picked tokens, and of the ``k`` likeliest beside each."""
+    """Notes the log-probabilities of picked tokens, and of the ``k`` likeliest beside each.
 
-    def __init__(self, k: int, device: torch.device, kernels: SamplingKernels) -> None:
+    scores: gives what the latest tokens were drawn from, where that is asked for in place of the model's logits.
+    """
+
+    def __init__(
+        self, k: int, device: torch.device, kernels: SamplingKernels, scores: Callable[[], torch.Tensor] | None = None
+    ) -> None:
         self.k = k
+        self._scores = scores
         self._device = device
         self._note = kernels.note_likeliest
 
@@ -49,4 +55,4 @@ class DeviceLogProbs:
         self, room: NotedRows, logits: torch.Tensor, picked: torch.Tensor, made: torch.Tensor | None = None
     ) -> None:
         """``made`` [rows]: the place of each row is this, modulo the number of places."""
-        self._note(logits, picked, room.ids, room.values, made)
+        self._note(logits if self._scores is None else self._scores(), picked, room.ids, room.values, made)

@@ -257,6 +257,7 @@ class DeviceSampler:
     ``kinds``: all options that rows may have; ``why_not_on_device`` is None for each. Options that pick tokens in the
     same way get the same number. ``seed``: of rows without a seed of their own. ``edits``: what is done to single
     logits, if anything is. ``longest``: new tokens of the longest row.
+    ``keeps_scores``: whether ``scores`` [rows, vocabulary] are to hold what the latest tokens were drawn from.
     """
 
     def __init__(
@@ -268,16 +269,21 @@ class DeviceSampler:
         kernels: SamplingKernels,
         edits: Mapping[Options, LogitEdits] = MappingProxyType({}),
         longest: int = 1,
+        keeps_scores: bool = False,
     ) -> None:
         self._kernels = kernels
         self.vocabulary = vocabulary
-        numbers: dict[tuple[Recipe, tuple[int, ...], LogitEdits], int] = {}
+        self._keeps_scores = keeps_scores
+        self.scores: torch.Tensor | None = None
+        numbers: dict[tuple[Recipe, tuple[int, ...], LogitEdits, bool], int] = {}
         self.kinds: dict[Options, int] = {}
         for options in kinds:
-            way = recipe_of(options), self._held_back(options), edits.get(options, LogitEdits())
+            normalised = keeps_scores and bool(options.config.renormalize_logits)
+            way = recipe_of(options), self._held_back(options), edits.get(options, LogitEdits()), normalised
             self.kinds[options] = numbers.setdefault(way, len(numbers))
         recipes = [recipe for recipe, *_ in numbers]
-        self.edits = EditTables([each for *_, each in numbers], vocabulary, longest, torch.device(device))
+        each_edits = [each for _, _, each, _ in numbers]
+        self.edits = EditTables(each_edits, vocabulary, longest, torch.device(device))
         self._recipe = recipes[0]
         self._table = RecipeTable(recipes, vocabulary, device) if len(recipes) > 1 else None
         self._draws = any(recipe.temperature for recipe in recipes)
@@ -286,7 +292,7 @@ class DeviceSampler:
         self._tails = (self._table or RecipeTable(recipes, vocabulary, device)) if tails else None
         self.needs_kind = self._table is not None
         self.needs_seen = any(recipe.penalty != 1 for recipe in recipes)
-        held_back = [tokens for _, tokens, _ in numbers]
+        held_back = [tokens for _, tokens, *_ in numbers]
         most = max(map(len, held_back))
         self.needs_minimum = most > 0
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in held_back]
@@ -294,6 +300,10 @@ class DeviceSampler:
         with torch.inference_mode(False):  # steps may run outside it
             self._eos = to_device(np.array(padded if self.needs_kind else padded[0], dtype=np.int64), device)
             self._seed = to_device(np.array([as_int64(seed or 0)], dtype=np.int64), device)
+            warmth = np.array([recipe.temperature or 1.0 for recipe in recipes], dtype=np.float32)
+            self._warmth = to_device(warmth, device) if keeps_scores else None
+            which = np.array([each for *_, each in numbers])
+            self._normalised = to_device(which, device) if which.any() else None
 
     def _held_back(self, options: Options) -> tuple[int, ...]:
         """The tokens that may not come before a minimum length."""
@@ -320,10 +330,10 @@ class DeviceSampler:
             assert rows.kind is not None
             by_row = RowRecipes(self._table, rows.kind)
         logits = self._edited(logits, rows, by_row)
+        threshold = ceiling = None
         if not self._draws:
             tokens = kernels.greedy(logits, out=out)
         else:
-            threshold = None
             if self._cuts:
                 threshold = kernels.cutoffs(
                     logits,
@@ -333,7 +343,6 @@ class DeviceSampler:
                     min_p=recipe.min_p,
                     by_row=by_row,
                 )
-            ceiling = None
             if self._tails is not None:
                 which = rows.kind if self.needs_kind else None
                 threshold, ceiling = kernels.tail_cuts(logits, self._tails, which, threshold)
@@ -348,11 +357,40 @@ class DeviceSampler:
                 ceiling=ceiling,
                 out=out,
             )
+        if self._keeps_scores:
+            self.scores = self._scores_of(logits, rows.kind, threshold, ceiling)
         if self.needs_seen:
             kernels.mark_seen(rows.seen, tokens, self.vocabulary, rows.line)
         if self.edits.looks_back:
             kernels.append_tokens(rows.history, tokens)
         return tokens
+
+    def _scores_of(
+        self,
+        edited: torch.Tensor,
+        kind: torch.Tensor | None,
+        threshold: torch.Tensor | None,
+        ceiling: torch.Tensor | None,
+    ) -> torch.Tensor:  # [rows, vocabulary] float32
+        """What the tokens are drawn from, as ``generate`` has it: after temperature, -inf where something was cut off.
+
+        Among equals at the edge of a nucleus all are left, where transformers leaves some.
+        """
+        scores = edited.float()
+        if self._table is not None:
+            assert kind is not None and self._warmth is not None
+            scores = scores / self._warmth[kind][:, None]
+        elif self._recipe.temperature not in (0, 1):
+            scores = scores / self._recipe.temperature
+        for edge, beyond in ((threshold, torch.lt), (ceiling, torch.gt)):
+            if edge is not None:
+                scores = scores.masked_fill(beyond(edited, edge[:, None]), -torch.inf)
+        if self._normalised is not None:
+            log_probs = scores.log_softmax(dim=-1)
+            if kind is None or self._table is None:
+                return log_probs
+            scores = torch.where(self._normalised[kind][:, None], log_probs, scores)
+        return scores
 
     def _edited(self, logits: torch.Tensor, rows: RowsState, by_row: RowRecipes | None) -> torch.Tensor:
         """Logits in which single ones are changed, in transformers' order: copies, unless nothing is."""

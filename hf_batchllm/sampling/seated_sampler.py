@@ -16,6 +16,7 @@ from ..planning.requests_and_prefixes import Request
 from .device_sampler import DeviceSampler, RowsState, minimum_of, penalised_by
 from .logit_edits import LogitEdits
 from .sampling_kernels import SamplingKernels
+from .step_tensors import StepTensors
 
 
 class SeatedSampler:
@@ -23,6 +24,8 @@ class SeatedSampler:
 
     ``options``: of each prompt; a request's ``index`` is its prompt's place among them. ``edits``: of each of the
     options, what is done to single logits. ``positions``: as many as the model has, if it says so.
+    ``keeps_scores``: whether ``scores`` give what the latest tokens were drawn from. ``tensors``: get them, step by
+    step, and have room for them.
     """
 
     def __init__(
@@ -34,7 +37,12 @@ class SeatedSampler:
         kernels: SamplingKernels,
         edits: Mapping[Options, LogitEdits],
         positions: int | None,
+        keeps_scores: bool = False,
+        tensors: StepTensors | None = None,
     ) -> None:
+        self._keeps_scores = keeps_scores
+        self._tensors = tensors
+        self._rows: torch.Tensor | None = None  # [seats] int32  each request's row there
         self._edits = edits
         self._positions = positions
         self._requests = requests
@@ -64,7 +72,16 @@ class SeatedSampler:
             of.prompt, of.sample, made, of.kind, of.minimum, of.line, self._seen, seed, history,
             of.prompt_line, self._prompt_seen, of.first_at, of.last_at,
         )  # fmt: skip
-        return self._sampler(logits, rows)
+        tokens = self._sampler(logits, rows)
+        if self._tensors is not None:
+            assert self._rows is not None
+            self._tensors.note(self._rows[seats], made, logits, self.scores() if self._keeps_scores else None)
+        return tokens
+
+    def scores(self) -> torch.Tensor:  # [rows, vocabulary] float32
+        """What the latest tokens were drawn from."""
+        assert self._sampler is not None and self._sampler.scores is not None
+        return self._sampler.scores
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Forget tokens picked in a step that failed. The host has seen all tokens of these requests."""
@@ -80,8 +97,9 @@ class SeatedSampler:
         common = self._seeds if isinstance(self._seeds, int) else None
         longest = max((request.max_new_tokens for request in requests), default=1)
         sampler = DeviceSampler(
-            dict.fromkeys(options), common, vocabulary, self._device, self._kernels, self._edits, longest
-        )
+            dict.fromkeys(options), common, vocabulary, self._device, self._kernels, self._edits, longest,
+            self._keeps_scores,
+        )  # fmt: skip
         lines, bits = self._bits(
             [each for each, penalised in zip(requests, map(penalised_by, options), strict=True) if penalised], sampler
         )
@@ -116,6 +134,9 @@ class SeatedSampler:
                 self._seen = to_device(np.stack(bits), self._device)
             if prompt_bits:
                 self._prompt_seen = to_device(np.stack(prompt_bits), self._device)
+            if self._tensors is not None:
+                own_rows = [*map(self._tensors.row_of, requests), self._tensors.nobodys_row]
+                self._rows = to_device(np.array(own_rows, dtype=np.int32), self._device)
         self._lines = [lines.get(request, -1) for request in requests]
         return sampler
 

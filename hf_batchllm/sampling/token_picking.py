@@ -21,6 +21,7 @@ from .host_sampler import HostSampler, RecordScores
 from .logit_edits import LogitEdits
 from .sampling_kernels import SamplingKernels, sampling_kernels
 from .seated_sampler import SeatedSampler, room_to_look_back
+from .step_tensors import StepTensors
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,15 @@ class TokenPicking:
         """What picks tokens on the device."""
         return sampling_kernels(self.device, self.amd)
 
-    def on_device(self, requests: Sequence[Request]) -> tuple[SeatedSampler, Callable[..., None]]:
+    def on_device(
+        self, requests: Sequence[Request], keeps_scores: bool = False, tensors: StepTensors | None = None
+    ) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
         positions = getattr(base_model(self.model).config, "max_position_embeddings", None)
-        sampler = SeatedSampler(requests, self.options, self.seed, self.device, self.kernels, self.edits, positions)
+        if tensors is not None:
+            longest = max((request.max_new_tokens for request in requests), default=1)
+            tensors.make_room(longest, self.vocabulary, self.device)
+        sampler = SeatedSampler(
+            requests, self.options, self.seed, self.device, self.kernels, self.edits, positions, keeps_scores, tensors
+        )
         return sampler, self.kernels.advance
