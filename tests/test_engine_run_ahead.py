@@ -88,7 +88,7 @@ def test_one_long_answer_among_short_ones(watched: list[Any]) -> None:
 
 
 def test_what_needs_the_host_is_not_run_ahead(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.device_sampler._KEPT_BYTES", 10)
+    monkeypatch.setattr("hf_batchllm.sampling.device_options._KEPT_BYTES", 10)
     prompts = mixed_prompts(1)
     generator = BatchGenerator(build("llama"), steps_per_sync=4)
     generator.generate(prompts, max_new_tokens=3, repetition_penalty=1.2, progress=False)

@@ -129,7 +129,7 @@ def test_a_question_that_starts_no_check(checking: None, monkeypatch: pytest.Mon
 
 @plain
 def test_amds_cards_run_what_was_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_batchllm.sampling import device_sampler, sampling_kernels
+    from hf_batchllm.sampling import device_options, sampling_kernels
 
     gpu, asked = torch.device("cuda", 0), []
 
@@ -142,7 +142,7 @@ def test_amds_cards_run_what_was_asked_for_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(trust, "unusable", lambda device, amd=False: None if amd else "nobody has tried")
     assert sampling_kernels.sampling_kernels(gpu, amd=True) == sampling_kernels.triton_sampling()
     assert sampling_kernels.sampling_kernels(gpu) == sampling_kernels.torch_sampling()
-    assert device_sampler.may_pick_on(gpu, amd=True)
+    assert device_options.may_pick_on(gpu, amd=True)
     assert asked == [True, False, True]
 
 

@@ -20,14 +20,9 @@ from hf_batchllm.inputs.call_arguments import CallArguments
 from hf_batchllm.inputs.options import Options
 from hf_batchllm.inputs.resolve_options import resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
-from hf_batchllm.sampling import device_sampler
-from hf_batchllm.sampling.device_sampler import (
-    DeviceSampler,
-    RowsState,
-    minimum_of,
-    why_not_on_device,
-    why_picked_by_host,
-)
+from hf_batchllm.sampling import device_options
+from hf_batchllm.sampling.device_options import minimum_of, why_not_on_device, why_picked_by_host
+from hf_batchllm.sampling.device_sampler import DeviceSampler, RowsState
 from hf_batchllm.sampling.sampling_kernels import SamplingKernels, torch_sampling, triton_sampling
 
 FAMILY, VOCABULARY = "llama", 101
@@ -303,7 +298,7 @@ def test_arguments_that_pick_tokens_are_named() -> None:
 
 @plain
 def test_one_prompt_that_needs_the_host_takes_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_batchllm.sampling.device_sampler.failed_check", lambda group, device, **_: False)
+    monkeypatch.setattr("hf_batchllm.sampling.device_options.failed_check", lambda group, device, **_: False)
     model, device = build(FAMILY), torch.device("cuda")
     plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
     odd = resolved(top_h=0.5)
@@ -321,7 +316,7 @@ def test_one_prompt_that_needs_the_host_takes_all_there(monkeypatch: pytest.Monk
 
 @plain
 def test_processors_are_known_by_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = device_sampler.make_processors
+    made = device_options.make_processors
     options = resolved(top_k=5, repetition_penalty=1.5, min_new_tokens=3, eos_token_id=3, temperature=0.5)
 
     def changed(change: Any) -> str:
@@ -329,7 +324,7 @@ def test_processors_are_known_by_what_they_hold(monkeypatch: pytest.MonkeyPatch)
             every = list(made(*args))
             return LogitsProcessorList(change(every) or every)
 
-        monkeypatch.setattr(device_sampler, "make_processors", altered)
+        monkeypatch.setattr(device_options, "make_processors", altered)
         reason = why_not_on_device(dataclasses.replace(options), build(FAMILY), 97)  # others are remembered
         assert reason is not None
         return reason

@@ -31,7 +31,7 @@ from hf_batchllm import BatchGenerator
 from hf_batchllm.errors import OptionValueError
 from hf_batchllm.inputs.resolve_options import resolve_each, resolve_options
 from hf_batchllm.planning.requests_and_prefixes import Request
-from hf_batchllm.sampling.device_sampler import why_not_on_device
+from hf_batchllm.sampling.device_options import why_not_on_device
 from hf_batchllm.sampling.host_sampler import HostSampler
 
 MANY_EOS = list(range(0, 101, 9))

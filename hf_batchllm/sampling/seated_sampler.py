@@ -13,7 +13,8 @@ from ..inputs.seeds import Seeds, as_int64, noise_key
 from ..kernels.token_edits import History
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
-from .device_sampler import DeviceSampler, RowsState, minimum_of, penalised_by
+from .device_options import minimum_of, penalised_by
+from .device_sampler import DeviceSampler, RowsState
 from .logit_edits import LogitEdits
 from .sampling_kernels import SamplingKernels
 from .step_tensors import StepTensors

@@ -15,7 +15,7 @@ from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .call_grammars import CallGrammars
-from .device_sampler import edits_or_why_not, may_pick_on, penalised_by, why_picked_by_host
+from .device_options import edits_or_why_not, may_pick_on, penalised_by, why_picked_by_host
 from .grammar_masks import GrammarMasks
 from .host_sampler import HostSampler, RecordScores
 from .logit_edits import LogitEdits
