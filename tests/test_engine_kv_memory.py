@@ -78,10 +78,10 @@ def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: p
     assert beside(200) - beside(100) >= 100 * parts
     assert beside(200, graphs=True) - beside(200) >= 200 * 1000
     assert beside(200, picking=10**6) - beside(200) >= 10**6
-    plain = picking_bytes(10, 97, 0, copied=False, by_host=False)
-    assert picking_bytes(10, 97, 0, copied=True, by_host=False) >= 4 * 10 * 97 > plain
-    assert picking_bytes(10, 97, 800, copied=False, by_host=False) - plain == 800
-    assert picking_bytes(10, 97, 0, copied=False, by_host=True) > 5 * 4 * 10 * 97
+    plain = picking_bytes(10, 97, 0, copies=0, by_host=False)
+    assert picking_bytes(10, 97, 0, copies=1, by_host=False) >= 4 * 10 * 97 > plain
+    assert picking_bytes(10, 97, 800, copies=0, by_host=False) - plain == 800
+    assert picking_bytes(10, 97, 0, copies=0, by_host=True) > 5 * 4 * 10 * 97
 
 
 @pytest.mark.parametrize("each", [0, 500, 5000, 50_000])

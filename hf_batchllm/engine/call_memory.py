@@ -86,6 +86,6 @@ class CallMemory:
             return replace(step, samples=min(step.tokens, rows)), 0, False
         picking = picking_of(self._job, self._use)
         by_host = why_by_host(self._job, self._outputs, picking) is not None
-        copied = picking.changes_logits or self._outputs.wants_scores
-        taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copied=copied, by_host=by_host)
+        copies = picking.changes_logits + 2 * self._outputs.wants_scores  # one in the making, one that is kept
+        taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copies=copies, by_host=by_host)
         return step, taken, self._job.widths is not None or picking.in_graphs or not by_host

@@ -229,11 +229,11 @@ def _made_up(step: LargestStep, pages: int, page_size: int) -> Step:
     return made
 
 
-def picking_bytes(samples: int, vocabulary: int, looked_back_at: int, *, copied: bool, by_host: bool) -> int:
+def picking_bytes(samples: int, vocabulary: int, looked_back_at: int, *, copies: int, by_host: bool) -> int:
     """Bytes that picking tokens takes beside the logits.
 
-    looked_back_at: those for tokens that sequences have had. copied: whether the logits are changed.
+    looked_back_at: those for tokens that sequences have had. copies: of the logits, in which something is changed.
     """
     scores = samples * vocabulary
-    kept = 4 * scores if copied or by_host else scores // 2  # in float32; else the best of each few
+    kept = 4 * scores * max(copies, by_host) or scores // 2  # in float32; else the best of each few
     return kept + looked_back_at + (_COPIES * min(scores, SCORES_AT_ONCE) if by_host else 0)

@@ -179,9 +179,11 @@ class DeviceSampler:
             scores = scores / self._warmth[kind][:, None]
         elif self._recipe.temperature not in (0, 1):
             scores = scores / self._recipe.temperature
+        elif scores is edited and threshold is not None:
+            scores = scores.clone()  # the model's own stay as they are
         for edge, beyond in ((threshold, torch.lt), (ceiling, torch.gt)):
             if edge is not None:
-                scores = scores.masked_fill(beyond(edited, edge[:, None]), -torch.inf)
+                scores.masked_fill_(beyond(edited, edge[:, None]), -torch.inf)
         if self._normalised is not None:
             log_probs = scores.log_softmax(dim=-1)
             if kind is None or self._table is None:
