@@ -3,7 +3,9 @@ after processors. They are held against ``generate`` along the same tokens, and 
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -92,16 +94,49 @@ def test_where_memory_is_short(by_device: str) -> None:
     assert_as_generate(got, ids, mask, set(), **given)
 
 
-def test_steps_that_nobody_came_to_take_no_memory(by_device: str) -> None:
+@pytest.mark.parametrize("eos", [range(97), range(60, 97)])
+def test_each_step_has_memory_of_its_own(by_device: str, eos: range) -> None:
+    """Somebody who keeps one need not keep the others, nor steps that nobody came to."""
     ids, mask = batch()
-    every = list(range(97))
-    given = {"max_new_tokens": 30, "eos_token_id": every, **BOTH}
+    given = {"max_new_tokens": 12, "eos_token_id": [*eos], **BOTH}
     with generator(by_device) as ours:
         got = ours.generate(input_ids=ids.to(by_device), attention_mask=mask.to(by_device), **given)
-    assert len(got.scores) == len(got.logits) == 1
+    assert (len(got.scores) == 1) == (eos.start == 0)
     for each in (*got.scores, *got.logits):
         assert each.untyped_storage().nbytes() == 4 * each.numel()
-    assert_as_generate(got, ids, mask, set(every), **given)
+    assert_as_generate(got, ids, mask, set(eos), **given)
+
+
+@pytest.mark.parametrize("rows", [90, 104])
+def test_a_head_that_is_narrower_or_wider_than_the_embedding(by_device: str, rows: int) -> None:
+    model = copy.deepcopy(model_on(by_device, FAMILY))
+    weight = model.lm_head.weight.detach()[[place % 80 for place in range(rows)]]
+    model.lm_head = torch.nn.Linear(weight.shape[1], rows, bias=False, device=by_device)
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    ids, mask = (each.to(by_device) for each in batch())
+    given = {"attention_mask": mask, "max_new_tokens": 4, "eos_token_id": 1000, **BOTH}
+    with BatchGenerator(model, page_size=16) as ours:
+        got = ours.generate(input_ids=ids.clamp(max=80), **given)
+    expected = model.generate(ids.clamp(max=80), **given)
+    for mine, theirs in zip(got.logits + got.scores, expected.logits + expected.scores, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-4)
+
+
+def test_where_there_is_no_room_for_all_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host puts them together, as rows grow."""
+
+    def make_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(StepTensors, "make_room", make_room)
+    ids, mask = batch()
+    given = {"max_new_tokens": 4, "eos_token_id": 1000, **BOTH}
+    with generator(device) as ours, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        got = ours.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **given)
+    assert_as_generate(got, ids, mask, set(), **given)
+    said = [str(each.message) for each in seen if "as they may, which is not free" in str(each.message)]
+    assert len(said) == (device == "cuda")
 
 
 def test_either_alone_and_beside_logprobs(by_device: str) -> None:

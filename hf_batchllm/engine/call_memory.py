@@ -46,7 +46,7 @@ class CallMemory:
         plan, wanted = self._plan, self._plan.pages_at_once
         states = bool(self._use.architecture.states)
         longest = max(self._plan.new_tokens, default=0)
-        self._outputs.fit_into(self._kv.within_reach(), longest, self._vocabulary)
+        self._outputs.fit_into(self._kv.free_beside_the_cache(), longest, self._vocabulary)
         return self._kv.open(
             Room(max(wanted, 1), plan.slots_at_once if states else 0),
             Room(plan.pages_needed, plan.slots_needed if states else 0),
@@ -86,6 +86,6 @@ class CallMemory:
             return replace(step, samples=min(step.tokens, rows)), 0, False
         picking = picking_of(self._job, self._use)
         by_host = why_by_host(self._job, self._outputs, picking) is not None
-        copies = picking.changes_logits + 2 * self._outputs.wants_scores  # one in the making, one that is kept
+        copies = picking.changes_logits + self._outputs.copies_of_logits
         taken = picking_bytes(step.samples, self._vocabulary, picking.kept_bytes, copies=copies, by_host=by_host)
         return step, taken, self._job.widths is not None or picking.in_graphs or not by_host

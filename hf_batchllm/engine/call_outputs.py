@@ -100,6 +100,12 @@ class CallOutputs(ABC):
     def fit_into(self, free: int, steps: int, vocabulary: int) -> None:  # noqa: B027 -- most results are small
         """The call begins with so many ``free`` bytes on the device. ``steps``: new tokens of the longest row."""
 
+    def set_aside(self, steps: int, vocabulary: int | None, device: torch.device) -> None:  # noqa: B027 -- likewise
+        """Take the memory for what the device puts down itself. ``why_by_host`` tells whether there was enough.
+
+        vocabulary: None where the model does not tell how many logits it gives.
+        """
+
     def results_bytes(self, steps: int, vocabulary: int) -> int:
         """Bytes on the device that are handed out in the end, at most. ``steps``: new tokens of the longest row."""
         return 0
@@ -128,6 +134,11 @@ class CallOutputs(ABC):
     def wants_scores(self) -> bool:
         """Whether somebody wants what tokens are drawn from, after processors."""
         return False
+
+    @property
+    def copies_of_logits(self) -> int:
+        """How many of a step's logits, in float32, putting these down takes on the device."""
+        return 0
 
     def notes(
         self, device: torch.device, kernels: SamplingKernels, scores: Callable[[], torch.Tensor]

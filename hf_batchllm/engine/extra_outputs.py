@@ -13,6 +13,7 @@ import torch
 
 from ..inputs.as_passed import AsPassed
 from ..inputs.options import Options
+from ..model.device_memory import device_memory, is_out_of_memory
 from ..planning.requests_and_prefixes import Request
 from ..planning.step import Chunk
 from ..results.generations import Generation
@@ -37,7 +38,8 @@ class ExtraOutputs(CallOutputs):
         self._new_tokens: NewTokenLogProbs | None = None
         self._prompts: PromptLogProbs | None = None
         self._id_lists = IdLists()
-        self._too_large = 0  # bytes that scores and logits may come to, where that is too much to set aside
+        self._why_not_aside: str | None = None  # why there is no room for the scores and logits of all steps
+        self._normalises = any(each.config.renormalize_logits for each in options)
         if not options:
             return
         config, given = options[0].config, options[0].arguments
@@ -72,18 +74,34 @@ class ExtraOutputs(CallOutputs):
 
     def fit_into(self, free: int, steps: int, vocabulary: int) -> None:
         taken = self.results_bytes(steps, vocabulary)
-        self._too_large = taken if taken > free // 2 else 0
+        if taken > free // 2:
+            self._why_not_aside = f"would take {shown_size(taken)} if all rows became as long as they may"
+
+    def set_aside(self, steps: int, vocabulary: int | None, device: torch.device) -> None:
+        if self.tensors is None:
+            return
+        if vocabulary is None:
+            self._why_not_aside = "are of a number that this model does not tell beforehand"
+            return
+        try:
+            self.tensors.make_room(steps, vocabulary, device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.tensors.release()
+            device_memory(device).trim()
+            taken = shown_size(self.results_bytes(steps, vocabulary))
+            self._why_not_aside = f"would take {taken} if all rows became as long as they may, which is not free"
 
     def results_bytes(self, steps: int, vocabulary: int) -> int:
         return 0 if self.tensors is None else self.tensors.bytes(steps, vocabulary)
 
     @property
     def why_by_host(self) -> str | None:
-        if self.tensors is not None and self._too_large:
+        if self.tensors is not None and self._why_not_aside is not None:
             return (
-                f"{' and '.join(f'`{name}`' for name in self.tensors.names)} would take "
-                f"{shown_size(self._too_large)} if all rows became as long as they may, so the host puts them together "
-                "as rows grow, for which it waits after each step"
+                f"{' and '.join(f'`{name}`' for name in self.tensors.names)} {self._why_not_aside}, so the host puts "
+                "them together as rows grow, for which it waits after each step"
             )
         if self._new_tokens is not None and self._new_tokens.k > MOST_LIKELY:
             many = f"`logprobs` of more than {MOST_LIKELY} tokens"
@@ -94,6 +112,12 @@ class ExtraOutputs(CallOutputs):
     def wants_scores(self) -> bool:
         in_tensors = self.tensors is not None and self.tensors.has_scores
         return in_tensors or isinstance(self._new_tokens, SampledLogProbs)
+
+    @property
+    def copies_of_logits(self) -> int:
+        if self.wants_scores:  # one in the making, one that is put down; of both kinds of rows where these differ
+            return 4 if self._normalises else 2
+        return 0 if self.tensors is None else 1
 
     def notes(
         self, device: torch.device, kernels: SamplingKernels, scores: Callable[[], torch.Tensor]

@@ -184,6 +184,14 @@ class KVMemory:
         """Bytes for the cache and for steps: free ones, and those that the cache holds already."""
         return self.memory.free() + (0 if self.storage is None else self.storage.bytes)
 
+    def free_beside_the_cache(self) -> int:
+        """Free bytes that the cache will not take, where its size was asked for."""
+        asked = 0
+        if not isinstance(self._config.kv_memory, float):  # which is a share of what results leave
+            asked = self._config.kv_bytes(self.within_reach()) or 0
+        held = 0 if self.storage is None else self.storage.bytes
+        return max(self.memory.free() - max(asked - held, 0), 0)
+
     def part_of(self, wanted: Room) -> float:
         """About how much of the ``wanted`` room memory has; more than 1 where all of it fits."""
         free = self.within_reach()

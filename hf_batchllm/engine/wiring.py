@@ -115,7 +115,11 @@ class Wiring:
         if depth is None:
             depth = 2 * times_in_a_row(self.use.model, device) if device.type == "cuda" else 1
         picking = picking_of(self.job, self.use)
+        longest = max((request.max_new_tokens for request in self.requests), default=1)
         reason = why_by_host(self.job, outputs, picking, depth)
+        if reason is None:
+            outputs.set_aside(longest, self.use.architecture.head_rows, device)
+            reason = outputs.why_by_host
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
@@ -136,10 +140,9 @@ class Wiring:
             return self.graphs, 1 if self.job.calls_criteria else min(2, config.steps_per_sync or 2)
         pick, advance = picking.on_device(self.requests, outputs.wants_scores, outputs.tensors)
         seats = Seats.of([self.job.rules[request.index].stop_tokens for request in self.requests], device)
-        longest = max((request.max_new_tokens for request in self.requests), default=1)
         # One burst runs, one waits for its turn.
         times = max(1, min(depth // 2, longest, _LONGEST_BURST)) if scheduler.runs_ahead else 1
-        notes = outputs.notes(device, picking.kernels, pick.scores)
+        notes = outputs.notes(device, picking.kernels, pick.take_scores)
         noting = None if notes is None else notes.on_device
         graphs = graphs_for(config, self.runner, seats, pick, advance, times, self.notices, noting)
         if graphs is None and config.steps_per_sync is None:

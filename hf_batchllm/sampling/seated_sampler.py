@@ -25,8 +25,8 @@ class SeatedSampler:
 
     ``options``: of each prompt; a request's ``index`` is its prompt's place among them. ``edits``: of each of the
     options, what is done to single logits. ``positions``: as many as the model has, if it says so.
-    ``keeps_scores``: whether ``scores`` give what the latest tokens were drawn from. ``tensors``: get them, step by
-    step, and have room for them.
+    ``keeps_scores``: whether ``take_scores`` gives what the latest tokens were drawn from. ``tensors``: get them, step
+    by step, and have room for them.
     """
 
     def __init__(
@@ -76,16 +76,19 @@ class SeatedSampler:
         tokens = self._sampler(logits, rows)
         if self._tensors is not None:
             assert self._rows is not None
-            self._tensors.note(self._rows[seats], made, logits, self.scores() if self._keeps_scores else None)
+            self._tensors.note(self._rows[seats], made, logits, self.take_scores() if self._keeps_scores else None)
         return tokens
 
-    def scores(self) -> torch.Tensor:  # [rows, vocabulary] float32
-        """What the latest tokens were drawn from."""
+    def take_scores(self) -> torch.Tensor:  # [rows, vocabulary] float32
+        """What the latest tokens were drawn from. Can be asked for once: they take much memory."""
         assert self._sampler is not None and self._sampler.scores is not None
-        return self._sampler.scores
+        scores, self._sampler.scores = self._sampler.scores, None
+        return scores
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Forget tokens picked in a step that failed. The host has seen all tokens of these requests."""
+        if self._sampler is not None:
+            self._sampler.scores = None
         if self._sampler is None or self._seen is None:
             return
         for request in requests:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..model.device_memory import is_out_of_memory
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
 
@@ -36,7 +37,7 @@ class StepTensors:
         return [f"output_{name}" for name in self._steps]
 
     def bytes(self, steps: int, vocabulary: int) -> int:
-        return len(self._steps) * 4 * self._rows * steps * vocabulary
+        return len(self._steps) * 4 * (self._rows + 1) * steps * vocabulary
 
     def release(self) -> None:
         """Free them after an error: its traceback would keep them alive."""
@@ -47,10 +48,11 @@ class StepTensors:
     def make_room(self, steps: int, vocabulary: int, device: torch.device) -> None:
         """For so many steps at once, at fixed addresses, for ``note``. The last row is nobody's."""
         shape = steps, self._rows + 1, vocabulary
-        with torch.inference_mode(False):  # they are handed out
-            for name, each in self._steps.items():
-                room = self._rooms[name] = torch.zeros(shape, dtype=torch.float32, device=device)
-                each += room[:, : self._rows].unbind()
+        with torch.inference_mode(False):  # steps may run outside of it
+            for name in self._steps:
+                self._rooms[name] = torch.zeros(shape, dtype=torch.float32, device=device)
+        for name, each in self._steps.items():
+            each += self._rooms[name][:, : self._rows].unbind()
 
     def row_of(self, request: Request) -> int:
         return request.index * self._samples + request.sample
@@ -108,10 +110,20 @@ class StepTensors:
                 ended = [row for row, length in enumerate(lengths) if length <= step]
                 if ended:
                     values[to_device(np.array(ended), room.device)] = 0
-        found = {name: tuple(step.to(device) for step in steps[:longest]) for name, steps in self._steps.items()}
-        if longest is not None and self._rooms:  # steps that nobody came to are not kept alive by the others
-            found = {
-                name: tuple(step.clone() for step in steps) if 2 * longest <= len(self._rooms[name]) else steps
-                for name, steps in found.items()
-            }
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for name, steps in self._steps.items():
+            handed_out = [step.to(device) for step in steps[:longest]]
+            if name in self._rooms and device == self._rooms[name].device:
+                handed_out = self._apart(handed_out)
+            found[name] = tuple(handed_out)
         return found
+
+    @staticmethod
+    def _apart(steps: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each with memory of its own: somebody who keeps one need not keep all, nor steps that nobody came to."""
+        try:
+            return [step.clone() for step in steps]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return steps

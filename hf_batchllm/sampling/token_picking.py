@@ -111,9 +111,6 @@ class TokenPicking:
     ) -> tuple[SeatedSampler, Callable[..., None]]:
         """What picks the tokens, and the kernel ``advance``, which takes them to the next step of a burst."""
         positions = getattr(base_model(self.model).config, "max_position_embeddings", None)
-        if tensors is not None:
-            longest = max((request.max_new_tokens for request in requests), default=1)
-            tensors.make_room(longest, self.vocabulary, self.device)
         sampler = SeatedSampler(
             requests, self.options, self.seed, self.device, self.kernels, self.edits, positions, keeps_scores, tensors
         )
