@@ -1,8 +1,13 @@
-"""What all tests share: no test asks the model hub for anything, and tests marked ``gpu`` need a CUDA device."""
+"""What all tests share: no test asks the model hub for anything, and tests marked ``gpu`` need a CUDA device.
+
+With CASES=some in the environment, as in `make test`, tests marked ``some_cases`` run a part of their cases: the half,
+of twelve or more a third. Which ones depends on their names alone, so a case that is added hardly changes the others.
+"""
 
 import gc
 import importlib.util
 import os
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 
@@ -29,6 +34,26 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(trylast=True)  # of the cases that -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("CASES") == "some":
+        _leave_out_cases(config, items)
+    _one_for_all_that_need_a_gpu(config, items)
+
+
+def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some_cases") and not item.get_closest_marker("gpu"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    gone: set[pytest.Item] = set()
+    for cases in tests.values():
+        share = 3 if len(cases) >= 12 else 2
+        by_name = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        gone.update(by_name[-(-len(cases) // share) :])
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=list(gone))
+
+
+def _one_for_all_that_need_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU one skipped case stands for all of a test's, of which there are thousands, and says so."""
     marked: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -33,6 +33,7 @@ from hf_batchllm.errors import OptionValueError, UnsupportedModelError
 GIVEN = prompts()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_adapters_and_the_base_model_in_one_call(kind: str, watched: list[Any]) -> None:
     before = fingerprint(build(kind))

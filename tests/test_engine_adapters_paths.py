@@ -74,6 +74,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return names
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("kind", "steps_per_sync"),
     [("lora", None), ("lora", 8), ("saved", 8), ("transformers", None), ("ia3", 8), ("qwen3", None)],

@@ -21,6 +21,7 @@ def replayed(result: Any) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": STOPS, "early_stopping": True, "repetition_penalty": 1.2}])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1"])
 def test_steps_of_beams_are_replays(family: str, options: dict[str, Any], device: str) -> None:

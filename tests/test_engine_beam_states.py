@@ -35,6 +35,7 @@ from hf_batchllm.planning.step import Chunk, Step
 # -- as generate -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("budget", [1, 64])
 @pytest.mark.parametrize("family", CARRYING)
@@ -43,6 +44,7 @@ def test_steps_cut_anywhere_give_the_answers_of_generate(family: str, budget: in
     check(prompts, family, {"page_size": size, "max_batch_tokens": budget}, eos_token_id=STOPS, pad_token_id=0)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("slots", "size"), [(0, 8), (6, 1)])
 @pytest.mark.parametrize("family", CARRYING)
 def test_with_little_memory_prompts_wait_and_begin_anew(family: str, slots: int, size: int) -> None:

@@ -43,6 +43,7 @@ from hf_batchllm.wording import shown_size
 # -- as generate -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_searches_are_those_of_generate(family: str) -> None:
     rng = random.Random(family)
@@ -50,6 +51,7 @@ def test_random_searches_are_those_of_generate(family: str) -> None:
         run(random_case(rng, [family]))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "gpt2", *CARRYING])
 def test_over_the_kernels(family: str, device: str) -> None:
     rng = random.Random(family)

@@ -54,6 +54,7 @@ def assert_counts(result: Any) -> None:
     assert report.model_tokens == report.computed_tokens + report.recomputed_tokens + decoded + report.idle_tokens
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2", "mistral", "qwen3"]))
 @pytest.mark.parametrize("steps", [6, 32])
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])

@@ -118,6 +118,7 @@ def test_layers_that_the_kernels_cannot_do_are_not_captured(
     assert graphs[0].steps == 0
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -105,6 +105,7 @@ def _ends_one(rows: list[list[int]]) -> int:
     raise AssertionError("no such token")
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "change",
     [

@@ -67,6 +67,7 @@ def generated(device: str, family: str, prompts: Any, configs: Any, **how: Any) 
     return result
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2"]))
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("mixed", [EVERYTHING, EVERYTHING[1:3], GREEDY], ids=["everything", "sampled", "greedy"])

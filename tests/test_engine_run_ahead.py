@@ -37,6 +37,7 @@ DEPTHS_AND_CONFIGS: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "depth_and_config"), each_config_with_some(DEPTHS_AND_CONFIGS, 2))
 def test_tokens_are_those_of_generate(
     family: str, depth_and_config: Any, watched: list[Any], engines: list[Engine]

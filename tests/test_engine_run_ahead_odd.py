@@ -61,6 +61,7 @@ def test_prompts_that_are_refused_leave_the_seats_of_the_others(options: dict[st
     assert results[0] == results[1]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("seed", [22, 23, 32, 38])
 def test_nothing_is_preempted_unseen_beside_kept_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept prefix on which only waiting requests stand is no page that a running one could have."""

@@ -40,6 +40,7 @@ def settings_of(device: str, family: str, depth: int) -> list[dict[str, bool]]:
     return [every[some], every[7 - some]]  # all three the other way round
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_every_setting_gives_the_same_tokens(family: str, depth: int, device: str, watched: list[Any]) -> None:

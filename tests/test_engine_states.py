@@ -45,6 +45,7 @@ def slots_of_memory(model: Any, slots: int, pages: int, page_size: int) -> int:
     return slots * architecture.slot_bytes + pages * page_size * architecture.kv_bytes_per_token
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(CARRYING))
 def test_each_shared_token_is_run_once(family: str) -> None:
     model, prompts = build(family), nested()

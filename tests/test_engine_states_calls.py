@@ -23,6 +23,7 @@ def on(device: str, model: Any) -> Any:
     return model if device == "cpu" else copy.deepcopy(model).to(device)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(CARRYING))
 @EVERYWHERE
 def test_scores_are_those_of_a_plain_forward(family: str, device: str, watched: list[Any]) -> None:
@@ -34,6 +35,7 @@ def test_scores_are_those_of_a_plain_forward(family: str, device: str, watched: 
                 assert_right(family, contexts, several, generator.score(contexts, several, progress=False))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(CARRYING))
 @EVERYWHERE
 def test_each_adapter_has_states_of_its_own(family: str, device: str, watched: list[Any]) -> None:
@@ -46,6 +48,7 @@ def test_each_adapter_has_states_of_its_own(family: str, device: str, watched: l
         adapters.assert_adapters_matter(family, adapters.prompts())
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(CARRYING))
 @EVERYWHERE
 def test_tensors_in_and_out_are_those_of_generate(family: str, device: str) -> None:

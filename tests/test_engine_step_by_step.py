@@ -60,6 +60,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("memory", [200, 20])
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_tokens_are_those_of_generate(

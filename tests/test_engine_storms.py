@@ -44,6 +44,7 @@ def assert_all_free(caches: list[Any]) -> None:
 # -- rows end at any step --------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("drawn", [{}, {"seed": 5, **DRAWN}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3"]))
 def test_a_storm_of_ends(family: str, drawn: dict[str, Any], device: str, watched: list[Any]) -> None:
@@ -114,6 +115,7 @@ def test_one_long_answer_among_many_short_ones(
 # -- memory for a twentieth of the list ------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("depth", [1, 2, 8])
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3"]))
 def test_a_cache_that_holds_a_twentieth(family: str, depth: int, device: str, watched: list[Any]) -> None:
@@ -157,6 +159,7 @@ def memory_in_use(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("how", "drawn"), [("close", {}), ("close", {"seed": 5, **DRAWN}), ("del", {"seed": 5, **DRAWN}), ("error", {})]
 )
@@ -196,6 +199,7 @@ LOOP = (
 )
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("depth", [2, 8])
 @pytest.mark.parametrize("files", [(), LOOP, GRAPHS], ids=["anywhere", "loop", "graphs"])
 def test_an_interrupt_at_any_line(files: tuple[str, ...], depth: int, device: str) -> None:

@@ -64,6 +64,7 @@ PLACES = {
 CASES = [(backend, place) for backend, places in PLACES.items() for place in places]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("backend", "place"), CASES, indirect=["backend"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("way", ["generate", "stream"])

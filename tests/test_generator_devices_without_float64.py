@@ -152,6 +152,7 @@ def assert_alike(found: BatchGenerator, wanted: BatchGenerator, **options: Any) 
                 assert given == (expected and pytest.approx(expected, abs=1e-4))
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore:.*no float64")
 @pytest.mark.parametrize(
     ("kind", "case"), [*(("mps", case) for case in CASES), *(("xpu", case) for case in ("greedy", "top_p"))]

@@ -36,6 +36,7 @@ def stock(prompt: list[int], **options: Any) -> list[int]:
 # -- options ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

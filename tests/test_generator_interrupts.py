@@ -57,6 +57,7 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
     assert tokens(result) == expected
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("files", [(), CRITICAL], ids=["anywhere", "critical"])
 def test_at_any_line(files: tuple[str, ...], keep: int, expected: dict[int, list[int]]) -> None:
@@ -300,6 +301,7 @@ def leave(stream: Any, how: str) -> None:
                 raise KeyError if how == "error" else KeyboardInterrupt
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("how", "results"),
     [("close", 0), ("close", 3), ("throw", 1), ("exit", 3), ("break", 1), ("error", 1), ("interrupt", 0),

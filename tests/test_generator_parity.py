@@ -54,6 +54,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "config"), each_config_with_some(CONFIGS, 2))
 def test_budgets_page_sizes_and_schedulers_change_nothing(
     family: str, config: dict[str, Any], watched: list[Any]
@@ -62,6 +63,7 @@ def test_budgets_page_sizes_and_schedulers_change_nothing(
     assert_parity(family, prompts, run(family, prompts, **config), NEW_TOKENS)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "page_size"), each_config_with_some([1, 8], 3))
 def test_preemption_changes_nothing(family: str, page_size: int, watched: list[Any]) -> None:
     rng = random.Random(2)
@@ -77,6 +79,7 @@ def test_preemption_changes_nothing(family: str, page_size: int, watched: list[A
     assert watched[0].free_pages == watched[0].num_pages
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "deepseek_v3", "gpt2", "qwen3_moe", "gpt_oss"]))
 def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
     prompts = mixed_prompts(2)

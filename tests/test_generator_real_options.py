@@ -58,6 +58,7 @@ def _assert_as_alone(name: str, row: Generation, real: Real, options: dict[str, 
         assert row.token_ids not in real.plain  # else it has shown nothing
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", IN_A_CONFIG)
 def test_an_option(name: str, real: Real, together: dict[str, Generation]) -> None:

@@ -148,6 +148,7 @@ class Twice:
         assert torch.equal(again if isinstance(again, torch.Tensor) else again.sequences, ours)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_gives_what_it_gave(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     twice = Twice(_model())

@@ -44,6 +44,7 @@ class Endless(IterableDataset):
 # -- the same, in every structure ------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -29,6 +29,7 @@ from hf_batchllm.sampling.sampling_kernels import SamplingKernels
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, number] for number in range(20, 26)]
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_kernels_pass(group: str) -> None:

@@ -38,6 +38,7 @@ ENDS = {
 }
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("way", ENDS)
 def test_a_broken_kernel_ends_in_plain_pytorch(

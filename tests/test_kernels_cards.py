@@ -21,6 +21,7 @@ MOST_SPILLED = 192  # bytes of a thread that may lie in slow memory
 MAY_SPILL = {("10.0", "experts of GPT-OSS, many rows"): 384}
 
 
+@pytest.mark.some_cases
 @needs_compiler
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("target", TARGETS, ids=named)

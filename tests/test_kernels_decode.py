@@ -36,6 +36,7 @@ def plain_case(case: int) -> DecodeCase:
     return decode_case(case, PLAIN[case % 10], rows=[6, 12, 24][case % 3], most=60, suffixes=16 * (case % 4 < 2))
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("case", range(PLAIN_CASES))
 def test_twins(case: int) -> None:
@@ -69,6 +70,7 @@ def test_many_rows_fill_every_tile() -> None:
     check_decode(ct, case, DEVICE)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "qk_dim", "v_dim"), [(7, 1, 16, 16), (6, 2, 24, 16), (2, 2, 32, 16), (3, 1, 16, 40)]
@@ -91,6 +93,7 @@ def test_softcap_and_sinks() -> None:
     check(replace(SMALL, dtype=F16, softcap=1.5, window=20, sinks=True), 8, rows=6)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(
     ("seed", "variant", "rows", "longest"),

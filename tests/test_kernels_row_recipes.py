@@ -105,6 +105,7 @@ def check_picking(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
             assert gap(left, mine, 0, int(got[row]), int(want[row])) < 3e-5
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("seed", "vocabulary"), [(1, 1), (0, 37), (1, 4096), (0, 5003)])
 def test_picking(vocabulary: int, seed: int) -> None:

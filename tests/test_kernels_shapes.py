@@ -216,6 +216,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return {FP16: 2e-3, FP32: 1e-5}[dtype]
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("heads", "kv_heads", "dims", "page", "dtype"), SHAPES)
 def test_decode_of_odd_shapes(
@@ -251,6 +252,7 @@ def test_decode_of_odd_shapes(
     assert (out.cpu().double() - want).norm() / want.norm() < tolerance(dtype)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("heads", "kv_heads", "dims", "page", "dtype"), SHAPES)
 def test_prefill_of_odd_shapes(heads: int, kv_heads: int, dims: tuple[int, int], page: int, dtype: torch.dtype) -> None:

@@ -116,6 +116,7 @@ def test_convolutions(case: str, dtype: torch.dtype, taps: int, activation: str 
         )
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("by_key", "normalise"), [(False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
@@ -169,6 +170,7 @@ def test_divided_spans(lengths: list[int], rows: int) -> None:
         assert made.single == want.single
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.02, 0.3)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
@@ -217,6 +219,7 @@ def test_state_spaces_as_a_model_hands_them(lengths: list[int]) -> None:
         assert_near(ours, theirs, 4 * TOLERANCE[FLOAT16])
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.filterwarnings("error::RuntimeWarning")  # of an overflow under the interpreter
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)

@@ -92,6 +92,7 @@ def check(seed: int, kind: str, rows: int, vocabulary: int, dtype: torch.dtype) 
     assert float(torch.isclose(low, their_low, atol=1e-4).float().mean()) > 0.7
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [7, 5003])

@@ -147,6 +147,7 @@ def check_cutoffs(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> 
             assert_near_the_edge(logits[row], got[row], want[row], options)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("seed", range(4))
@@ -195,6 +196,7 @@ def check_gumbel(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
         assert gap(left.double() / temperature, given, row, int(got[row]), int(want[row])) < 3e-5
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", [1, 37, 4096, 5003])
 @pytest.mark.parametrize("seed", range(4))

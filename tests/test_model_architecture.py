@@ -27,6 +27,7 @@ SAYS = {  # by the zoo's reason, what the error says is in the way
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params())
 def test_supported_families_are_understood(name: str) -> None:
     model = build(name)

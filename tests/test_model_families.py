@@ -166,6 +166,7 @@ def test_attention_decides(name: str) -> None:
         assert torch.equal(logits_of(model, changed(ids, LENGTH - 2 - reach))[-1], base)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params())
 def test_greedy_tokens_are_clear_and_varied(name: str) -> None:
     model = build(name)
@@ -339,6 +340,7 @@ def forgets(model: PreTrainedModel) -> bool:
     return not torch.allclose(torch.cat(parts), logits_of(model, prompt_of(9)), **CLOSE)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params(ATTENDING))
 def test_nothing_speaks_against_a_family(name: str) -> None:
     assert observe(build(name)).reasons() == set()

@@ -13,6 +13,7 @@ _BASE = [5, 9, 22, 31, 7, 18, 40, 41, 55, 3, 77, 62, 12, 13, 90]
 _PROMPTS = [[*_BASE, 1], [*_BASE, 2], _BASE, _BASE, _BASE[:4], [9]]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", IMAGE_TEXT)
 def test_text_prompts_give_the_tokens_of_generate(name: str) -> None:
     model = IMAGE_TEXT[name]()

@@ -40,6 +40,7 @@ sharing = pytest.mark.parametrize("family", family_params(SHARING))
 # -- exact -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @sharing
 @pytest.mark.parametrize("over", ["torch", "kernels"])
 def test_preemption_small_steps_and_kept_prefixes(

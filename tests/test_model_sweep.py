@@ -57,6 +57,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_served_classes_are_exact(case: Case) -> None:
     for pattern in ("default", "other"):

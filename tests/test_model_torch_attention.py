@@ -211,6 +211,7 @@ def assert_exact(world: World, step: Step, stale: dict[Unit, int], windows: list
         assert error.max() <= 1e-5, f"window {window}: token {int(error.argmax())} is off by {error.max():.1e}"
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_any_step_of_any_tree(page_size: int) -> None:
     for seed in range(45):

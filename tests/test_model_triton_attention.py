@@ -52,6 +52,7 @@ def generate(family: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
 
 @pytest.mark.skipif(INTERPRETED, reason="is no kernel's test")
 class TestWithTwins:
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(SHAPES_OF_ATTENTION))
     def test_every_shape_of_attention_gives_the_tokens_of_generate(
         self, family: str, watched: list[Any], twins: dict[str, Any]
@@ -63,6 +64,7 @@ class TestWithTwins:
         assert any((some[:, 1] > 1).any() for some in items), "no prefix was read together"
         assert all(cache.free_pages == cache.num_pages for cache in watched)
 
+    @pytest.mark.some_cases
     @pytest.mark.parametrize(("family", "gates_and_config"), each_config_with_some(GATES_AND_CONFIGS, 1))
     def test_gates_budgets_and_page_sizes_change_nothing(
         self, family: str, gates_and_config: Any, watched: list[Any], twins: dict[str, Any]

@@ -88,6 +88,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_an_owner_does(change: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     change_it, said = CHANGES[change]

@@ -47,6 +47,7 @@ PROMPTS = some_prompts(14, "mixed")
 
 @pytest.mark.parametrize("family", family_params(FUSED_FAMILIES))
 class TestEveryFamily:
+    @pytest.mark.some_cases
     def test_tokens_over_plain_attention(self, family: str, fusing: list[int], watched: list[Any]) -> None:
         result = run(build(family), PROMPTS, NEW_TOKENS, max_batch_tokens=40)
         assert_parity(family, PROMPTS, result, NEW_TOKENS)
@@ -54,6 +55,7 @@ class TestEveryFamily:
         assert f"fused      {said_of(family)}" in str(result.report).splitlines()
         assert f"<td>{said_of(family)}</td>" in result.report._repr_html_()
 
+    @pytest.mark.some_cases
     def test_tokens_over_the_kernels(
         self, family: str, fusing: list[int], watched: list[Any], twins: dict[str, Any]
     ) -> None:
@@ -61,6 +63,7 @@ class TestEveryFamily:
         assert_parity(family, PROMPTS, result, NEW_TOKENS)
         assert set(fusing) == {forwards_of(family)} and twins["lists"]
 
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_bits(self, family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         model = new_model(family).to(dtype)
@@ -71,6 +74,7 @@ class TestEveryFamily:
         assert set(fusing) == {forwards_of(family)}
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", family_params(WITH_EXPERTS))
 def test_bits_of_all_but_the_experts(
@@ -109,6 +113,7 @@ def test_on_a_cpu_nothing_is_fused_and_nothing_is_said_of_it() -> None:
 WATCHED = ["llama", "olmo2", "cohere2", "gpt_oss", "gemma4", "gemma4_moe", "glm4_moe", "deepseek_v3", "exaone4"]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", WATCHED)
 def test_watchers_see_what_they_always_saw(family: str, fusing: list[int]) -> None:
     """Of modules that are called: the same tensors in, the same out, the same keywords."""
@@ -265,6 +270,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_while_a_stream_is_open(change: str, fusing: list[int]) -> None:
     """What comes after is computed as it would be without fusing."""

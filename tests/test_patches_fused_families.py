@@ -126,6 +126,7 @@ OBSTACLES: dict[str, tuple[str, Callable[[Any], Any], int, str]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_what_is_in_the_way_stays_in_the_way(obstacle: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     family, change, less, said = OBSTACLES[obstacle]
@@ -195,6 +196,7 @@ READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", READ)
 def test_what_is_read_in_each_step(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Owners may change it between two calls."""
@@ -250,6 +252,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     family, changed = VARIANTS[variant]
@@ -303,6 +306,7 @@ def test_what_is_clipped(fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> 
     assert_same_logits(logits_of_steps(monkeypatch, model), own, torch.float32)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "deepseek_v3", "ernie4_5_moe"])
 def test_an_adapter_in_the_mlp_beside_the_experts(
     family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch
@@ -342,6 +346,7 @@ def test_what_training_drops(fusing: list[int], monkeypatch: pytest.MonkeyPatch)
     assert_same_logits(*logits, torch.float32)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "gemma4_shared"])
 def test_layers_of_gemma4(family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any], Any], int, str]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_what_is_in_the_way_stays_in_the_way(obstacle: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     change, forwards, said = OBSTACLES[obstacle]

@@ -91,6 +91,7 @@ def test_there_is_a_model_for_each_row() -> None:
 
 
 class TestEveryRow:
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(ROWS))
     def test_before_during_and_after(self, family: str, fusing: list[int], tmp_path: Path) -> None:
         model, plain = an_owners(family), an_owners(family)

@@ -32,6 +32,7 @@ def one() -> Iterator[BatchGenerator]:
         yield made
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("adapter", [NAMES, "b", None, "as it is"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5, "seed": 3, "num_return_sequences": 2}])
 def test_answers_are_those_of_one_process(

@@ -148,6 +148,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "60 results" in capsys.readouterr().err
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -93,12 +93,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_answers_are_those_of_one_process(options: str, kind: str, pool: GeneratorPool, one: BatchGenerator) -> None:
     check_answers(options, kind, pool, one)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", OPTIONS)
 def test_of_three_processes(options: str, pool_of_three: GeneratorPool, one: BatchGenerator) -> None:
     check_answers(options, "nested", pool_of_three, one)

@@ -112,6 +112,7 @@ class Barred(LogitsProcessor):
         return scores
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -181,6 +181,7 @@ def test_log_probabilities_of_prompts_are_no_part_of_the_model(clock: Clock, mon
 # -- runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.parametrize("pages", [200, 24])
 def test_each_step_as_it_was(scheduler: str, pages: int, facts: list[tuple[int, ...]]) -> None:

@@ -38,6 +38,7 @@ def assert_right(model: Any, result: BatchResult, k: int, prompt_k: int | None =
             assert list(entry.values())[:most] == pytest.approx(best, abs=2e-4)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize(
     ("family", "k", "options"),
@@ -103,6 +104,7 @@ def check_kernel(seed: int, rows: int, vocabulary: int, k: int, places: int, dty
         assert (our_ids[row, place] < vocabulary).all()
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", [40, 97, 4097, 9000])
 @pytest.mark.parametrize("k", [0, 1, 5, 32])

@@ -108,6 +108,7 @@ def test_greedy_tokens_are_those_of_the_processors(options: dict[str, Any]) -> N
     assert tokens.tolist() == sampler(None, build(FAMILY), **options)(scores, requests)
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize(
     "options",
@@ -350,6 +351,7 @@ COMBINED: list[dict[str, Any]] = [
 EACH = [*([options] for options in COMBINED), MIXED, COMBINED[:3]]
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("options", EACH, ids=str)
 def test_kernels_and_twins_give_the_same_tokens(options: list[dict[str, Any]]) -> None:

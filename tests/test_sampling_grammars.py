@@ -64,6 +64,7 @@ def generate(given: Any, prompts: Any, config: dict[str, Any] | None = None, **o
     return result
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form[1] if form[0] == "regex" else form[0])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_one_for_all_prompts(form: tuple[str, Any], sampled: bool) -> None:

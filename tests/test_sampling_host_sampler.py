@@ -53,6 +53,7 @@ def shaped(kind: str, vocabulary: int) -> torch.Tensor:  # [vocabulary]
     return noise
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("kind", "vocabulary"),
     [
@@ -140,6 +141,7 @@ def rows_of_all_kinds() -> Iterator[tuple[str, torch.Tensor]]:
     yield "equal", torch.zeros(8, 20_000)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -56,6 +56,7 @@ def brief(options: dict[str, Any]) -> str:
     return " ".join(options)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", EDITS, ids=brief)
 def test_tokens_are_those_of_generate(options: dict[str, Any], device: str) -> None:
     model = model_on(device, "llama")
@@ -87,6 +88,7 @@ def test_each_prompt_its_own(device: str) -> None:
         assert row.token_ids == reference_generate(model, prompt, **options)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("number", [2, 3, 5, 9, 10, 11])
 def test_samples_are_those_that_the_host_would_draw(number: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {

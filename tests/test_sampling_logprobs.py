@@ -70,6 +70,7 @@ def assert_entry(entry: dict[int, float] | None, token: int, expected: torch.Ten
 # -- as a plain forward gives them -----------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "config"), each_config_with_some(CUTS, 1, KINDS_OF_ATTENTION))
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:

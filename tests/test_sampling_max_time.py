@@ -74,6 +74,7 @@ def assert_cut_short(result: Any, prompts: Sequence[Sequence[int]], limit: int) 
     assert report.computed_tokens >= 0
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.parametrize("seconds", [-1, 3, 9, 14, 1000])
 def test_whoever_has_not_ended_keeps_what_it_has(
@@ -93,6 +94,7 @@ def test_whoever_has_not_ended_keeps_what_it_has(
     assert_cut_short(again, PROMPTS, 8)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("steps", "pages"), [(1, 28), (2, None), (8, 28), (32, 28), (32, None)])
 def test_what_is_on_its_way_arrives(
     steps: int, pages: int | None, device: str, clock: Clock, watched: list[Any]

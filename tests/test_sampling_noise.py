@@ -39,6 +39,7 @@ def distribution(tokens: Sequence[int], prompt_tokens: int, **options: Any) -> n
     return scores.double().softmax(dim=-1)[0].numpy()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [
@@ -67,6 +68,7 @@ def test_tokens_follow_the_distribution_of_generate(generator: BatchGenerator, o
         assert_drawn_from(expected, second[first == token])
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "options", [{"top_k": 7}, {"top_k": 0, "top_p": 0.9, "temperature": 2.0}, {"repetition_penalty": 1.3}], ids=brief
@@ -96,6 +98,7 @@ def test_each_token_is_the_one_that_its_logits_and_noise_ask_for(
     assert seen == 6 * 14
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [
@@ -145,6 +148,7 @@ def usual() -> list[list[int]]:
     return sampled(prompts(), num_return_sequences=3).token_ids
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "config",
     [

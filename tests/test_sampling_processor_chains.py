@@ -42,6 +42,7 @@ WATERMARKS = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,6 +98,7 @@ def test_options_mean_what_they_mean_to_each_prompt_alone(options: dict[str, Any
     assert_each_as_alone(result, trace, lambda *_: options)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", WATERMARKS)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_watermarks(name: str, sampled: bool, trace: Trace) -> None:

@@ -37,6 +37,7 @@ STRINGS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("strings", "share"), [*((each, True) for each in STRINGS), ("several", False)])
 def test_strings_end_where_they_end_in_generate(strings: str, share: bool, watched: list[Any]) -> None:
     given: Any = STRINGS[strings]

@@ -39,6 +39,7 @@ def test_every_prompt_has_its_own_eos_and_strings(watched: list[Any]) -> None:
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("steps", [1, 7, 32])
 def test_ends_that_only_the_host_sees(steps: int, device: str, watched: list[Any]) -> None:
     """Rows run on for up to two bursts, beyond pages that are others' by then."""

@@ -58,6 +58,7 @@ def test_plain_functions_and_several_criteria() -> None:
     assert_as_alone(result, PROMPTS, options)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "given",
     [

@@ -119,6 +119,7 @@ USERS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("name", "factory"), [*((name, False) for name in USERS), ("of transformers", True)])
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 2}, {**SAMPLED, "num_return_sequences": 2}], ids=brief)
 def test_processors_of_the_user(name: str, factory: bool, options: dict[str, Any], trace: Trace) -> None:

@@ -26,6 +26,7 @@ _SAMPLED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", _SAMPLED, ids=str)
 def test_samples_do_not_depend_on_who_picks(
     options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
