@@ -32,6 +32,7 @@ class Recipe:
     typical_p: float | None = None  # these three see what those above have left
     epsilon: float | None = None
     eta: float | None = None
+    top_h: float | None = None  # this one sees all, as top-k does
 
     @property
     def has_tails(self) -> bool:

@@ -271,8 +271,6 @@ def test_what_stays_on_the_device(options: dict[str, Any], sampling: dict[str, A
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("top_h", 0.4),
-        ("remove_invalid_values", True),
         ("watermarking_config", SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)),
     ],
     ids=str,
@@ -302,7 +300,7 @@ def test_one_prompt_that_needs_the_host_takes_all_there(monkeypatch: pytest.Monk
     monkeypatch.setattr("hf_batchllm.sampling.device_options.failed_check", lambda group, device, **_: False)
     model, device = build(FAMILY), torch.device("cuda")
     plain_ones = [resolved(temperature=0.5 + number / 100) for number in range(20)]
-    odd = resolved(top_h=0.5)
+    odd = resolved(top_h=0.5, top_p=0.5)
     assert why_picked_by_host(plain_ones, model, device, 2, 0, VOCABULARY) is None
     reason = why_picked_by_host([*plain_ones, odd], model, device, 2, 0, VOCABULARY)
     assert reason is not None and "`top_h`" in reason and "all prompts" in reason

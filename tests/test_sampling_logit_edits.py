@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -105,6 +107,27 @@ def test_samples_are_those_that_the_host_would_draw(number: int, device: str, mo
         theirs = generator.generate(PROMPTS, logits_processor=[lambda ids, scores: scores], **given)
     same = sum(mine.token_ids == its.token_ids for mine, its in zip(ours, theirs, strict=True))
     assert same >= 0.95 * len(ours)  # a token at the edge of a nucleus may fall on either side
+
+
+def test_logits_that_are_no_numbers_are_repaired(device: str) -> None:
+    """NaN counts as 0, and infinity as the largest number: a prompt beside may have them stay as they are."""
+    model = copy.deepcopy(model_on(device, "llama"))
+    given = {"max_new_tokens": 9, **ENDS, "remove_invalid_values": True, "suppress_tokens": [9]}
+
+    def spoil(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([7, 30], device=logits.device), torch.nan).index_fill(
+            -1, torch.tensor([9], device=logits.device), torch.inf
+        )
+
+    model.lm_head.register_forward_hook(spoil)
+    alone = [reference_generate(model, prompt, **given) for prompt in PROMPTS]
+    each = [{**given, "remove_invalid_values": place % 3 > 0} for place in range(len(PROMPTS))]
+    configs = [GenerationConfig(do_sample=False, **options) for options in each]
+    with BatchGenerator(model, steps_per_sync=4) as generator, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is a hook
+        assert generator.generate(PROMPTS, progress=False, **given).token_ids == alone
+        found = generator.generate(PROMPTS, configs, progress=False).token_ids
+    assert [found[place] == alone[place] for place in range(len(PROMPTS)) if place % 3] == [True] * 6
 
 
 def test_in_a_tensor_and_with_log_probabilities(device: str) -> None:

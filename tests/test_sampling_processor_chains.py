@@ -251,8 +251,8 @@ def test_to_be_told_of_scores_changes_no_token(options: dict[str, Any]) -> None:
         {"guidance_scale": 1.5},
         {"watermarking_config": WATERMARKS["lefthash"]},
         {"watermarking_config": SYNTH_ID},
-        {"top_h": 0.5, "do_sample": True},
-        {"remove_invalid_values": True},
+        {"top_h": 0.5, "do_sample": True, "top_p": 0.5},
+        {"top_h": 0.5, "do_sample": True, "typical_p": 0.5},
     ],
     ids=" ".join,
 )

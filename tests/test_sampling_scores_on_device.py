@@ -32,6 +32,8 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 1.7, "min_p": 0.1, **PENALTY},
     {"top_k": 0, "typical_p": 0.8, "temperature": 1.3},
     {"top_k": 0, "epsilon_cutoff": 0.01, "renormalize_logits": True},
+    {"top_h": 0.5, "temperature": 1.5},
+    {"top_h": 0.8, "top_k": 3, "min_p": 0.02, "remove_invalid_values": True, "suppress_tokens": [5]},
     {"top_k": 30, "renormalize_logits": True, "forced_eos_token_id": 3, "sequence_bias": [[[7], 3.0], [[30], -2.0]]},
 ]
 GREEDY: list[dict[str, Any]] = [{}, {"suppress_tokens": [5, 6], "bad_words_ids": [[7], [87, 9]], **PENALTY}]
@@ -204,8 +206,9 @@ def test_logprobs_are_those_that_tokens_were_drawn_with(
         {"do_sample": True, "temperature": 1.6, "top_p": 0.8, "top_k": 0},
         {"do_sample": False, "suppress_tokens": [3, 4], "repetition_penalty": 1.3},
         {"do_sample": True, "top_k": 12, "min_p": 0.05, "renormalize_logits": True},
+        {"do_sample": True, "top_h": 0.6, "temperature": 1.3, "top_k": 0},
     ]
-    options = [kinds[place % 4] for place in range(len(PROMPTS))]
+    options = [kinds[place % 5] for place in range(len(PROMPTS))]
     model = model_on(device, FAMILY)
     with OfScores(model, steps_per_sync=steps, page_size=16) as ours:
         for some in ([options[0]] * len(options), options):

@@ -20,6 +20,7 @@ from ..kernel_check.trust import failed_check
 from ..kernels.sampling_recipes import Recipe
 from .logit_edits import LogitEdits, edits_of
 from .processor_chains import MINIMUM_LENGTHS
+from .top_h import MOST_OF_TOP_H
 
 _KEPT_BYTES = 512 << 20  # at most, of the tokens that requests have had
 _COST = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
@@ -71,6 +72,7 @@ def recipe_of(options: Options) -> Recipe:
         None if config.typical_p is None or config.typical_p >= 1 else float(config.typical_p),
         _share(config.epsilon_cutoff),
         _share(config.eta_cutoff),
+        None if config.top_h is None else float(config.top_h),
     )
 
 
@@ -86,6 +88,11 @@ def _warpers_of(recipe: Recipe) -> dict[type[LogitsProcessor], dict[str, Any]]:
     every: list[tuple[bool, type[LogitsProcessor], dict[str, Any]]] = [
         (recipe.penalty != 1, processors.RepetitionPenaltyLogitsProcessor, penalty),
         (warm, processors.TemperatureLogitsWarper, {"temperature": recipe.temperature}),
+        (
+            recipe.top_h is not None,
+            processors.TopHLogitsWarper,
+            {"top_h": recipe.top_h, "top_n": MOST_OF_TOP_H, "filter_value": -float("inf")},
+        ),
         (recipe.top_k is not None, processors.TopKLogitsWarper, {"top_k": recipe.top_k, **plain}),
         (recipe.top_p is not None, processors.TopPLogitsWarper, {"top_p": recipe.top_p, **plain}),
         (recipe.min_p is not None, processors.MinPLogitsWarper, {"min_p": recipe.min_p, **plain}),
@@ -107,10 +114,12 @@ _IN_ORDER = (
     *MINIMUM_LENGTHS,
     processors.ForcedBOSTokenLogitsProcessor,
     processors.ForcedEOSTokenLogitsProcessor,
+    processors.InfNanRemoveLogitsProcessor,
     processors.ExponentialDecayLengthPenalty,
     processors.SuppressTokensLogitsProcessor,
     processors.SuppressTokensAtBeginLogitsProcessor,
     processors.TemperatureLogitsWarper,
+    processors.TopHLogitsWarper,
     processors.TopKLogitsWarper,
     processors.TopPLogitsWarper,
     processors.MinPLogitsWarper,
@@ -156,11 +165,19 @@ def _edits_or_why_not(options: Options, model: nn.Module, vocabulary: int) -> Lo
     warpers = {kind for kind in present if kind in _ALL_WARPERS}
     if not in_order or warpers != set(expected):
         return f"this transformers has an order of its own for sampling options, which are worked out {_COST}"
+    if processors.TopHLogitsWarper in warpers and warpers & _AFTER_TOP_H:  # they see what it has left, and only that
+        return _why_not(next(each for each in made if type(each) is processors.TopHLogitsWarper))
     edits = edits_of(made, vocabulary)
     return edits if isinstance(edits, LogitEdits) else _why_not(edits)
 
 
-_ALL_WARPERS = set(_warpers_of(Recipe(2.0, 2.0, 1, 0.5, 0.5, 0.5, 0.5, 0.5)))
+_ALL_WARPERS = set(_warpers_of(Recipe(2.0, 2.0, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5)))
+_AFTER_TOP_H = {
+    processors.TopPLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
+}
 
 
 def _why_not(processor: LogitsProcessor) -> str:

@@ -22,6 +22,7 @@ from ..model.transfers import to_device
 from .device_options import recipe_of
 from .logit_edits import EditTables, LogitEdits
 from .sampling_kernels import SamplingKernels
+from .top_h import top_h_edges
 
 _WORD = 32  # tokens in each word of a row's bits
 
@@ -98,9 +99,12 @@ class DeviceSampler:
             self._eos = to_device(np.array(padded if self.needs_kind else padded[0], dtype=np.int64), device)
             self._seed = to_device(np.array([as_int64(seed or 0)], dtype=np.int64), device)
             warmth = np.array([recipe.temperature or 1.0 for recipe in recipes], dtype=np.float32)
-            self._warmth = to_device(warmth, device) if keeps_scores else None
+            self._warmth = to_device(warmth, device)
+            by_entropy = [recipe.top_h if recipe.temperature and recipe.top_h else 2.0 for recipe in recipes]
+            top_h = np.array(by_entropy, dtype=np.float32)
+            self._top_h: torch.Tensor | None = to_device(top_h, device) if min(by_entropy) <= 1 else None
             which = np.array([each for *_, each in numbers])
-            self._normalised = to_device(which, device) if which.any() else None
+            self._normalised: torch.Tensor | None = to_device(which, device) if which.any() else None
 
     def _held_back(self, options: Options) -> tuple[int, ...]:
         """The tokens that may not come before a minimum length."""
@@ -140,6 +144,10 @@ class DeviceSampler:
                     min_p=recipe.min_p,
                     by_row=by_row,
                 )
+            if self._top_h is not None:
+                kind = rows.prompt.new_zeros(len(logits)) if rows.kind is None or by_row is None else rows.kind
+                edges = top_h_edges(logits, self._top_h[kind], self._warmth[kind])
+                threshold = edges if threshold is None else torch.maximum(threshold, edges)
             if self._tails is not None:
                 which = rows.kind if self.needs_kind else None
                 threshold, ceiling = kernels.tail_cuts(logits, self._tails, which, threshold)
@@ -175,7 +183,7 @@ class DeviceSampler:
         """
         scores = edited.float()
         if self._table is not None:
-            assert kind is not None and self._warmth is not None
+            assert kind is not None
             scores = scores / self._warmth[kind][:, None]
         elif self._recipe.temperature not in (0, 1):
             scores = scores / self._recipe.temperature
@@ -218,6 +226,9 @@ class DeviceSampler:
             kernels.edit_tokens(scores, edits.forbidden, which, rows.made, rows.history)
         if edits.forced is not None:
             kernels.force_tokens(scores, edits.forced, which, rows.made, rows.first_at, rows.last_at)
+        if edits.repaired is not None:
+            sound = scores.nan_to_num(nan=0.0)
+            scores = sound if which is None else torch.where(edits.repaired[which][:, None], sound, scores)
         if edits.decays is not None:
             kernels.grow_ends(scores, edits.decays, which, rows.made)
         if edits.suppressed is not None:

@@ -32,6 +32,7 @@ class LogitEdits:
     forbidden: Sequences = ()
     first: int = -1  # the first new token of a prompt of one token
     last: tuple[int, ...] = ()  # one of these is the last token of the longest answer
+    repaired: bool = False  # NaN becomes 0, and infinity the largest number
     ends: tuple[int, ...] = ()  # tokens that become likelier with the length
     growth: tuple[int, float] = (0, 1.0)  # after how many new tokens they do, and by which factor with each
     suppressed: tuple[int, ...] = ()
@@ -83,6 +84,8 @@ def edits_of(made: Iterable[LogitsProcessor], vocabulary: int) -> LogitEdits | L
             given["first"] = int(processor.bos_token_id)
         elif kind is processors.ForcedEOSTokenLogitsProcessor:
             given["last"] = _ids(processor.eos_token_id)
+        elif kind is processors.InfNanRemoveLogitsProcessor:
+            given["repaired"] = True
         elif kind is processors.ExponentialDecayLengthPenalty:
             start = processor.regulation_start - 1  # without the prompt's one token
             given |= {"ends": _ids(processor.eos_token_id), "growth": (start, float(processor.regulation_factor))}
@@ -152,6 +155,9 @@ class EditTables:
         if any(each.first >= 0 or each.last for each in kinds):
             first = _sent(np.array([each.first for each in kinds], dtype=np.int32), device)
             self.forced = Forced(first, _plain([each.last for each in kinds], device))
+        self.repaired: torch.Tensor | None = None
+        if any(each.repaired for each in kinds):
+            self.repaired = _sent(np.array([each.repaired for each in kinds]), device)
         self.decays = _decays(kinds, longest, device)
         self.suppressed = _suppressed(kinds, vocabulary, device)
         with_sequences = [each for each in (self.biased, self.forbidden) if each is not None]
