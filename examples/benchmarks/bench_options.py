@@ -74,6 +74,8 @@ def options_of(vocabulary: int, requests: int, device: torch.device, ends: dict[
         "typical_p 0.9": SAMPLED | {"typical_p": 0.9},
         "epsilon 1e-5": SAMPLED | {"epsilon_cutoff": 1e-5},
         "eta 1e-5": SAMPLED | {"eta_cutoff": 1e-5},
+        "top_h 0.4": SAMPLED | {"top_h": 0.4},
+        "output_scores": SAMPLED | {"output_scores": True, "return_dict_in_generate": True},
         "eight settings": {"configs": [mixed[number % len(mixed)] for number in range(requests)]},
         "own processor": {"logits_processor": [NoBreaks(few, device)]},
         "allowed tokens": {"prefix_allowed_tokens_fn": lambda batch, ids: few},
@@ -142,13 +144,19 @@ def main() -> None:
             given = dict(every[name])
             configs = given.pop("configs", None)
             length, made = {"max_new_tokens": asked.new}, [0]
+            shape: dict[str, Any] = {"progress": False}
+            if "output_scores" in given:  # a list cannot hold them
+                shape = {"input_ids": torch.tensor(prompts, device=device)}
             first = (
                 None if configs is None else [GenerationConfig(**length, pad_token_id=0, **each) for each in configs]
             )
 
-            def run(first: Any = first, given: Any = given, length: Any = length, made: list[int] = made) -> None:
-                result: Any = generator.generate(prompts, first, progress=False, **given, **({} if first else length))
-                made[0] = result.report.new_tokens
+            def run(
+                first: Any = first, given: Any = given, length: Any = length, made: Any = made, shape: Any = shape
+            ) -> None:
+                some = None if "input_ids" in shape else prompts
+                generator.generate(some, first, **shape, **given, **({} if first else length))
+                made[0] = generator.last_report.new_tokens
 
             try:
                 with Picks() as picks:
