@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from support_adapters import lora, prompts, wrapped
 from support_letter_tokenizers import letter_tokenizer
+from support_quick_workers import quick_workers
 
 from hf_batchllm import BatchGenerator, GeneratorPool
+
+quick_workers()
 
 pytestmark = pytest.mark.xdist_group("pool_adapters")
 PROMPTS = prompts(30, kind="nested")

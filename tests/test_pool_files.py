@@ -15,11 +15,14 @@ import pytest
 from support_families import build
 from support_letter_tokenizers import letter_tokenizer
 from support_pool import Load
+from support_quick_workers import quick_workers
 
 from hf_batchllm import BatchGenerator, FileReport, GeneratorPool, merge_shards, run_file
 from hf_batchllm.cli.commands import dispatch
 from hf_batchllm.cli.messages import UsageError
 from hf_batchllm.config import BatchConfig, ConfigError
+
+quick_workers()
 
 pytestmark = pytest.mark.xdist_group("pool_files")
 

@@ -13,6 +13,7 @@ import torch
 from support_families import build, random_prompts
 from support_letter_tokenizers import EOS, letter_tokenizer
 from support_pool import Load
+from support_quick_workers import quick_workers
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from hf_batchllm import (
@@ -25,6 +26,8 @@ from hf_batchllm import (
     PromptsTypeError,
     UnsupportedOptionError,
 )
+
+quick_workers()
 
 pytestmark = pytest.mark.xdist_group("pool_generate")
 PROMPTS = {

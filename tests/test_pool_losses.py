@@ -19,6 +19,7 @@ import pytest
 import torch
 from support_families import build, random_prompts
 from support_pool import Load, is_running, none_left_behind
+from support_quick_workers import quick_workers
 from transformers import GenerationConfig
 
 from hf_batchllm import (
@@ -32,6 +33,8 @@ from hf_batchllm import (
     PoolError,
 )
 from hf_batchllm.pool.worker_handle import WorkerHandle
+
+quick_workers()
 
 PROMPTS = random_prompts(random.Random(4), 97, "nested", 60)
 GIVEN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "progress": False}

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from support_families import build
 from support_pool import Load, is_running, none_left_behind
+from support_quick_workers import quick_workers
 from transformers import GenerationConfig
 
 from hf_batchllm import BatchGenerator, GeneratorPool, PoolError, PromptError
 from hf_batchllm.pool.pool_call import PoolCall
+
+quick_workers()
 
 PROMPTS = [[5, number, number // 7] for number in range(60)]
 

@@ -14,10 +14,13 @@ import torch
 from support_families import build
 from support_letter_tokenizers import letter_tokenizer
 from support_pool import Load
+from support_quick_workers import quick_workers, started_anew
 from transformers import LogitsProcessor
 
 from hf_batchllm import CacheMemoryError, ConfigError, GenerationInterrupted, GeneratorPool
 from hf_batchllm.pool.messages import Parcel
+
+quick_workers()
 
 pytestmark = pytest.mark.xdist_group("pool_parcels")
 PROMPTS = [[5, number] for number in range(8)]
@@ -141,7 +144,10 @@ def test_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_by_its_folder(tmp_path: Any) -> None:
     build("llama").save_pretrained(tmp_path / "tiny")
     letter_tokenizer().save_pretrained(tmp_path / "tiny")
-    with GeneratorPool(tmp_path / "tiny", gpus=["cpu"], model_options={"dtype": torch.float32}) as pool:
+    with (
+        started_anew(),
+        GeneratorPool(tmp_path / "tiny", gpus=["cpu"], model_options={"dtype": torch.float32}) as pool,
+    ):
         assert pool.generate("abc", max_new_tokens=3, progress=False).texts[0] is not None
         assert pool.tokenizer.decode([5])
     with pytest.raises((OSError, ValueError), match="nowhere"):
