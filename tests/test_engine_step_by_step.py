@@ -11,7 +11,7 @@ from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_families import reference_generate
 from support_parity import mixed_prompts, pages_of_memory
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
@@ -42,10 +42,11 @@ class Doubles(LogitsProcessor):
         return scores
 
 
+MANY = {"logprobs": 40}  # more than the device finds: the host picks the tokens, by code of nobody's own
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"logits_processor": [NoThirds()]}),
     ("gemma3", {"prefix_allowed_tokens_fn": lambda batch, ids: [int(ids[-1]), (5 * int(ids[-1]) + 1) % 97, 3]}),
-    ("gpt2", {"remove_invalid_values": True, "no_repeat_ngram_size": 2}),
+    ("gpt2", {"watermarking_config": WatermarkingConfig(bias=2.5), "no_repeat_ngram_size": 2}),
 ]
 
 
@@ -122,7 +123,7 @@ def test_the_host_works_while_the_device_does(steps: int | None, device: str, mo
     monkeypatch.setattr(DecodeGraphs, "run", lambda *given: happened.append("run") or run(*given))
     monkeypatch.setattr(Engine, "collect", lambda *given: happened.append("collect") or collect(*given))
     with BatchGenerator(model_on(device, "llama"), page_size=16, steps_per_sync=steps) as generator:
-        generator.generate(PROMPTS[:3], max_new_tokens=8, eos_token_id=None, remove_invalid_values=True, progress=False)
+        generator.generate(PROMPTS[:3], max_new_tokens=8, eos_token_id=None, progress=False, **MANY)
     ahead = happened.index("run") < happened.index("collect")
     assert ahead == (steps is None) and happened.count("run") >= 7
 
@@ -143,9 +144,7 @@ def test_tokens_are_picked_in_parts_where_memory_runs_out(
 
     def run() -> Any:
         with BatchGenerator(model_on(device, "llama"), page_size=16, steps_per_sync=steps) as generator:
-            return generator.generate(
-                PROMPTS, max_new_tokens=new, eos_token_id=None, logprobs=40, remove_invalid_values=True, progress=False
-            )
+            return generator.generate(PROMPTS, max_new_tokens=new, eos_token_id=None, progress=False, **MANY)
 
     expected, calls, inner = run(), 0, getattr(HostSampler, what)
 
@@ -196,12 +195,11 @@ def test_a_criterion_that_changes_the_model_is_heard(device: str) -> None:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     given: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None, "stopping_criteria": [flips]}
-    given["remove_invalid_values"] = True
     try:
         alone = reference_generate(model, prompt, **given)
         model.lm_head.weight = head
         with BatchGenerator(model, fuse=False, page_size=16) as generator:
-            result = generator.generate([prompt], progress=False, **given)
+            result = generator.generate([prompt], progress=False, **given, **MANY)
     finally:
         model.lm_head.weight = head
     assert result.token_ids == [alone] and "from 2 graphs" in result.report.graphs
@@ -247,8 +245,10 @@ def test_a_processor_that_changes_the_model_is_heard(device: str) -> None:
 
 def test_configs_of_which_one_needs_the_host(device: str) -> None:
     configs = [GenerationConfig(max_new_tokens=8, do_sample=False) for _ in PROMPTS]
-    configs[1] = GenerationConfig(max_new_tokens=8, remove_invalid_values=True)
+    configs[1] = GenerationConfig(max_new_tokens=8, watermarking_config=WatermarkingConfig(bias=2.5))
     model = model_on(device, "llama")
     with BatchGenerator(model) as generator:
         result = generator.generate(PROMPTS, configs, progress=False)
-    assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=8) for prompt in PROMPTS]
+    marked = [{}, {"watermarking_config": configs[1].watermarking_config}, *([{}] * (len(PROMPTS) - 2))]
+    for prompt, own, row in zip(PROMPTS, marked, result, strict=True):
+        assert row.token_ids == reference_generate(model, prompt, max_new_tokens=8, **own)

@@ -9,11 +9,12 @@ import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_parity import mixed_prompts
-from transformers import GenerationConfig
+from transformers import GenerationConfig, WatermarkingConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.sampling.host_sampler import HostSampler
 
+MANY = {"logprobs": 40}  # more than the device finds: the host picks the tokens
 _SAMPLED: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "top_k": 20},
@@ -46,12 +47,12 @@ def test_samples_do_not_depend_on_who_picks(
         assert not picked  # on the device
         with_logprobs = generator.generate(prompts, logprobs=1, **asked).token_ids
         assert not picked
-        by_host = generator.generate(prompts, remove_invalid_values=True, **asked).token_ids
+        by_host = generator.generate(prompts, **MANY, **asked).token_ids
         assert picked
         # One more prompt, whose option needs transformers' own code.
         config = {name: value for name, value in asked.items() if name not in ("seed", "progress")}
         configs = [GenerationConfig(**config) for _ in prompts]
-        other = GenerationConfig(max_new_tokens=12, remove_invalid_values=True)
+        other = GenerationConfig(max_new_tokens=12, watermarking_config=WatermarkingConfig())
         picked.clear()
         beside = generator.generate([*prompts, [3, 4, 3, 4]], [*configs, other], seed=5, progress=False).token_ids
         assert picked
@@ -64,5 +65,5 @@ def test_seeds_of_each_prompt(device: str) -> None:
     asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 2, "progress": False}
     with BatchGenerator(model_on(device, "gpt2")) as generator:
         alone = generator.generate(prompts, seed=seeds, **asked).token_ids
-        by_host = generator.generate(prompts, seed=seeds, remove_invalid_values=True, **asked).token_ids
+        by_host = generator.generate(prompts, seed=seeds, **MANY, **asked).token_ids
         assert by_host == alone
