@@ -151,6 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circles(), circles()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("module", "line"),
     [
