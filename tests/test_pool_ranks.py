@@ -63,7 +63,9 @@ def test_a_seed_that_nobody_gives_is_the_first_ranks(two: list[dict[str, Any]]) 
 
 
 def test_bad_prompts_are_told_on_each_rank(two: list[dict[str, Any]]) -> None:
-    assert two[0]["bad_prompts"] == two[1]["bad_prompts"]
+    # Whichever rank finds them first says so, and the other may hear of it before it has looked at its own.
+    said = [each["bad_prompts"].partition(" ['it happened on rank")[0] for each in two]
+    assert said[0] == said[1]
     assert "prompt 1 is empty" in two[0]["bad_prompts"] and "prompt 2 has token id 400" in two[0]["bad_prompts"]
     for each in two:
         assert "prompt 28 has 3,000 tokens" in each["too_long_for_memory"]
