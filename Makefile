@@ -43,7 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(INSTALLED_DEMO)
 	@$(VENV)/bin/python examples/quickstart.py
 
-# Of tests that take long a part of the cases is run: all with `make test CASES=all`, which takes half as long again.
+# Of tests that take long a part of the cases is run: all with `make test CASES=all`.
 CASES := some
 
 test: lint

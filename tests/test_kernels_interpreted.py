@@ -1,4 +1,4 @@
-"""Without a GPU every kernel is held against its twin under Triton's interpreter, in a process of their own.
+"""Without a GPU every kernel is held against its twin under Triton's interpreter, in processes of their own.
 
 Two processes, as each takes longer to import what it needs than most files take.
 """

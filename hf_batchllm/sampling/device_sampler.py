@@ -145,8 +145,8 @@ class DeviceSampler:
                     by_row=by_row,
                 )
             if self._top_h is not None:
-                kind = rows.prompt.new_zeros(len(logits)) if rows.kind is None or by_row is None else rows.kind
-                edges = top_h_edges(logits, self._top_h[kind], self._warmth[kind])
+                each = slice(None) if by_row is None else by_row.which  # one recipe is all rows'
+                edges = top_h_edges(logits, self._top_h[each], self._warmth[each])
                 threshold = edges if threshold is None else torch.maximum(threshold, edges)
             if self._tails is not None:
                 which = rows.kind if self.needs_kind else None

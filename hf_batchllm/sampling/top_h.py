@@ -9,8 +9,8 @@ MOST_OF_TOP_H = 100  # tokens that transformers looks at, and so the most that s
 
 def top_h_edges(
     logits: torch.Tensor,  # [rows, vocabulary]
-    top_h: torch.Tensor,  # [rows] float32  above 1: nothing is cut off
-    temperature: torch.Tensor,  # [rows] float32
+    top_h: torch.Tensor,  # [rows], or [1] for all of them, float32  above 1: nothing is cut off
+    temperature: torch.Tensor,  # the same
 ) -> torch.Tensor:  # [rows] float32
     """The logit from which up a row's tokens stay, as transformers has it; among equals at that edge all do.
 
