@@ -53,9 +53,11 @@ def mask_tokens(
     """Logits with -inf for each token that is not allowed. Free rows are as they were."""
     rows, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
-    assert logits.stride(1) == 1 and out.dtype == logits.dtype and out.shape == logits.shape
-    assert out.stride(1) == 1 or not rows
-    assert bits.shape[1] == triton.cdiv(vocabulary, 32) and bits.stride(1) == 1 and bits.dtype == torch.int32
+    assert out.dtype == logits.dtype and out.shape == logits.shape
+    # A device keeps no stride where there is nothing to step over.
+    assert vocabulary == 1 or not rows or logits.stride(1) == out.stride(1) == 1
+    assert bits.dtype == torch.int32 and bits.shape[1] == triton.cdiv(vocabulary, 32)
+    assert bits.shape[1] == 1 or not len(bits) or bits.stride(1) == 1
     assert line is not None or len(bits) == rows
     if rows:
         _mask_tokens[(rows * triton.cdiv(vocabulary, MASK_BLOCK),)](

@@ -35,6 +35,7 @@ class ForkServer:
         self._channel: socket.socket | None = None
         self._owner = 0
         self._codes: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, environment: Mapping[str, str], connection: int, output: int) -> int:
         with self._lock:
@@ -68,7 +69,7 @@ class ForkServer:
         self._owner, self._codes = os.getpid(), {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            subprocess.Popen(
+            self._process = subprocess.Popen(  # kept: one that is forgotten while it runs is warned of
                 [sys.executable, "-u", "-c", "from support_quick_workers import serve; serve()", str(theirs.fileno())],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
                 cwd=Path(__file__).parent,

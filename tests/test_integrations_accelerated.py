@@ -261,13 +261,13 @@ def test_between_two_steps_the_original_serves(
 ) -> None:
     ids = torch.tensor([[5, 6]])
     expected, whole = model.generate(ids, max_new_tokens=3), model.generate(**inputs, max_new_tokens=4)
-    pick, found = HostSampler.__call__, []
+    pick, found = HostSampler.without_waiting, []
 
     def curious(self: HostSampler, *args: Any) -> Any:
         found.append(model.generate(ids, max_new_tokens=3))
         return pick(self, *args)
 
-    monkeypatch.setattr(HostSampler, "__call__", curious)
+    monkeypatch.setattr(HostSampler, "without_waiting", curious)
     with reasons() as said, accelerated(model):
         assert same(model.generate(**inputs, max_new_tokens=4), whole)
     assert len(said) == 1 and said[0].startswith("a call is running already")

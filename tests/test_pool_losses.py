@@ -54,7 +54,8 @@ def ready(pool: GeneratorPool) -> GeneratorPool:
 
 
 def said(heard: list[warnings.WarningMessage]) -> list[str]:
-    return [str(each.message) for each in heard if "process" in str(each.message)]
+    own = [str(each.message) for each in heard if issubclass(each.category, UserWarning)]
+    return [each for each in own if "process" in each]
 
 
 # Answers end one after the other.

@@ -51,7 +51,7 @@ def by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(self: Any, *given: Any) -> Any:
         raise AssertionError("the host picks tokens")
 
-    monkeypatch.setattr(HostSampler, "__call__", never)
+    monkeypatch.setattr(HostSampler, "without_waiting", never)
 
 
 def brief(options: dict[str, Any]) -> str:

@@ -77,9 +77,9 @@ def test_each_token_is_the_one_that_its_logits_and_noise_ask_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     model: Any = build(FAMILY) if dtype == torch.float32 else copy.deepcopy(build(FAMILY)).to(dtype)
-    original, seen = HostSampler.__call__, 0
+    original, seen = HostSampler.without_waiting, 0
 
-    def checked(self: HostSampler, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    def checked(self: HostSampler, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         nonlocal seen
         assert logits.dtype == torch.float32  # what generate gives to its processors, whatever the model's dtype
         before = logits.clone()
@@ -93,7 +93,7 @@ def test_each_token_is_the_one_that_its_logits_and_noise_ask_for(
             seen += 1
         return tokens
 
-    monkeypatch.setattr(HostSampler, "__call__", checked)
+    monkeypatch.setattr(HostSampler, "without_waiting", checked)
     BatchGenerator(model).generate(prompts(), do_sample=True, max_new_tokens=6, seed=9, **options)
     assert seen == 6 * 14
 

@@ -186,16 +186,16 @@ def test_state_outlives_preemption(options: dict[str, Any], trace: Trace) -> Non
 
 def test_what_belongs_to_a_sequence_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     samplers: list[HostSampler] = []
-    most, original = 0, HostSampler.__call__
+    most, original = 0, HostSampler.without_waiting
 
-    def watched(self: HostSampler, *args: Any) -> list[int]:
+    def watched(self: HostSampler, *args: Any) -> torch.Tensor:
         nonlocal most
         tokens = original(self, *args)
         most = max(most, len(self._chains._own))
         samplers.append(self)
         return tokens
 
-    monkeypatch.setattr(HostSampler, "__call__", watched)
+    monkeypatch.setattr(HostSampler, "without_waiting", watched)
     model: Any = build(FAMILY)
     generator = BatchGenerator(model, kv_memory=pages_of_memory(model, 12, 8), **PAGE)
     generator.generate([*prompts(6)] * 6, max_new_tokens=4, logits_processor=lambda *_: [Counting()])

@@ -33,13 +33,13 @@ def test_samples_do_not_depend_on_who_picks(
     options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picked: list[int] = []
-    pick = HostSampler.__call__
+    pick = HostSampler.without_waiting
 
-    def noted(self: HostSampler, logits: torch.Tensor, requests: Any) -> list[int]:
+    def noted(self: HostSampler, logits: torch.Tensor, requests: Any) -> torch.Tensor:
         picked.append(len(requests))
         return pick(self, logits, requests)
 
-    monkeypatch.setattr(HostSampler, "__call__", noted)
+    monkeypatch.setattr(HostSampler, "without_waiting", noted)
     prompts = mixed_prompts(1)
     asked = {"do_sample": True, "max_new_tokens": 12, "seed": 5, "progress": False, **options}
     with BatchGenerator(model_on(device, "llama")) as generator:

@@ -82,7 +82,7 @@ class Wiring:
         scores = None if tensors is None else lambda root, made: tensors.scores_of(root, made, root.width)
         scheduler = BeamScheduler(groups, _GATHER_ROWS.get(self.use.device.type, 0))
         beam_scores = BeamScores(self.use.model, job.options, groups, job.seed, self.notices, tensors)
-        seats = Seats.of([frozenset()], self.use.device)
+        seats = Seats.none(self.use.device)
         graphs = self._graphs_without_picking(seats)
         owners_code = beam_scores.calls_owners_code or job.calls_criteria
         self.graphs = StepsAsGraphs(self.runner, seats, graphs, self.use.device, owners_code)
@@ -133,8 +133,9 @@ class Wiring:
             seats = Seats.of([frozenset()] * len(self.requests), device)
             graphs = self._graphs_without_picking(seats)
             self.graphs = StepByStep(
-                self.runner, around, sampler.prepare, may_repeat, seats, graphs, device, self.timekeeper,
-                sampler.calls_owners_code or self.job.calls_criteria, self.notices,
+                self.runner, around if around is not sampler else sampler.without_waiting, sampler.prepare, may_repeat,
+                seats, graphs, device, self.timekeeper, sampler.calls_owners_code or self.job.calls_criteria,
+                self.notices,
             )  # fmt: skip
             # A criterion of the owner's may do anything to the model before the next step.
             return self.graphs, 1 if self.job.calls_criteria else min(2, config.steps_per_sync or 2)

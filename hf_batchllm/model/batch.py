@@ -188,7 +188,7 @@ class BatchBuilder:
                 asked |= {part: begin + part.begin - chunk.begin for part in self.wanted(chunk)}
         of_asked = [np.arange(first, first + part.end - part.begin) for part, first in asked.items()]
         logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_asked])
-        burst = None if chunks or not self.most_times else self._burst(step)
+        burst = None if chunks or not self.most_times else self._burst(step, table, span_unit, row_positions)
         states = StateBatch.of(step, chunks, sizes) if self.carries_states else None
         if states is not None:
             self.states_handed_on += states.handed_on
@@ -220,17 +220,16 @@ class BatchBuilder:
             states,
         )
 
-    def _burst(self, step: Step) -> Burst:
+    def _burst(self, step: Step, table: UnitTable, units: np.ndarray, positions: np.ndarray) -> Burst:
+        """``units``, ``positions`` [rows]: of each row's token."""
         most_pages = (self.most_times - 1) // self.page_size + 2  # of one row; it may start at a page's last token
-        pages = np.full((len(step.rows), most_pages), -1, dtype=np.int64)
-        start, left = [], []
-        for row, request in enumerate(step.rows):
-            first = (request.length - 1 - request.start) // self.page_size
-            own = request.pages[first : first + most_pages]
-            pages[row, : len(own)] = own
-            start.append(request.start + first * self.page_size)
-            left.append(request.max_new_tokens - request.made)
-        return Burst(step.times, np.array(left), np.array(start), pages)
+        unit_start = np.array(table.start)[units]
+        first = (positions - unit_start) // self.page_size
+        place = table.page_begin[units][:, None] + first[:, None] + np.arange(most_pages)  # [rows, pages]
+        held = place < table.page_begin[units + 1][:, None]
+        pages = np.where(held, table.page[np.minimum(place, len(table.page) - 1)], -1)
+        left = [request.max_new_tokens - len(request.generated) - request.pending for request in step.rows]
+        return Burst(step.times, np.array(left), unit_start + first * self.page_size, pages)
 
     @staticmethod
     def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray]:

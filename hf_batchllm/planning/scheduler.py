@@ -271,7 +271,11 @@ class GroupScheduler(QueueScheduler):
     def must_know(self) -> bool:
         if len(self.running) <= self.cache.free_pages:
             return False
-        growing = [request for request in self.running if request.todo == 1 and not request.exhausted]
+        growing: list[Request] = []
+        for request in self.running:  # as in `_at_work`
+            made = len(request.generated) + request.pending
+            if request.prompt_tokens + made - request.computed == 1 and made < request.max_new_tokens:
+                growing.append(request)
         if len(growing) <= self.cache.free_pages:
             return False
         missing = sum(self.cache.missing(request, request.length) for request in growing)

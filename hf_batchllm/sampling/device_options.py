@@ -6,6 +6,7 @@ The processors that transformers makes of the options are compared, attribute by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from .top_h import MOST_OF_TOP_H
 
 _KEPT_BYTES = 512 << 20  # at most, of the tokens that requests have had
 _COST = "by transformers' own code, for which the host waits after each step: steps are not queued ahead"
+_CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.MinPLogitsWarper)
 _ARGUMENTS_THAT_PICK = ("logits_processor", "prefix_allowed_tokens_fn")
 
 # The option for which transformers makes each processor, for messages; they name others by their class.
@@ -74,6 +76,24 @@ def recipe_of(options: Options) -> Recipe:
         _share(config.eta_cutoff),
         None if config.top_h is None else float(config.top_h),
     )
+
+
+def cuts_of(warpers: Sequence[LogitsProcessor], options: Options) -> tuple[int, Recipe] | None:
+    """From which of a row's last processors on kernels do the same, and as which recipe.
+
+    None where nothing cuts, or where it takes transformers' own code.
+    """
+    recipe = replace(recipe_of(options), penalty=1.0)
+    expected = _warpers_of(recipe)
+    own = [each for each in warpers if type(each) is not processors.LogitNormalization]  # changes no token's chances
+    begin = next((place for place, each in enumerate(own) if type(each) in expected), len(own))
+    if not {*expected} & {*_CUTTING} or not {*expected} <= {*_CUTTING, processors.TemperatureLogitsWarper}:
+        return None
+    if [type(each) for each in own[begin:]] != list(expected) or own[:begin] != list(warpers[:begin]):
+        return None
+    if any(getattr(each, name, None) != value for each in own[begin:] for name, value in expected[type(each)].items()):
+        return None
+    return begin, recipe
 
 
 def _share(value: float | None) -> float | None:

@@ -77,6 +77,22 @@ class _Follower:
     ended: bool = False  # by a token that ends it
 
 
+@dataclass(frozen=True, eq=False)
+class _Unfilled:
+    """The masks of some rows, before llguidance has filled them in."""
+
+    requests: list[Request]
+    bound: list[Request]  # those with a grammar
+    followers: list[_Follower]  # of these
+    bits: torch.Tensor  # [bound, words] int32
+    going: list[tuple[LLMatcher, int]]  # and the line of each
+
+    def fill(self) -> None:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        fill_next_token_bitmask_par(_executor(), self.going, self.bits.numpy())
+
+
 class GrammarMasks:
     """The masks of a call.
 
@@ -99,8 +115,7 @@ class GrammarMasks:
         self._buffers = [_Buffer(compiled.vocabulary, pinned) for _ in range(2)]
         self._followers: dict[Request, _Follower] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: Future[TokenMasks] | None = None
-        self._begun_for: list[Request] = []
+        self._begun: tuple[_Unfilled, Future[None] | None] | None = None
 
     def is_free(self, request: Request) -> bool:
         """Whether it has no grammar."""
@@ -116,24 +131,24 @@ class GrammarMasks:
         """
         if self._begun is not None:  # a step that failed did not come to wait for them
             self.wait()
-        bound = sum(not self.is_free(request) for request in requests)
-        for buffer in self._buffers:
-            buffer.lines(bound)  # pinned memory belongs to the device of the thread that asks for it
-        self._begun_for = list(requests)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._begun = self._thread.submit(self.now, self._begun_for)
+        begun = self._get_ready(requests)
+        # Nothing but llguidance's own code runs there: it would have to take turns with Python's here.
+        self._begun = begun, self._thread.submit(begun.fill) if begun.going else None
 
     def wait(self) -> TokenMasks:
         """The masks that were begun. They are valid until those after the next ones are begun."""
         assert self._begun is not None
-        begun, self._begun = self._begun, None
-        return begun.result()
+        (begun, filling), self._begun = self._begun, None
+        if filling is not None:
+            filling.result()
+        return self._finished(begun)
 
     def of(self, requests: Sequence[Request]) -> TokenMasks:
         """The masks that were begun, if they are those of these requests; else they are made now."""
         if self._begun is not None:
-            same = self._begun_for == list(requests)
+            same = self._begun[0].requests == list(requests)
             made = self.wait()
             if same:
                 return made
@@ -141,18 +156,24 @@ class GrammarMasks:
 
     def now(self, requests: Sequence[Request]) -> TokenMasks:
         """The masks, while the caller waits."""
+        ready = self._get_ready(requests)
+        if ready.going:
+            ready.fill()
+        return self._finished(ready)
+
+    def _get_ready(self, requests: Sequence[Request]) -> _Unfilled:
         self._forget_done()
         bound = [request for request in requests if not self.is_free(request)]
         followers = self._up_to_date(bound)
         self._buffers.reverse()
-        bits = self._buffers[0].lines(len(bound))
+        bits = self._buffers[0].lines(len(bound))  # here: pinned memory belongs to the device of the thread that asks
         going = [(each.matcher, line) for line, each in enumerate(followers) if not each.ended]
-        if going:
-            from llguidance.numpy import fill_next_token_bitmask_par
+        return _Unfilled(list(requests), bound, followers, bits, going)
 
-            fill_next_token_bitmask_par(_executor(), going, bits.numpy())
-        _check(bound, followers)
-        self._put_ends(bits.numpy().view(np.uint32), followers)
+    def _finished(self, filled: _Unfilled) -> TokenMasks:
+        bound, bits, requests = filled.bound, filled.bits, filled.requests
+        _check(bound, filled.followers)
+        self._put_ends(bits.numpy().view(np.uint32), filled.followers)
         line = None
         if len(bound) < len(requests):
             numbers = iter(range(len(bound)))

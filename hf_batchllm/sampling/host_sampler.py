@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import LogitsProcessor
@@ -15,14 +16,17 @@ from transformers.generation import logits_process as processors
 
 from ..inputs.options import Options
 from ..inputs.seeds import Seeds
+from ..kernels.sampling_recipes import Recipe
 from ..model.float64 import in_float64
+from ..model.transfers import to_device
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
+from .device_options import cuts_of
 from .grammar_masks import GrammarMasks, TokenMasks
 from .noise import INVALID, DeviceNoise, Inversion, Noise, block_sums, running_sums
 from .nothing_to_draw import NothingToDrawError
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
-from .rows_together import Histories, apply_blind, apply_looking_back
+from .rows_together import Histories, TokensSoFar, apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels
 
 # These cut off unlikely tokens in the order of the scores: the best tokens may be all they need to see.
@@ -76,6 +80,8 @@ class HostSampler:
         self._seed = seed
         self._record = record
         self._prepared: _Prepared | None = None
+        self._tokens = TokensSoFar()
+        self._cuts: dict[ChainLayout, tuple[int, Recipe] | None] = {}
 
     @property
     def calls_owners_code(self) -> bool:
@@ -94,20 +100,31 @@ class HostSampler:
 
     def _get_ready(self, requests: Sequence[Request], device: torch.device) -> None:
         self._chains.forget_done()
+        self._tokens.forget_done()
         chains = [self._chains.of(request) for request in requests]
         groups: dict[ChainLayout, list[int]] = {}
         for row, chain in enumerate(chains):
             groups.setdefault(chain.layout, []).append(row)
-        histories = Histories(requests, device)
+        histories = Histories(requests, device, self._tokens)
         if any(layout.reads_histories for layout in groups):
             histories.send()
         self._prepared = _Prepared(requests, chains, groups, histories)
 
-    @torch.no_grad()
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """The next token of each request; ``logits`` is [requests, vocabulary] float32.
 
         Logits are not written to: a hook of the model's owner may have kept them.
+        """
+        tokens: list[int] = self.without_waiting(logits, requests).tolist()
+        if tokens and min(tokens) < 0:
+            raise NothingToDrawError
+        return tokens
+
+    @torch.no_grad()
+    def without_waiting(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:  # [requests] int64
+        """The same, where the logits are; a negative number where there is nothing to draw from.
+
+        Nothing waits for the device, unless a processor does, or a cut has to be looked at.
         """
         if self._prepared is None or self._prepared.requests is not requests:
             self._get_ready(requests, logits.device)
@@ -115,22 +132,28 @@ class HostSampler:
         chains, groups, histories = self._prepared.chains, self._prepared.groups, self._prepared.histories
         self._prepared = None
         masks = self._masks(requests, logits.device)
-        tokens = [0] * len(requests)
         at_once = rows_at_once(logits)
+        picked: list[torch.Tensor] = []
         for group in groups.values():
             for begin in range(0, len(group), at_once):
                 rows = group[begin : begin + at_once]
                 # As a rule there is one group, whose rows lie side by side: no copy.
                 some = logits[rows] if len(groups) > 1 else logits[begin : begin + at_once]
-                picked = self._pick(
-                    some,
-                    [requests[row] for row in rows],
-                    [chains[row] for row in rows],
-                    histories.some(rows),
-                    None if masks is None else masks.of(rows),
+                picked.append(
+                    self._pick(
+                        some,
+                        [requests[row] for row in rows],
+                        [chains[row] for row in rows],
+                        histories.some(rows),
+                        None if masks is None else masks.of(rows),
+                    )
                 )
-                for row, token in zip(rows, picked, strict=True):
-                    tokens[row] = token
+        if len(picked) == 1:
+            return picked[0]
+        tokens = torch.cat(picked) if picked else torch.empty(0, dtype=torch.long, device=logits.device)
+        if len(groups) > 1:
+            places = to_device(np.concatenate([np.array(group) for group in groups.values()]), logits.device)
+            tokens = torch.empty_like(tokens).index_copy_(0, places, tokens)
         return tokens
 
     def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:
@@ -146,7 +169,7 @@ class HostSampler:
         chains: Sequence[ProcessorChain],
         histories: Callable[[int], torch.Tensor],
         masks: TokenMasks | None,
-    ) -> list[int]:
+    ) -> torch.Tensor:
         """The chains have the same layout, and so the same options and the same blind processors."""
         scores, blind = apply_looking_back(logits, requests, chains, histories, masks=masks), chains[0].blind
         sampled = chains[0].layout.options.do_sample
@@ -155,12 +178,20 @@ class HostSampler:
             if self._record is not None:
                 self._record(requests, logits, final)
             if not sampled:
-                if masks is not None and bool((final.amax(dim=-1) == -torch.inf).any()):  # the best of none is any
-                    raise NothingToDrawError
-                greedy: list[int] = final.argmax(dim=-1).tolist()  # the lowest index among equals
-                return greedy
+                best = final.argmax(dim=-1)  # the lowest index among equals
+                if masks is None:
+                    return best
+                return best.masked_fill_(final.amax(dim=-1) == -torch.inf, INVALID)  # the best of none is any
         assert self._seed is not None
-        return draw_tokens(scores, self._noise(self._seed, requests, scores.device), blind)
+        noise = self._noise(self._seed, requests, scores.device)
+        layout = chains[0].layout
+        if layout not in self._cuts:
+            self._cuts[layout] = cuts_of(blind, layout.options) if self._record is None else None
+        cuts = self._cuts[layout]
+        if cuts is not None and isinstance(noise, DeviceNoise):  # without a wait, as the device's sampler does it
+            begin, recipe = cuts
+            return noise.token_of(recipe, apply_blind(blind[:begin], scores))
+        return drawn(scores, noise, blind)
 
     def _noise(self, seed: Seeds, requests: Sequence[Request], device: torch.device) -> Noise:
         if self._kernels is None:
@@ -173,15 +204,23 @@ class HostSampler:
 
 def draw_tokens(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProcessor]) -> list[int]:
     """Draw a token for each row of ``scores`` [rows, vocabulary], after the ``warpers``, which are blind to history."""
-    width = _first_width(warpers)
-    tokens = _attempt(scores, noise, warpers, width).tolist()  # the only wait for the device, as a rule
-    while missed := [row for row, token in enumerate(tokens) if token == _TOO_SHORT]:
-        width *= _WIDER
-        again = _attempt(scores[missed], noise.of(missed), warpers, width).tolist()
-        for row, token in zip(missed, again, strict=True):
-            tokens[row] = token
+    tokens: list[int] = drawn(scores, noise, warpers).tolist()
     if INVALID in tokens:
         raise NothingToDrawError
+    return tokens
+
+
+def drawn(scores: torch.Tensor, noise: Noise, warpers: Sequence[LogitsProcessor]) -> torch.Tensor:  # [rows] int64
+    """Those tokens, where the scores are. INVALID in rows without a distribution."""
+    width = _first_width(warpers)
+    tokens = _attempt(scores, noise, warpers, width)
+    # Where the best scores may not tell, whether they do is the only wait for the device, as a rule.
+    while width < scores.shape[-1] and _can_be_short(warpers):
+        missed = (tokens == _TOO_SHORT).nonzero()[:, 0].tolist()
+        if not missed:
+            break
+        width *= _WIDER
+        tokens[missed] = _attempt(scores[missed], noise.of(missed), warpers, width)
     return tokens
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..inputs.seeds import Seeds, as_int64, noise_key
+from ..kernels.sampling_recipes import Recipe
 from ..model.float64 import in_float64, place_of_float64
 from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
@@ -85,6 +86,12 @@ class DeviceNoise:
             scores = scores.new_full((len(scores), vocabulary), -torch.inf).scatter_(-1, ids, scores)
         tokens = self._kernels.gumbel_sample(scores, 1.0, *self._keys)
         return torch.where(tokens < 0, INVALID, tokens)
+
+    def token_of(self, recipe: Recipe, scores: torch.Tensor) -> torch.Tensor:  # [rows] int64
+        """Draw a token for each row of ``scores`` [rows, vocabulary], after the recipe's cuts; negative: INVALID."""
+        cuts = {"temperature": recipe.temperature, "top_k": recipe.top_k, "top_p": recipe.top_p, "min_p": recipe.min_p}
+        edge = self._kernels.cutoffs(scores, **cuts)
+        return self._kernels.gumbel_sample(scores, recipe.temperature, *self._keys, threshold=edge)
 
 
 # -- numbers between 0 and 1 -----------------------------------------------------------------------------------

@@ -121,14 +121,19 @@ class ProcessorChains:
             each: _ChainMaker(inner, each, warn, first_rows, watermarks, grammars) for each in dict.fromkeys(options)
         }
         self._makers = [makers[each] for each in options]
+        self._of_prompt: list[ProcessorChain | None] = [None] * len(options)  # the one that its samples share
         self._own: dict[Request, ProcessorChain] = {}  # of requests that share theirs with no other
         arguments = [each.arguments for each in makers]
         self.calls_owners_code = any(each.logits_processor or each.prefix_allowed_tokens_fn for each in arguments)
 
     def of(self, request: Request) -> ProcessorChain:
+        shared = self._of_prompt[request.index]
+        if shared is not None:
+            return shared
         maker = self._makers[request.index]
         if not maker.one_for_each:
-            return maker.shared(request)
+            shared = self._of_prompt[request.index] = maker.shared(request)
+            return shared
         if request not in self._own:
             self._own[request] = maker.make(request)
         return self._own[request]

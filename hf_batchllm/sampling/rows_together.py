@@ -17,6 +17,8 @@ from .grammar_masks import TokenMasks
 from .processor_chains import ProcessorChain, ProcessorKind
 from .user_processors import UserProcessor
 
+_ROOM = 64  # tokens that an array has room for beyond those it begins with
+
 
 def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
     """The scores [rows, vocabulary] after processors that do not look back."""
@@ -26,18 +28,47 @@ def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.
     return scores
 
 
+class TokensSoFar:
+    """The tokens of requests as arrays, each of which is made once and grows with its request."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Request, tuple[np.ndarray, int]] = {}  # with room for more, and how many there are
+
+    def of(self, request: Request) -> np.ndarray:  # [seen] int64
+        seen = request.prompt_tokens + len(request.generated)
+        tokens, count = self._kept.get(request) or self._begun_with(request)
+        if seen > len(tokens):
+            tokens = np.concatenate([tokens[:count], np.empty(max(_ROOM, count), dtype=np.int64)])
+        if seen == count + 1:  # one for each row of each step
+            tokens[count] = request.generated[-1]
+        elif seen > count:
+            tokens[count:seen] = request.tokens(count, seen)
+        if seen != count:
+            self._kept[request] = tokens, seen
+        return tokens[:seen]
+
+    def _begun_with(self, request: Request) -> tuple[np.ndarray, int]:
+        room = min(_ROOM, request.max_new_tokens)
+        return np.concatenate([request.prompt_ids, np.empty(room, dtype=np.int64)]), request.prompt_tokens
+
+    def forget_done(self) -> None:
+        for request in [request for request in self._kept if request.done]:
+            del self._kept[request]
+
+
 class Histories:
     """The tokens of some requests, as processors are given them."""
 
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+    def __init__(self, requests: Sequence[Request], device: torch.device, tokens: TokensSoFar | None = None) -> None:
         self._requests = requests
         self._device = device
+        self._tokens = TokensSoFar() if tokens is None else tokens
         self._rows: tuple[torch.Tensor, ...] = ()
 
     def send(self) -> None:
         """All of them in one copy to the device."""
-        every = [request.tokens(0, request.seen) for request in self._requests]
-        flat = to_device(np.concatenate(every).astype(np.int64)[None], self._device)
+        every = [self._tokens.of(request) for request in self._requests]
+        flat = to_device(np.concatenate(every)[None], self._device)
         self._rows = flat.split([len(ids) for ids in every], dim=1)
 
     def of(self, row: int) -> torch.Tensor:  # [1, length], without padding

@@ -36,19 +36,19 @@ class UserProcessor(LogitsProcessor):
         return callable_name(self.processor)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        shape = list(scores.shape)
+        shape = scores.shape
         watched = self._warn is not None and 0 < self._calls <= _WATCHED_CALLS  # the first may prepare it
         before = _state(self.processor) if watched else None
         result = self.processor(input_ids, scores)
         if before is not None:
             self._compare(before, _state(self.processor))
         self._calls += 1
-        if not isinstance(result, torch.Tensor) or list(result.shape) != shape:
+        if not isinstance(result, torch.Tensor) or result.shape != shape:
             got = f"scores of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else a_kind(result)
             raise OptionValueError(
-                _OPTION, f"{callable_name(self.processor)} gave {got}: it must return scores of shape {shape}"
+                _OPTION, f"{callable_name(self.processor)} gave {got}: it must return scores of shape {list(shape)}"
             )
-        return result.to(scores)
+        return result if result.dtype is scores.dtype and result.device == scores.device else result.to(scores)
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         changed = [name for name in after if name not in before or before[name] != after[name]]

@@ -131,7 +131,7 @@ class Produced:
 class DecodeRows:
     """Room for so many rows, and one run of the model over them. ``most_times``: how often they may run in a row.
 
-    ``pick``, ``advance``: None where the host picks, which then gives each row its token before each run.
+    ``pick``, ``advance``: None where tokens are picked outside, from the logits of one run at a time.
     """
 
     def __init__(
@@ -196,14 +196,14 @@ class DecodeRows:
             (state.status, RUNNING, PADDING),
             (state.start, burst.start, 0),
             *((column, pages, -1) for column, pages in zip(state.pages.T, burst.pages.T, strict=True)),
-            *([] if self._pick is not None else [(state.token, tokens.input_ids.numpy(), 0)]),
+            *([] if self._seats.keep_tokens else [(state.token, tokens.input_ids.numpy(), 0)]),
         ]
         numbers = np.empty((len(given), self.rows), dtype=np.int64)  # all in one copy to the device
         for line, (_, values, filler) in zip(numbers, given, strict=True):
             line[:rows], line[rows:] = values, filler
         for line, (destination, *_) in zip(sent(torch.from_numpy(numbers), state.token.device), given, strict=True):
             destination.copy_(line)
-        if self._pick is not None:
+        if self._seats.keep_tokens:
             state.token.copy_(self._seats.last[self._seat])
         if self._which is not None and self._seats.which is not None:
             self._which.copy_(self._seats.which[self._seat])

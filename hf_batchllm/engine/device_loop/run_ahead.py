@@ -62,11 +62,8 @@ class RunAhead(GraphLauncher):
             if produced is not None:
                 places = batch.tokens.made.numpy()[:, None] + np.arange(burst.times)  # [rows, times]
                 return self._copied(sampling, produced.tokens, produced.noted, places % produced.tokens.shape[1])
-        batch = batch.to(self.device)
+        batch = self.seats.fill_in(batch)
         tokens = batch.tokens
-        rows = len(tokens.row_seats)
-        if rows:
-            tokens.input_ids[:rows] = self.seats.last[tokens.row_seats]
         logits = self.runner.step(batch)
         if not sampling:
             return lambda: np.empty((0, 1), dtype=np.int64)

@@ -7,10 +7,11 @@ its last token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ...model.batch import ModelBatch
 from ...planning.requests_and_prefixes import Request
 
 _PAD = -2  # fills up short sets of tokens; -1 would not do: it stands where no token was picked
@@ -24,6 +25,7 @@ class Seats:
     ended: torch.Tensor  # [seats] bool  whether that token ends the answer
     eos: torch.Tensor  # [any] int64  the tokens that end answers; [sets, any], padded, where requests differ
     which: torch.Tensor | None = None  # [seats] int32  the request's row of `eos`, where requests differ
+    keep_tokens: bool = True  # otherwise nothing is in `last`, and batches have the tokens
 
     @classmethod
     def of(cls, stop_tokens: Sequence[frozenset[int]], device: torch.device) -> Seats:
@@ -40,6 +42,11 @@ class Seats:
                 torch.tensor(which, dtype=torch.int32, device="cpu").to(device) if len(sets) > 1 else None,
             )
 
+    @classmethod
+    def none(cls, device: torch.device) -> Seats:
+        """For rows whose tokens the host knows before each step."""
+        return replace(cls.of([], device), keep_tokens=False)
+
     @property
     def any_eos(self) -> bool:
         return self.eos.numel() > 0
@@ -51,6 +58,14 @@ class Seats:
             seats, tokens = torch.tensor(numbers, device=self.last.device).T
             self.last[seats] = tokens
             self.ended[seats] = False
+
+    def fill_in(self, batch: ModelBatch) -> ModelBatch:
+        """The batch on the device, where decode rows go on from the tokens at their seats."""
+        batch = batch.to(self.last.device)
+        rows = len(batch.tokens.row_seats)
+        if rows and self.keep_tokens:
+            batch.tokens.input_ids[:rows] = self.last[batch.tokens.row_seats]
+        return batch
 
     def store(self, seats: torch.Tensor, picked: torch.Tensor) -> None:
         """Keep the tokens that a step has picked for the requests at ``seats``; -1 for no token."""

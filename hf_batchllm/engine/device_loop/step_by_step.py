@@ -1,7 +1,8 @@
-"""Steps whose tokens the host picks: the model runs as a graph, and the host waits for the logits of each step.
+"""Steps whose tokens the host has picked: the model runs as a graph, and the host sees the tokens of each step.
 
-While the device runs a step, the host does all that does not need its tokens: it takes down those of the step before,
-schedules the next one, builds it, and gets processors and masks ready.
+A step is picked from once the tokens before it have been seen, and the next one follows at once: tokens stay on the
+device, where it finds them. While it runs, the host takes down the tokens of the step before, schedules and builds the
+step after, and gets processors and masks ready.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ import torch
 from ...model.batch import ModelBatch
 from ...model.device_memory import device_memory, is_out_of_memory
 from ...model.runner import ModelRunner
+from ...model.transfers import start_copy_to_host, to_device
 from ...notices import Notices
 from ...planning.requests_and_prefixes import Request
+from ...sampling.nothing_to_draw import NothingToDrawError
 from ..timekeeper import Timekeeper
 from .decode_graphs import DecodeGraphs
 from .graph_launcher import GraphLauncher
@@ -35,11 +38,13 @@ class _Launched:
     sampling: Sequence[Request]
     logits: torch.Tensor | None  # [samples, vocabulary]  None once its tokens have been picked
     going: list[Request] | None = None  # those that had not ended when picking was prepared
-    tokens: np.ndarray | None = None  # [samples] int64
+    rows: list[int] = field(default_factory=list)  # of the samples that tokens have been picked for
+    picked: Callable[[], np.ndarray] | None = None  # waits for the tokens of these rows; negative: there is none
 
 
 class StepByStep(GraphLauncher):
-    """``sampler``: picks the tokens of some requests from their logits, in float32.
+    """``sampler``: picks the tokens of some requests from their logits, in float32. A tensor [requests] that it gives
+    is not waited for before the next step is launched; it has negative numbers where there is nothing to draw from.
 
     prepare: gets it ready for these requests, while the device runs.
     """
@@ -47,7 +52,7 @@ class StepByStep(GraphLauncher):
     def __init__(
         self,
         runner: ModelRunner,
-        sampler: Callable[[torch.Tensor, Sequence[Request]], list[int]],
+        sampler: Callable[[torch.Tensor, Sequence[Request]], torch.Tensor | list[int]],
         prepare: Callable[[Sequence[Request], torch.device], None],
         may_pick_again: Callable[[Sequence[Request]], bool],
         seats: Seats,
@@ -71,7 +76,6 @@ class StepByStep(GraphLauncher):
         before = self._latest
         if before is not None:
             self._pick(before)
-            self._fill_in(batch, sampling, before)
             self.timekeeper.switch(self.timekeeper.launching)
         launched = _Launched(sampling, self.logits(batch))
         if not any(request.pending for request in sampling):  # otherwise tokens before those have yet to be seen
@@ -81,7 +85,7 @@ class StepByStep(GraphLauncher):
 
     def tokens_were_seen(self) -> None:
         latest = self._latest
-        if latest is not None and latest.tokens is None and latest.going is None:
+        if latest is not None and latest.picked is None and latest.going is None:
             with self.surroundings():
                 self._prepare(latest)
 
@@ -98,36 +102,47 @@ class StepByStep(GraphLauncher):
             launched.going = going
 
     def _tokens_of(self, launched: _Launched) -> np.ndarray:  # [samples, 1]
-        if launched.tokens is None:
+        if launched.picked is None:
             with self.surroundings():
                 self._pick(launched)
-        assert launched.tokens is not None
-        return launched.tokens[:, None]
+        assert launched.picked is not None
+        tokens = np.full(len(launched.sampling), _NONE, dtype=np.int64)
+        tokens[launched.rows] = launched.picked()
+        if len(launched.rows) and (tokens[launched.rows] < 0).any():
+            raise NothingToDrawError
+        return tokens[:, None]
 
     def _pick(self, launched: _Launched) -> None:
         """Pick the step's tokens, once. The tokens before them must have been seen."""
-        if launched.tokens is not None:
+        if launched.picked is not None:
             return
         logits, sampling, going = launched.logits, launched.sampling, launched.going
         assert logits is not None
         rows = [row for row, request in enumerate(sampling) if not request.done]
         if going is None or len(going) != len(rows):
             going = [sampling[row] for row in rows]
-        tokens = np.full(len(sampling), _NONE, dtype=np.int64)
+        picked = torch.empty(0, dtype=torch.long, device="cpu")
         if rows:
             self.timekeeper.switch("tokens")
-            tokens[rows] = self._picked(logits if len(rows) == len(sampling) else logits[rows], going)
-        launched.tokens, launched.logits = tokens, None
+            picked = self._picked(logits if len(rows) == len(sampling) else logits[rows], going)
+            seats = to_device(np.array([request.seat for request in going]), self.device)
+            self.seats.store(seats, picked)
+        launched.rows, launched.logits, launched.picked = rows, None, start_copy_to_host(picked)
 
-    def _picked(self, logits: torch.Tensor, going: list[Request]) -> list[int]:
+    def _picked(self, logits: torch.Tensor, going: list[Request]) -> torch.Tensor:  # [going] int64
         """In parts, where memory does not suffice for all at once."""
-        tokens: list[int] = []
-        while len(tokens) < len(going):
-            part = slice(len(tokens), len(tokens) + self._at_once)
+        parts: list[torch.Tensor] = []
+        done = 0
+        while done < len(going):
+            part = slice(done, done + self._at_once)
             some = going if self._at_once >= len(going) else going[part]
             try:
                 with self.owners_turn():
-                    tokens += self.sampler(self.runner.in_float32(logits[part]), some)
+                    tokens = self.sampler(self.runner.in_float32(logits[part]), some)
+                if not isinstance(tokens, torch.Tensor):
+                    tokens = to_device(np.array(tokens, dtype=np.int64), self.device)
+                elif len(some) < len(going):  # memory for masks serves again, once it has been read
+                    tokens.cpu()
             except Exception as error:
                 if not is_out_of_memory(error) or len(some) == 1:
                     raise
@@ -142,22 +157,18 @@ class StepByStep(GraphLauncher):
                     "picked in smaller parts, which is slower. The results stay the same. To leave more room, set a "
                     "smaller `kv_memory`",
                 )
-        return tokens
+            else:
+                parts.append(tokens)
+                done += len(some)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _free(self, error: Exception) -> None:
         traceback.clear_frames(error.__traceback__)  # they hold tensors
         gc.collect()
         device_memory(self.device).trim()
 
-    @staticmethod
-    def _fill_in(batch: ModelBatch, sampling: Sequence[Request], before: _Launched) -> None:
-        """Give rows the tokens that were picked after the batch was built."""
-        assert before.tokens is not None
-        picked = dict(zip(before.sampling, before.tokens.tolist(), strict=True))
-        ids = batch.tokens.input_ids.numpy()
-        for row, request in enumerate(sampling[: batch.attention.rows]):
-            if request.pending:
-                ids[row] = picked[request]
-
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return not self._failed  # the step itself fails before any of its tokens are picked
+
+    def _put_back(self, going: Sequence[Request]) -> None:
+        self.seats.put(going)

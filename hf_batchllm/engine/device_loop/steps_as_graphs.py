@@ -63,13 +63,13 @@ class StepsAsGraphs:
         self._outside = None
 
     def logits(self, batch: ModelBatch) -> torch.Tensor:  # [samples, vocabulary]
-        """Run a step for which the host picks. The logits are valid until the next one."""
+        """Run a step whose tokens are picked outside of graphs. The logits are valid until the next one runs."""
         if self.graphs is not None and batch.burst is not None:
             produced = self.graphs.run(batch, int(batch.burst.left.max()))
             if produced is not None:
                 assert produced.logits is not None
                 return produced.logits
-        return self.runner.step(batch)
+        return self.runner.step(self.seats.fill_in(batch))
 
     @contextmanager
     def owners_turn(self) -> Iterator[None]:
