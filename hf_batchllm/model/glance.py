@@ -31,6 +31,7 @@ class Glance:
         # What is empty stays so where the lengths are the same.
         self._dicts = [each for each in self._containers if each and isinstance(each, dict)]
         self._others = [each for each in inner if each and not isinstance(each, dict)]
+        self._keys = list(chain.from_iterable(self._dicts))
         self._objects = list(self._objects_now())
         # A tensor stays the same object when its owner puts other memory under it.
         tensors = chain.from_iterable((*each["_parameters"].values(), *each["_buffers"].values()) for each in held)
@@ -42,14 +43,21 @@ class Glance:
         return (
             list(map(type, self._modules)) == self._kinds
             and list(map(len, self._containers)) == self._lengths
+            and self._same_keys()
             and all(map(is_, self._objects_now(), self._objects))
             and self._places_now() == self._places
         )
 
+    def _same_keys(self) -> bool:
+        try:
+            return list(chain.from_iterable(self._dicts)) == self._keys  # mostly the same strings: faster than `is_`
+        except Exception:  # other keys, which cannot be compared
+            return False
+
     def _objects_now(self) -> Iterator[object]:
-        """Keys, values and items, in their order."""
-        keys, values = chain.from_iterable(self._dicts), chain.from_iterable(map(dict.values, self._dicts))
-        return chain(keys, values, chain.from_iterable(self._others))
+        """Values and items, in their order."""
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        return chain(values, chain.from_iterable(self._others))
 
     def _places_now(self) -> list[object]:
         return [_place(each) for each in self._tensors]

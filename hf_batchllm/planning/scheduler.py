@@ -271,15 +271,17 @@ class GroupScheduler(QueueScheduler):
     def must_know(self) -> bool:
         if len(self.running) <= self.cache.free_pages:
             return False
-        growing: list[Request] = []
+        free, page_size = self.cache.free_pages, self.cache.page_size
+        growing = missing = 0
         for request in self.running:  # as in `_at_work`
             made = len(request.generated) + request.pending
-            if request.prompt_tokens + made - request.computed == 1 and made < request.max_new_tokens:
-                growing.append(request)
-        if len(growing) <= self.cache.free_pages:
-            return False
-        missing = sum(self.cache.missing(request, request.length) for request in growing)
-        return missing > self.cache.free_pages + self.cache.droppable_pages
+            length = request.prompt_tokens + made
+            if length - request.computed == 1 and made < request.max_new_tokens:
+                growing += 1
+                lacking = -((request.start - length) // page_size) - len(request.pages)
+                if lacking > 0:
+                    missing += lacking
+        return growing > free and missing > free + self.cache.droppable_pages
 
     def finish(self, request: Request) -> None:
         if request.finish_reason is not FinishReason.TIME:  # none that was withdrawn comes here

@@ -41,7 +41,7 @@ _SHORTLIST = 1024  # tokens, for cuts that keep a number not known beforehand
 _WIDER = 16  # times as many, when a shortlist was too short
 _DOUBT = 1e-6  # relative: closer to the edge of a nucleus, rounding decides, and transformers' own is taken
 _TOO_SHORT = -1  # instead of a token: the shortlist does not tell
-SCORES_AT_ONCE = 1 << 25  # that are processed at a time on a device: processors make copies of them
+SCORES_AT_ONCE = 3 << 24  # that are processed at a time on a device: processors make copies of them
 _SCORES_PER_CPU_THREAD = 1 << 19  # so many stay in a core's cache
 
 RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]

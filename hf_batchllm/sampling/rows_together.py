@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,31 +29,42 @@ def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.
     return scores
 
 
+@dataclass(eq=False, slots=True)
+class _Growing:
+    tokens: np.ndarray  # int64, with room for more
+    count: int
+
+
 class TokensSoFar:
     """The tokens of requests as arrays, each of which is made once and grows with its request."""
 
     def __init__(self) -> None:
-        self._kept: dict[Request, tuple[np.ndarray, int]] = {}  # with room for more, and how many there are
+        self._kept: dict[Request, _Growing] = {}
 
-    def of(self, request: Request) -> np.ndarray:  # [seen] int64
-        seen = request.prompt_tokens + len(request.generated)
-        tokens, count = self._kept.get(request) or self._begun_with(request)
-        if seen > len(tokens):
-            tokens = np.concatenate([tokens[:count], np.empty(max(_ROOM, count), dtype=np.int64)])
-        if seen == count + 1:  # one for each row of each step
-            tokens[count] = request.generated[-1]
-        elif seen > count:
-            tokens[count:seen] = request.tokens(count, seen)
-        if seen != count:
-            self._kept[request] = tokens, seen
-        return tokens[:seen]
+    def of(self, requests: Sequence[Request]) -> list[np.ndarray]:  # of each request, [seen] int64
+        found = []
+        for request in requests:  # each row of each step comes by
+            kept = self._kept.get(request) or self._begin(request)
+            seen = request.prompt_tokens + len(request.generated)
+            if seen > len(kept.tokens):
+                more = np.empty(max(_ROOM, seen), dtype=np.int64)
+                kept.tokens = np.concatenate([kept.tokens, more])
+            if seen == kept.count + 1:
+                kept.tokens[kept.count] = request.generated[-1]
+            elif seen > kept.count:
+                kept.tokens[kept.count : seen] = request.tokens(kept.count, seen)
+            kept.count = seen
+            found.append(kept.tokens[:seen])
+        return found
 
-    def _begun_with(self, request: Request) -> tuple[np.ndarray, int]:
-        room = min(_ROOM, request.max_new_tokens)
-        return np.concatenate([request.prompt_ids, np.empty(room, dtype=np.int64)]), request.prompt_tokens
+    def _begin(self, request: Request) -> _Growing:
+        room = np.empty(min(_ROOM, request.max_new_tokens), dtype=np.int64)
+        begun = _Growing(np.concatenate([request.prompt_ids, room]), request.prompt_tokens)
+        self._kept[request] = begun
+        return begun
 
     def forget_done(self) -> None:
-        for request in [request for request in self._kept if request.done]:
+        for request in [request for request in self._kept if request.finish_reason is not None]:
             del self._kept[request]
 
 
@@ -67,7 +79,7 @@ class Histories:
 
     def send(self) -> None:
         """All of them in one copy to the device."""
-        every = [self._tokens.of(request) for request in self._requests]
+        every = self._tokens.of(self._requests)
         flat = to_device(np.concatenate(every)[None], self._device)
         self._rows = flat.split([len(ids) for ids in every], dim=1)
 
@@ -114,17 +126,20 @@ def apply_looking_back(
         else:
             own_scores = scores.clone()  # a processor may write to its own
             of_each = own_scores.split(together)
-            done = []
-            for number, given in enumerate(of_each):
-                row = number * together
-                ids = history(row) if together == 1 else torch.cat([history(row + more) for more in range(together)])
-                own_one = chains[row].looking_back[place]
-                try:
-                    done.append(own_one(ids, given))
-                except Exception as error:
-                    if isinstance(own_one, UserProcessor):
-                        say_where(error, f"the logits processor {own_one.name}", requests[row].index)
-                    raise
+            processors_of_each = [chain.looking_back[place] for chain in chains[::together]]
+            done: list[torch.Tensor] = []
+            own: LogitsProcessor = processor
+            try:
+                for number, (own, given) in enumerate(zip(processors_of_each, of_each, strict=True)):
+                    first = number * together
+                    more = range(first, first + together)
+                    ids = history(first) if together == 1 else torch.cat([history(row) for row in more])
+                    done.append(own(ids, given))
+            except Exception as error:
+                if isinstance(own, UserProcessor):
+                    row = len(done) * together
+                    say_where(error, f"the logits processor {own.name}", requests[row].index)
+                raise
             in_place = all(result is given for result, given in zip(done, of_each, strict=True))
             scores = own_scores if in_place else torch.cat(done)
     return scores

@@ -37,11 +37,12 @@ class UserProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         shape = scores.shape
-        watched = self._warn is not None and 0 < self._calls <= _WATCHED_CALLS  # the first may prepare it
-        before = _state(self.processor) if watched else None
-        result = self.processor(input_ids, scores)
-        if before is not None:
+        if self._warn is not None and 0 < self._calls <= _WATCHED_CALLS:  # the first may prepare it
+            before = _state(self.processor)
+            result = self.processor(input_ids, scores)
             self._compare(before, _state(self.processor))
+        else:
+            result = self.processor(input_ids, scores)
         self._calls += 1
         if not isinstance(result, torch.Tensor) or result.shape != shape:
             got = f"scores of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else a_kind(result)
