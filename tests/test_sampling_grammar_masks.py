@@ -191,6 +191,22 @@ def test_a_tokenizer_is_prepared_once_and_equal_grammars_are_compiled_once(monke
     assert len(compiled_grammars._PREPARED) < before, "it is kept as long as its tokenizer"
 
 
+def test_a_grammar_of_many_sequences_is_compiled_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    compiled = grammars_for(pickle.loads(pickle.dumps(letters()[1])), 101, "regex", [EOS])
+    made: list[Grammar] = []
+    compile_it = CompiledGrammars._compile
+    monkeypatch.setattr(CompiledGrammars, "_compile", lambda *given: made.append(given[1]) or compile_it(*given))
+    few, many = Grammar("regex", "a+b"), Grammar("regex", "b+a")
+    matchers = [compiled.matcher(grammar) for grammar in [few] * 3 + [many] * 40]
+    assert made == [few] + [many] * 3
+    assert [each.consume_token(IDS["b"]) for each in matchers[3:]] == [True] * 40
+    assert not any(each.is_error() for each in matchers)
+    monkeypatch.setattr("hf_batchllm.sampling.compiled_grammars._MOST_SECONDS", 0)
+    slow = [compiled.matcher(Grammar("regex", "c+a")) for _ in range(40)]
+    assert len(made) == 5 and len(slow) == 40
+
+
 def test_a_tokenizer_that_has_grown_is_prepared_anew() -> None:
     tokenizer = pickle.loads(pickle.dumps(letters()[1]))
     compiled = grammars_for(tokenizer, 101, "regex", [EOS])

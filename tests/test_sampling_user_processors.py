@@ -202,6 +202,38 @@ def test_what_belongs_to_a_sequence_goes_with_it(monkeypatch: pytest.MonkeyPatch
     assert 0 < most < 30, "of 36"
 
 
+class OddTokens(LogitsProcessor):
+    """Bans every second token, in place."""
+
+    supports_continuous_batching: bool | None = None
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.shapes.append((*ids.shape, len(scores)))
+        scores[:, ::2] = -torch.inf
+        return scores
+
+
+class OddTokensOfAllRows(OddTokens):
+    supports_continuous_batching = True
+
+
+@pytest.mark.parametrize("options", [{}, {**SAMPLED, "repetition_penalty": 1.2}, {"num_beams": 2}], ids=brief)
+def test_one_that_says_that_it_looks_at_scores_alone_gets_all_rows_at_once(options: dict[str, Any]) -> None:
+    generator = BatchGenerator(build(FAMILY), **PAGE)
+    asked = {"max_new_tokens": 6, "seed": 2 if options.get("do_sample") else None, **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*keep state")
+        one_by_one = generator.generate(prompts(), logits_processor=[OddTokens()], **asked)
+        together = OddTokensOfAllRows()
+        result = generator.generate(prompts(), logits_processor=[together], **asked)
+    assert result.token_ids == one_by_one.token_ids
+    assert all(width == 0 for _, width, _ in together.shapes)
+    assert max(rows for rows, _, _ in together.shapes) > 4
+
+
 # -- errors and warnings ---------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,12 @@ class NoBreaks(LogitsProcessor):
         return scores.index_fill(1, self.tokens, -torch.inf)
 
 
+class NoBreaksAnywhere(NoBreaks):
+    """As one that says that it looks at no tokens."""
+
+    supports_continuous_batching = True
+
+
 def options_of(vocabulary: int, requests: int, device: torch.device, ends: dict[str, Any]) -> dict[str, dict[str, Any]]:
     words = [
         [1 + (7919 * word + 31 * token) % (vocabulary - 1) for token in range(1 + word % 3)] for word in range(200)
@@ -78,6 +84,7 @@ def options_of(vocabulary: int, requests: int, device: torch.device, ends: dict[
         "output_scores": SAMPLED | {"output_scores": True, "return_dict_in_generate": True},
         "eight settings": {"configs": [mixed[number % len(mixed)] for number in range(requests)]},
         "own processor": {"logits_processor": [NoBreaks(few, device)]},
+        "own, all rows": {"logits_processor": [NoBreaksAnywhere(few, device)]},
         "allowed tokens": {"prefix_allowed_tokens_fn": lambda batch, ids: few},
         "one JSON schema": {"schema": schema(None, bounded=False)} | ends,
         "a schema each": {"schema": [schema(number, bounded=False) for number in range(requests)]} | ends,

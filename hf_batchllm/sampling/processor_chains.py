@@ -215,7 +215,7 @@ class _ChainMaker:
         every, kinds = [], []
         for processor in made:
             kind = _kind(processor, id(processor) in users)
-            if id(processor) in users and kind is ProcessorKind.ALONE:
+            if id(processor) in users and kind is not ProcessorKind.ALIKE:
                 processor = self._wrapped.get(id(processor)) or UserProcessor(processor)
             elif id(processor) not in users and type(processor) in _SAME_FOR_ALL_LENGTHS:
                 processor = self._of_all_lengths.setdefault(type(processor), processor)
@@ -287,7 +287,9 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
     kind = type(processor)
     if is_the_users:
         is_known = kind in (*BLIND_TO_HISTORY, *MINIMUM_LENGTHS, *_STATELESS)
-        return ProcessorKind.ALIKE if is_known else ProcessorKind.ALONE
+        if is_known:
+            return ProcessorKind.ALIKE
+        return ProcessorKind.BLIND if looks_at_scores_alone(processor) else ProcessorKind.ALONE
     if kind is processors.RepetitionPenaltyLogitsProcessor and _penalises_prompts(processor):
         return ProcessorKind.PENALTY
     if kind in MINIMUM_LENGTHS:
@@ -297,6 +299,11 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
     if kind in BLIND_TO_HISTORY:
         return ProcessorKind.BLIND
     return ProcessorKind.ALIKE if kind in _STATELESS else ProcessorKind.ALONE
+
+
+def looks_at_scores_alone(processor: Any) -> bool:
+    """Whether its class says so, in transformers' words: such a processor takes the rows of all sequences at once."""
+    return getattr(processor, "supports_continuous_batching", None) is True
 
 
 def looks_at_each_row_alone(processor: Any) -> bool:

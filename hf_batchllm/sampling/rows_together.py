@@ -24,8 +24,8 @@ _ROOM = 64  # tokens that an array has room for beyond those it begins with
 def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
     """The scores [rows, vocabulary] after processors that do not look back."""
     ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-    for processor in some:
-        scores = processor(ids, scores)
+    for processor in some:  # one of the user's own may write to what it is given
+        scores = processor(ids, scores.clone() if isinstance(processor, UserProcessor) else scores)
     return scores
 
 
