@@ -168,7 +168,7 @@ class BatchBuilder:
         self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
         places = places_below([*step.rows, *(chunk.unit for chunk in chunks)])
         table = UnitTable.of(places)
-        row_ids, row_positions = self._rows(step.rows)
+        row_ids, row_positions, row_made = self._rows(step.rows)
         chunk_begin = np.array([chunk.begin for chunk in chunks], dtype=np.int64)
         chunk_end = np.array([chunk.end for chunk in chunks], dtype=np.int64)
         span_unit = np.array([places[unit] for unit in chain(step.rows, (chunk.unit for chunk in chunks))])
@@ -188,7 +188,13 @@ class BatchBuilder:
                 asked |= {part: begin + part.begin - chunk.begin for part in self.wanted(chunk)}
         of_asked = [np.arange(first, first + part.end - part.begin) for part, first in asked.items()]
         logits_rows = np.concatenate([np.arange(rows), last[sampling], *of_asked])
-        burst = None if chunks or not self.most_times else self._burst(step, table, span_unit, row_positions)
+        sampling_chunks = step.sampling()[rows:]
+        made = np.concatenate([row_made, np.array([unit.made for unit in sampling_chunks], dtype=np.int64)])
+        row_seats = np.array([request.seat for request in step.rows], dtype=np.int64)
+        sample_seats = np.concatenate([row_seats, np.array([unit.seat for unit in sampling_chunks], dtype=np.int64)])
+        burst = None
+        if not chunks and self.most_times:
+            burst = self._burst(step, table, span_unit, row_positions, row_made)
         states = StateBatch.of(step, chunks, sizes) if self.carries_states else None
         if states is not None:
             self.states_handed_on += states.handed_on
@@ -199,9 +205,9 @@ class BatchBuilder:
                 tensor(ids),
                 tensor(every_position),
                 tensor(logits_rows),
-                tensor(np.array([request.seat for request in step.rows])),
-                tensor(np.array([request.seat for request in step.sampling()])),
-                tensor(np.array([len(request.generated) + request.pending for request in step.sampling()])),
+                tensor(row_seats),
+                tensor(sample_seats),
+                tensor(made),
             ),
             AttentionBatch(
                 tensor(slots),
@@ -220,23 +226,30 @@ class BatchBuilder:
             states,
         )
 
-    def _burst(self, step: Step, table: UnitTable, units: np.ndarray, positions: np.ndarray) -> Burst:
-        """``units``, ``positions`` [rows]: of each row's token."""
+    def _burst(
+        self,
+        step: Step,
+        table: UnitTable,
+        units: np.ndarray,  # [rows]  each row's in the table
+        positions: np.ndarray,  # [rows]
+        made: np.ndarray,  # [rows]  new tokens so far
+    ) -> Burst:
         most_pages = (self.most_times - 1) // self.page_size + 2  # of one row; it may start at a page's last token
-        unit_start = np.array(table.start)[units]
-        first = (positions - unit_start) // self.page_size
-        place = table.page_begin[units][:, None] + first[:, None] + np.arange(most_pages)  # [rows, pages]
-        held = place < table.page_begin[units + 1][:, None]
-        pages = np.where(held, table.page[np.minimum(place, len(table.page) - 1)], -1)
-        left = [request.max_new_tokens - len(request.generated) - request.pending for request in step.rows]
-        return Burst(step.times, np.array(left), unit_start + first * self.page_size, pages)
+        starts = np.array(table.start)[units]
+        first = (positions - starts) // self.page_size
+        places = (table.page_begin[units] + first)[:, None] + np.arange(most_pages)  # [rows, pages]
+        there = places < table.page_begin[units + 1][:, None]
+        pages = np.where(there, table.page[np.where(there, places, 0)], -1)
+        most = np.array([request.max_new_tokens for request in step.rows], dtype=np.int64)
+        return Burst(step.times, most - made, starts + first * self.page_size, pages)
 
     @staticmethod
-    def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and positions of the decode rows. A pending token is known to the device alone: 0."""
+    def _rows(rows: list[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, positions and new tokens so far of the decode rows. A pending token is known to the device alone: 0."""
         ids = [0 if request.pending else request.generated[-1] for request in rows]
-        positions = [request.prompt_tokens + len(request.generated) + request.pending - 1 for request in rows]
-        return np.array(ids, dtype=np.int64), np.array(positions, dtype=np.int64)
+        made = np.array([len(request.generated) + request.pending for request in rows], dtype=np.int64)
+        prompts = np.array([request.prompt_tokens for request in rows], dtype=np.int64)
+        return np.array(ids, dtype=np.int64), prompts + made - 1, made
 
 
 def _unpinned(array: np.ndarray) -> torch.Tensor:
