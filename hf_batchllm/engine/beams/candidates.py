@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,13 @@ from ...inputs.base_model import base_model
 from ...inputs.options import Options
 from ...inputs.seeds import Seeds, as_int64, noise_key
 from ...kernels.sample_torch import exponential
+from ...kernels.work_lists import sent
 from ...model.float64 import at_float64, has_float64
+from ...model.transfers import start_copy_to_host, to_device
 from ...notices import Notices
 from ...sampling.host_sampler import rows_at_once
 from ...sampling.nothing_to_draw import NothingToDrawError
-from ...sampling.processor_chains import ChainLayout, ProcessorChains
+from ...sampling.processor_chains import ChainLayout, ProcessorChain, ProcessorChains
 from ...sampling.rows_together import Histories, apply_blind, apply_looking_back
 from ...sampling.step_tensors import StepTensors
 from .group import BeamGroup
@@ -90,25 +92,49 @@ class BeamScores:
         """``logits`` [rows, vocabulary] float32: a row for each beam, in the groups' order; one for a group without."""
         self._chains.forget_done()
         alike: dict[tuple[ChainLayout, bool], list[int]] = {}
+        chains = [self._chains.of(group.root) for group in groups]
         begins, row = [], 0
-        for number, group in enumerate(groups):
+        for number, (group, chain) in enumerate(zip(groups, chains, strict=True)):
             begins.append(row)
             row += len(group.beams) or 1
-            alike.setdefault((self._chains.of(group.root).layout, bool(group.beams)), []).append(number)
-        found = []
+            alike.setdefault((chain.layout, bool(group.beams)), []).append(number)
+        # All of it is launched before the host waits for any.
+        launched = []
         for (layout, begun), numbers in alike.items():
             width = layout.options.num_beams
             at_once = max(1, rows_at_once(logits) // (width * (_NOISE_MEMORY if layout.options.do_sample else 1)))
+            parts = []
             for begin in range(0, len(numbers), at_once):
                 some = numbers[begin : begin + at_once]
                 rows = [row for each in some for row in range(begins[each], begins[each] + (width if begun else 1))]
                 # Mostly they lie side by side, which needs no copy.
                 together = rows == list(range(rows[0], rows[0] + len(rows)))
                 mine = logits[rows[0] : rows[0] + len(rows)] if together else logits[rows]
-                found.append(self._candidates([groups[each] for each in some], mine, layout))
-        return found
+                parts.append(self._best([groups[each] for each in some], mine, [chains[each] for each in some]))
+            columns = [start_copy_to_host(torch.cat(column)) for column in zip(*parts, strict=True)]
+            launched.append(([groups[each] for each in numbers], layout, columns))
+        return [self._candidates(*each, logits.shape[-1]) for each in launched]
 
-    def _candidates(self, groups: list[BeamGroup], logits: torch.Tensor, layout: ChainLayout) -> Candidates:
+    def _candidates(
+        self,
+        groups: list[BeamGroup],
+        layout: ChainLayout,
+        columns: list[Callable[[], np.ndarray]],  # as from `_best`, on their way to the host
+        vocabulary: int,
+    ) -> Candidates:
+        best, index = (torch.from_numpy(wait()) for wait in columns)
+        if layout.options.do_sample and bool(best.isnan().any()):
+            raise NothingToDrawError
+        searches, places = self._place[groups[0]][0], [self._place[group][1] for group in groups]
+        return Candidates(groups, searches, places, best, index // vocabulary, index % vocabulary)
+
+    def _best(
+        self, groups: list[BeamGroup], logits: torch.Tensor, of_groups: list[ProcessorChain]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [groups, candidates]
+        """The sums of the best candidates, and where each stands among the tokens of all beams.
+
+        Nothing here waits for the device. Where there was nothing to draw from, the sums are NaN.
+        """
         searches = self._place[groups[0]][0]
         rules, places = searches.rules, [self._place[group][1] for group in groups]
         width, vocabulary = rules.width, logits.shape[-1]
@@ -116,25 +142,24 @@ class BeamScores:
             logits = logits.repeat_interleave(width, dim=0)
         log_probs = logits.log_softmax(dim=-1)
         requests = [unit for group in groups for unit in group.beams or [group.root] * width]
-        chains = [chain for group in groups for chain in [self._chains.of(group.root)] * width]
+        chains = [chain for chain in of_groups for _ in range(width)]
         history = Histories(requests, logits.device).of
         scores = apply_blind(chains[0].blind, apply_looking_back(log_probs, requests, chains, history, together=width))
         made = [group.made for group in groups]
         if self._tensors is not None:
             rows = np.concatenate([group.root.index * width + np.arange(width) for group in groups])
             self._tensors.put(np.repeat(made, width), rows, logits, scores)
-        running = searches.running[places].to(scores.device)  # [groups, width]
+        running = sent(searches.running[places], scores.device)  # [groups, width]
         sums = (scores.view(len(groups), width, vocabulary) + running[:, :, None]).flatten(1)
-        if layout.options.do_sample:
+        if chains[0].layout.options.do_sample:
             assert self._seed is not None
             sums = at_float64(sums)
             noise = [noise_key(self._seed, group.root.index) for group in groups]
             index = draw_candidates(sums, rules.candidates, width, noise, made)
-            best = sums.gather(1, index)
-        else:
-            best, index = sums.topk(rules.candidates)
-        index = index.cpu()
-        return Candidates(groups, searches, places, best.cpu(), index // vocabulary, index % vocabulary)
+            drawable = torch.isfinite(sums.amax(dim=-1, keepdim=True))
+            return sums.gather(1, index).masked_fill(~drawable, torch.nan), index
+        best, index = sums.topk(rules.candidates)
+        return best, index
 
 
 def draw_candidates(
@@ -149,12 +174,10 @@ def draw_candidates(
     That gives the candidates whose log-probabilities are the highest after Gumbel noise is added. The noise depends on
     the seed, the prompt, the beam's number, the position and the token: which groups share a step does not matter.
     """
-    if not bool(torch.isfinite(sums.amax(dim=-1)).all()):
-        raise NothingToDrawError
     token = torch.arange(sums.shape[-1] // width, device=sums.device)
     beam = torch.arange(width, device=sums.device)[:, None]
-    keys = [as_int64(seed) for seed, _ in noise], [number for _, number in noise], made
-    key, prompt, position = (torch.tensor(values, device=sums.device)[:, None, None] for values in keys)
+    keys = np.array([[as_int64(seed) for seed, _ in noise], [number for _, number in noise], made], dtype=np.int64)
+    key, prompt, position = to_device(keys, sums.device)[:, :, None, None]
     drawn = exponential(token, key, prompt, beam, position)  # [groups, width, tokens]
     return (sums.double().log_softmax(dim=-1) - drawn.flatten(1).log()).topk(count).indices
 
