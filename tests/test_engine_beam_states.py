@@ -28,7 +28,7 @@ from hf_batchllm.model.state_batch import StateBatch
 from hf_batchllm.model.state_storage import StateStorage
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Unit
+from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Unit, units_below
 from hf_batchllm.planning.state_slots import StateSlots
 from hf_batchllm.planning.step import Chunk, Step
 
@@ -129,6 +129,14 @@ class Search:
     def check_cache(self) -> None:
         groups = [group for group in self.groups.values() if not group.root.done]
         self.cache.check_integrity([unit for group in groups for unit in (group.root, *group.beams) if unit.in_use])
+        for group in groups:
+            read: dict[Unit, int] = {}
+            for unit in units_below(group.beams):
+                if unit.base is not None:
+                    read[unit.base] = max(read.get(unit.base, 0), unit.start)
+            for below, upto in read.items():
+                unread = isinstance(below, Branch) and not below.in_use and below.read_end != upto
+                assert not unread, f"{below} is out of use, and read up to {upto} only"
         slots = self.cache.slots
         assert slots is not None
         for free in slots._free:
@@ -267,6 +275,18 @@ def test_no_copy_is_left_for_a_beam_that_is_gone() -> None:
     group.restore()
     assert slots.copies() == [], "they stand on the prompt again"
     cache.check_integrity([group.root, *group.beams])
+
+
+def test_a_beam_that_parts_has_all_that_a_beam_has() -> None:
+    group = beams_of(PagedCache(40, 2))
+    step_on(group, [0, 0, 0])
+    step_on(group, [0, 0, 0])
+    made, parted = Branch(0, np.arange(5, dtype=np.int32), 9), group.beams[1]
+    names = [name for kind in Branch.__mro__ for name in getattr(kind, "__slots__", ())]
+    own = {"base", "computed", "generated", "lost_end", "pages", "read_end", "root", "start"}
+    assert all(getattr(parted, name) is getattr(made, name) for name in set(names) - own - {"prompt_ids"})
+    assert all(hasattr(parted, name) for name in names) and parted.prompt_ids is group.root.prompt_ids
+    assert (parted.root, parted.base, parted.start, parted.generated) == (group.root, group.beams[0], 6, [7, 7])
 
 
 def test_slots_are_counted_with_the_beams() -> None:

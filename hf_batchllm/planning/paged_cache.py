@@ -163,12 +163,14 @@ class PagedCache:
         else:
             unit.pages.extend([heapq.heappop(free) for _ in range(count)])
         self._holders[unit] = None
-        self.peak_pages = max(self.peak_pages, self.num_pages - len(free))
+        taken = self.num_pages - len(free)
+        if taken > self.peak_pages:
+            self.peak_pages = taken
 
     def release(self, unit: Unit) -> None:
         """Take a unit's pages back. To be read again, it would have to be computed again."""
-        if isinstance(unit, Request):
-            self.requests -= bool(unit.pages) and _is_counted(unit)
+        if unit.pages and isinstance(unit, Request):
+            self.requests -= _is_counted(unit)
             self.request_pages -= len(unit.pages)
         for page in unit.pages:
             heapq.heappush(self._free, page)
@@ -207,10 +209,12 @@ class PagedCache:
         """From now on ``unit`` stands on ``base``, which stays as long as the unit does."""
         assert unit.base is None and not unit.pages
         if base is not None:
-            assert base.start <= unit.start <= base.readable_end
+            start = unit.start
+            assert base.start <= start <= base.readable_end
             unit.base = base
             base.refs += 1
-            base.read_end = max(base.read_end, unit.start)
+            if start > base.read_end:
+                base.read_end = start
 
     def retire(self, unit: Unit, keep: bool = True) -> None:
         """``unit`` has ended: release it, and every ancestor that no other unit stands on.
@@ -219,20 +223,19 @@ class PagedCache:
         """
         ending: Unit | None = unit
         while ending is not None:
-            if ending.refs > 0:
-                if isinstance(ending, Branch) and not ending.in_use:
-                    self.cut(ending, ending.read_end)
-                    if self.slots is not None and ending.slot != NO_SLOT:
-                        self.slots.give_back(ending)
-                break
-            if ending is not unit and isinstance(ending, Branch) and ending.in_use:
-                break
-            if isinstance(ending, Prefix):
-                if ending.kept:
+            if isinstance(ending, Branch):
+                if ending.refs > 0:
+                    if not ending.in_use:
+                        self.cut(ending, ending.read_end)
+                        if self.slots is not None and ending.slot != NO_SLOT:
+                            self.slots.give_back(ending)
                     break
-                if keep and self._keep(ending):
+                if ending.in_use and ending is not unit:
                     break
-            self.lost_tokens -= max(0, ending.lost_end - ending.computed)  # they are not needed again
+            elif ending.refs > 0 or (isinstance(ending, Prefix) and (ending.kept or (keep and self._keep(ending)))):
+                break
+            if ending.lost_end > ending.computed:
+                self.lost_tokens -= ending.lost_end - ending.computed  # they are not needed again
             self.release(ending)
             base, ending.base = ending.base, None
             if base is not None:

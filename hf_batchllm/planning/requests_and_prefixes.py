@@ -297,12 +297,15 @@ class Branch(Request):
 
     def fork(self, tokens: list[int], start: int) -> Branch:
         """A new beam of the same prompt with these new tokens, that will read this unit up to ``start``."""
-        branch = Branch(
-            self.index, self.prompt_ids, self.max_new_tokens, rank=self.rank, key=self.key, can_stop=self.can_stop
-        )
+        branch = Branch.__new__(Branch)  # the three `__init__` take four times as long, and beams part in every step
         branch.start = branch.computed = branch.lost_end = branch.read_end = start
-        branch.generated = tokens
-        branch.root = self.root
+        branch.base, branch.pages, branch.slot, branch.refs = None, [], NO_SLOT, 0
+        branch.key, branch.index, branch.sample, branch.rank = self.key, self.index, self.sample, self.rank
+        branch.prompt_ids, branch.prompt_tokens = self.prompt_ids, self.prompt_tokens
+        branch.max_new_tokens, branch.can_stop = self.max_new_tokens, self.can_stop
+        branch.generated, branch.pending, branch.seat = tokens, 0, 0
+        branch.finish_reason = branch.score = None
+        branch.in_use, branch.width, branch.root = True, 0, self.root
         return branch
 
     @property

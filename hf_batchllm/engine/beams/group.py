@@ -8,10 +8,11 @@ is another matter: each beam needs one of its own, a copy of that of the beam th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...planning.paged_cache import PagedCache
 from ...planning.requests_and_prefixes import NO_SLOT, Branch, Request, Unit, units_below
+from .finished_beams import FinishedBeam
 
 
 class Answer(Request):
@@ -40,11 +41,14 @@ class BeamGroup:
         self.beams: list[Branch] = []  # the best first; none before the first tokens, and while the group waits
         self.logits: dict[Branch, Any] = {}  # [vocabulary] each, of the beams that have run since the last choice
         self.made = 0  # new tokens of each beam
-        self.finished = [FinishedBeam()] * self.width  # the best first
-        self.unchanged = list(range(self.width))  # the places of answers in a step that brings no better one
+        self.in_step = False  # whether each beam has just one token to run, or has run it since the last choice
         self._cache = cache
+        self._room = 0  # the beams but for `_fresh` have pages up to this position, or further; 0: nobody has looked
+        self._fresh: list[Branch] = []  # beams that parted from another one in the last choice, still without pages
         self._tokens: list[list[int]] = []  # new tokens of the beams, while these have no units
-        self._steps: list[tuple[Sequence[int], Sequence[int]]] = []  # [made]  as they were given to `fork`
+        # As they were given to `fork`, [made * width]: two plain lists, which keep Python's collector less busy.
+        self._past_parents: list[int] = []
+        self._past_tokens: list[int] = []
 
     @property
     def length(self) -> int:
@@ -67,12 +71,12 @@ class BeamGroup:
 
     def answer(self, finished: FinishedBeam) -> tuple[list[int], list[int]]:
         """The new tokens of a finished beam, and the number of the beam that each of them continued."""
-        beam, tokens, parents = finished.beam, [], []
+        beam, tokens, parents, width = finished.beam, [], [], self.width
         if finished.token is not None:
             tokens, parents = [finished.token], [beam]
-        for its_parents, its_tokens in reversed(self._steps[: finished.made]):
-            tokens.append(its_tokens[beam])
-            beam = its_parents[beam]
+        for first in range((finished.made - 1) * width, -1, -width):  # from its last token back to its first
+            tokens.append(self._past_tokens[first + beam])
+            beam = self._past_parents[first + beam]
             parents.append(beam)
         return tokens[::-1], parents[::-1]
 
@@ -92,28 +96,74 @@ class BeamGroup:
         """Slots for states that the beams have yet to be given, of a model whose layers carry states."""
         return self.width - sum(beam.slot != NO_SLOT for beam in self.beams)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the beams certainly have pages for their next tokens."""
+        return self.length <= self._room and not self._fresh
+
+    @property
+    def missing(self) -> int:
+        """Pages that the beams lack for their next tokens."""
+        length, missing = self.length, self._cache.missing
+        return sum([missing(beam, length) for beam in self._to_look_at])
+
+    def reserve(self) -> None:
+        """Give the beams the pages that they lack for their next tokens."""
+        length, page_size, beams = self.length, self._cache.page_size, self._to_look_at
+        for beam in beams:
+            self._cache.reserve(beam, length)
+        ends = [beam.start + len(beam.pages) * page_size for beam in beams]
+        if beams is self._fresh:
+            ends.append(self._room)
+        self._room, self._fresh = min(ends, default=0), []
+
+    @property
+    def _to_look_at(self) -> list[Branch]:
+        """The beams that may lack pages for their next tokens."""
+        return self._fresh if self.length <= self._room else self.beams
+
     def fork(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Make the next beams: each goes on from the present beam numbered in ``parents``, with a new token."""
+        """Make the next beams: each goes on from the present beam numbered in ``parents``, with a new token.
+
+        All present beams have run.
+        """
         self.logits.clear()
-        before, self.beams = self.beams, []
-        self._steps.append((parents, tokens))
+        self._past_parents += parents
+        self._past_tokens += tokens
+        before, start = self.beams, self.length
         self.made += 1
         if not before:
             self._stand_on_the_prompt([[token] for token in tokens])
+            self.in_step = True
             return
-        stays: dict[int, int] = {}  # the best successor of each beam
-        for rank, parent in enumerate(parents):
+        self.in_step = True
+        stay = set(parents)
+        if len(stay) == len(before):  # each goes on in its own pages
+            self.beams = [before[parent] for parent in parents]
+            for beam, token in zip(self.beams, tokens, strict=True):
+                beam.generated.append(token)
+            return
+        beams: list[Branch] = []
+        fresh: list[Branch] = []
+        gone_on = set[int]()  # with their best successor, which stays in their pages
+        for parent, token in zip(parents, tokens, strict=True):
             unit = before[parent]
-            if stays.setdefault(parent, rank) != rank:
-                base, unit = unit, unit.fork([*unit.generated, tokens[rank]], unit.length)
+            if parent in gone_on:
+                base, unit = unit, unit.fork([*unit.generated[:-1], token], start)
                 self._cache.attach(unit, base)
-            self.beams.append(unit)
-        for parent, rank in stays.items():
-            before[parent].generated.append(tokens[rank])
-        if len(stays) < len(before):
-            for parent, unit in enumerate(before):
-                if parent not in stays:
-                    self._abandon(unit)
+                fresh.append(unit)
+            else:
+                gone_on.add(parent)
+                unit.generated.append(token)
+            beams.append(unit)
+        self.beams, self._fresh = beams, fresh
+        unread = False
+        for parent, unit in enumerate(before):
+            if parent not in stay:
+                unit.in_use = False
+                unread |= self._leaves_unread(unit)
+                self._cache.retire(unit)
+        if unread:
             self._cut_unread()
 
     def dissolve(self) -> None:
@@ -122,7 +172,7 @@ class BeamGroup:
             self._tokens = [list(beam.generated) for beam in self.beams]
         for beam in self.beams:
             self._abandon(beam)
-        self.beams = []
+        self.beams, self._fresh, self._room, self.in_step = [], [], 0, False
         self.logits.clear()
         assert self.root.refs == 0
 
@@ -137,7 +187,7 @@ class BeamGroup:
         """The search is over: give up all units."""
         for beam in self.beams:
             self._abandon(beam)
-        self.beams = []
+        self.beams, self._fresh, self._room, self.in_step = [], [], 0, False
         self.logits.clear()
         self._abandon(self.root)
 
@@ -150,6 +200,16 @@ class BeamGroup:
     def _abandon(self, unit: Branch) -> None:
         unit.in_use = False
         self._cache.retire(unit)
+
+    @staticmethod
+    def _leaves_unread(unit: Branch) -> bool:
+        """Whether something stays of a beam out of use when ``unit`` goes, and fewer read it: it may have to be cut."""
+        below: Unit | None = unit
+        while isinstance(below, Branch) and not below.in_use:  # the prompt's unit is in use as long as the search
+            if below.refs > (below is not unit):
+                return True
+            below = below.base
+        return False
 
     def _cut_unread(self) -> None:
         """Cut beams that are no longer in use down to what others read of them."""
@@ -169,15 +229,3 @@ class BeamGroup:
                 below.read_end = upto
                 self._cache.cut(below, upto)
                 del below.generated[upto - below.prompt_tokens :]
-
-
-class FinishedBeam(NamedTuple):
-    """One of the best finished beams so far: an answer, if it stays among them. Empty while there are too few.
-
-    Mostly it does not stay, so its tokens are put together in the end.
-    """
-
-    made: int = 0  # tokens of the beam that it was
-    beam: int = 0  # its number among the beams of then
-    token: int | None = None  # one more, with which it ended
-    stopped: bool = False

@@ -17,8 +17,10 @@ from ..smaller_steps import SmallerSteps
 from ..timekeeper import Timekeeper
 from .candidates import BeamScores, Candidates
 from .ended_candidates import BeamEndings
-from .group import BeamGroup, FinishedBeam
+from .finished_beams import FinishedBeams
+from .group import BeamGroup
 from .scheduler import BeamScheduler
+from .search_rules import Searches
 
 
 class BeamEngine:
@@ -43,6 +45,7 @@ class BeamEngine:
         self.endings = endings
         self.timekeeper = timekeeper
         self.smaller = smaller
+        self._finished: dict[Searches, FinishedBeams] = {}
         self._picking = False
         self.steps = 0
         self.model_tokens = 0
@@ -135,6 +138,9 @@ class BeamEngine:
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""
+        whole = self._whole(sampling)
+        if whole is not None:
+            return whole, logits[: len(sampling)]
         row_of: dict[Branch, int] = {}
         for row, unit in enumerate(sampling):
             assert isinstance(unit, Branch)
@@ -162,46 +168,63 @@ class BeamEngine:
             return complete, logits[: len(rows)]
         return complete, logits[torch.tensor(rows, dtype=torch.long, device=logits.device)]
 
+    def _whole(self, sampling: Sequence[Request]) -> list[BeamGroup] | None:
+        """The groups of a step that ran all of their beams, group by group, and nothing else; None of any other."""
+        groups: dict[BeamGroup, list[Branch]] = {}
+        row = 0
+        while row < len(sampling):
+            unit = sampling[row]
+            assert isinstance(unit, Branch)
+            group = self._group_of[unit.root]
+            beams = group.beams or [group.root]
+            if group.logits or sampling[row : row + len(beams)] != beams:
+                return None
+            groups[group] = beams
+            row += len(beams)
+        for group, beams in groups.items():
+            group.logits = dict.fromkeys(beams)
+        return list(groups)
+
     def choose(self, candidates: Candidates) -> list[BeamGroup]:
         """Choose each group's next beams and its answers so far. Returns the groups whose search is over."""
-        groups, parents, tokens = candidates.groups, candidates.parents, candidates.tokens
+        groups, parents, tokens = candidates.groups, candidates.parents.numpy(), candidates.tokens.numpy()
         made = [group.made for group in groups]
-        stops = self.endings.of_candidates(groups, parents.numpy(), tokens.numpy())
+        stops = self.endings.of_candidates(groups, parents, tokens)
         full = np.array([group.made + 1 >= group.root.max_new_tokens for group in groups])
         ends = torch.from_numpy(stops | full[:, None])
         choice = candidates.searches.step(candidates.places, made, candidates.scores, ends)
+        self._finished_in(candidates.searches).take(
+            candidates.places, made, np.array(choice.answers), parents, tokens, stops
+        )
         finished = []
-        of_each = zip(groups, parents.tolist(), tokens.tolist(), stops.tolist(), strict=True)
-        for number, (group, *own) in enumerate(of_each):
-            self._note_finished(group, choice.answers[number], *own)
+        running = np.array(choice.running)
+        of_each = zip(
+            groups,
+            choice.over,
+            np.take_along_axis(parents, running, axis=1).tolist(),
+            np.take_along_axis(tokens, running, axis=1).tolist(),
+            strict=True,
+        )
+        for group, over, next_parents, next_tokens in of_each:
             self._decoded += len(group.beams)
-            if choice.over[number]:
+            if over:
                 self._finish(group, FinishReason.LENGTH)
                 finished.append(group)
             else:
-                running, (its_parents, its_tokens, _) = choice.running[number], own
-                group.fork([its_parents[each] for each in running], [its_tokens[each] for each in running])
+                group.fork(next_parents, next_tokens)
         return finished
 
-    @staticmethod
-    def _note_finished(
-        group: BeamGroup, answers: list[int], parents: list[int], tokens: list[int], stops: list[bool]
-    ) -> None:
-        """``answers``: as in ``Choice``. The others: of the candidates; ``stops``: whether each ends with its token."""
-        if answers != group.unchanged:
-            width, made, before = group.width, group.made, group.finished
-            group.finished = [
-                before[each]
-                if each < width
-                else FinishedBeam(made, parents[each - width], tokens[each - width], stops[each - width])
-                for each in answers
-            ]
+    def _finished_in(self, searches: Searches) -> FinishedBeams:
+        if searches not in self._finished:
+            self._finished[searches] = FinishedBeams(*searches.scores.shape)
+        return self._finished[searches]
 
     def _finish(self, group: BeamGroup, otherwise: FinishReason) -> None:
         """Fill in the group's answers. ``otherwise``: the reason of answers that nothing in their tokens ended."""
         searches, place = self.scores.place(group)
         scores = searches.scores[place].tolist()
-        for answer, best, score in zip(group.answers, group.finished, scores, strict=False):
+        finished = self._finished_in(searches).of(place)
+        for answer, best, score in zip(group.answers, finished, scores, strict=False):
             answer.generated, answer.parents = group.answer(best)
             answer.searched = group.made + (otherwise is not FinishReason.TIME)  # and the token just chosen
             answer.score = None if otherwise is FinishReason.TIME and not group.made else score
@@ -218,8 +241,7 @@ class BeamEngine:
             searches, place = self.scores.place(group)
             running = searches.running[[place]]
             choice = searches.step([place], [group.made - 1], running, torch.ones_like(running, dtype=torch.bool))
-            before, width = group.finished, group.width
-            group.finished = [
-                before[each] if each < width else FinishedBeam(group.made, each - width) for each in choice.answers[0]
-            ]
+            self._finished_in(searches).take(
+                [place], [group.made], np.array(choice.answers), np.arange(group.width)[None]
+            )
         self._finish(group, FinishReason.TIME)

@@ -84,6 +84,8 @@ class BeamScheduler(QueueScheduler):
 
     def _has_prefill(self, group: BeamGroup) -> bool:
         """Whether more has to be computed than a token for each beam."""
+        if group.in_step:
+            return False
         before_last = group.length - 1
         return group.root.todo > 0 or any(beam.computed < before_last for beam in group.beams)
 
@@ -101,7 +103,13 @@ class BeamScheduler(QueueScheduler):
 
     def _add_to_step(self, group: BeamGroup, step: Step, budget: int) -> int:
         """Add what has yet to run of the prompt and its beams, last tokens as rows. Returns the tokens used."""
-        used = 0
+        beams, used = group.beams, 0
+        if group.in_step and not group.logits and len(beams) <= budget:  # mostly
+            length = group.length
+            for beam in beams:
+                beam.computed = length
+            step.rows += beams
+            return len(beams)
         has_prompt = group.root.todo == 0
         for unit in group.without_logits:
             if used == budget:
@@ -118,7 +126,9 @@ class BeamScheduler(QueueScheduler):
 
         False if that is the group itself, which then waits.
         """
-        while (missing := self._missing(group)) > self.cache.free_pages:
+        if group.has_room:
+            return True
+        while (missing := group.missing) > self.cache.free_pages:
             if self.cache.evict(missing):
                 continue
             youngest = next(reversed(self.running))
@@ -127,14 +137,8 @@ class BeamScheduler(QueueScheduler):
             elif len(self.running) > 1 or not self._give_own_pages(group):
                 self._preempt(group)
                 return False
-        if missing:
-            for beam in group.beams:
-                self.cache.reserve(beam, group.length)
+        group.reserve()
         return True
-
-    def _missing(self, group: BeamGroup) -> int:
-        length, missing = group.length, self.cache.missing
-        return sum([missing(beam, length) for beam in group.beams])
 
     def _give_own_pages(self, group: BeamGroup) -> bool:
         """Give each beam of the only running group pages of its own: the cache was found large enough for that."""
