@@ -8,11 +8,12 @@ import pytest
 import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
-from support_parity import mixed_prompts
+from support_parity import mixed_prompts, pages_of_memory
 from transformers import GenerationConfig, WatermarkingConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.sampling.host_sampler import HostSampler
+from hf_batchllm.sampling.processor_chains import ProcessorChains
 
 MANY = {"logprobs": 40}  # more than the device finds: the host picks the tokens
 _SAMPLED: list[dict[str, Any]] = [
@@ -57,6 +58,37 @@ def test_samples_do_not_depend_on_who_picks(
         beside = generator.generate([*prompts, [3, 4, 3, 4]], [*configs, other], seed=5, progress=False).token_ids
         assert picked
     assert with_logprobs == alone == beside[:-1] == by_host
+
+
+def test_the_device_picks_for_the_neighbours_of_a_prompt_that_needs_the_host(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: set[int] = set()
+    of = ProcessorChains.of
+
+    def noted(self: ProcessorChains, request: Any) -> Any:
+        made.add(request.index)
+        return of(self, request)
+
+    monkeypatch.setattr(ProcessorChains, "of", noted)
+    prompts = mixed_prompts(1)
+    kinds: list[dict[str, Any]] = [
+        {"do_sample": True, "repetition_penalty": 1.3, "num_return_sequences": 2},
+        {"no_repeat_ngram_size": 2},
+        {"do_sample": True, "top_p": 0.9, "bad_words_ids": [[5], [6, 7]], "min_new_tokens": 3},
+        {"do_sample": True, "typical_p": 0.8},
+        {},
+    ]
+    configs = [GenerationConfig(max_new_tokens=9, **kinds[place % len(kinds)]) for place in range(len(prompts))]
+    marked = GenerationConfig(max_new_tokens=7, watermarking_config=WatermarkingConfig())
+    model = model_on(device, "llama")
+    with BatchGenerator(model, kv_memory=pages_of_memory(model, 8, 16), page_size=16) as generator:
+        alone = generator.generate(prompts, configs, seed=5, progress=False).token_ids
+        assert not made
+        both = [*prompts, *prompts], [*configs, *[marked] * len(prompts)]
+        beside = generator.generate(*both, seed=5, progress=False)
+    assert beside.token_ids[: len(alone)] == alone
+    assert made == set(range(len(prompts), 2 * len(prompts)))
 
 
 def test_seeds_of_each_prompt(device: str) -> None:

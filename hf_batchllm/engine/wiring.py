@@ -123,7 +123,8 @@ class Wiring:
         if reason is not None:
             if device.type == "cuda":
                 self.notices(f"host: {reason}", reason)
-            sampler = picking.by_host(outputs.record_scores, self.notices)
+            alone = outputs.why_by_host is not None
+            sampler = picking.by_host(outputs.record_scores, self.notices, self.requests, alone)
             # A step with a chunk is no graph: whether fewer steps are faster then has not been measured.
             if sampler.grammars and scheduler.takes_jumps and outputs.tensors is None and not picking.in_graphs:
                 self.jump = ForcedTokens(sampler.grammars, self.job.rules, self.job.options)

@@ -231,13 +231,18 @@ def why_picked_by_host(
         reason = why_not_on_device(options, model, vocabulary)
         if reason is not None:
             return reason if len(kinds) == 1 else f"{reason}. This holds for all prompts of the call"
-    if kept_bytes > _KEPT_BYTES:
+    if not may_keep(kept_bytes):
         return (
             f"what penalties and forbidden repetitions have to look back at would take more than {_KEPT_BYTES >> 20} "
             "MB on the device, so the host works them out, for which it waits after each step: pass fewer prompts at a "
             "time"
         )
     return None
+
+
+def may_keep(kept_bytes: int) -> bool:
+    """Whether so much may be kept on the device of the tokens that sequences have had."""
+    return kept_bytes <= _KEPT_BYTES
 
 
 def may_pick_on(device: torch.device, amd: bool = False) -> bool:

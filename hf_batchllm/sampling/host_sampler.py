@@ -28,6 +28,7 @@ from .nothing_to_draw import NothingToDrawError
 from .processor_chains import ChainLayout, ProcessorChain, ProcessorChains
 from .rows_together import Histories, TokensSoFar, apply_blind, apply_looking_back
 from .sampling_kernels import SamplingKernels
+from .seated_sampler import SeatedSampler
 
 # These cut off unlikely tokens in the order of the scores: the best tokens may be all they need to see.
 _CUTTING = (processors.TopKLogitsWarper, processors.TopPLogitsWarper, processors.MinPLogitsWarper)
@@ -50,9 +51,12 @@ RecordScores = Callable[[Sequence[Request], torch.Tensor, torch.Tensor], None]
 @dataclass(frozen=True)
 class _Prepared:
     requests: Sequence[Request]
-    chains: list[ProcessorChain]
+    chains: dict[int, ProcessorChain]  # by the row, of those that have one
     groups: dict[ChainLayout, list[int]]  # rows whose chains have this layout
     histories: Histories
+    plain: list[int]  # the other rows
+    seats: torch.Tensor | None  # [plain rows]
+    made: torch.Tensor | None  # [plain rows] int32  new tokens so far
 
 
 class HostSampler:
@@ -62,6 +66,8 @@ class HostSampler:
     their scores after all processors. The tensors are valid until it returns.
     ``kernels``: where the device may pick tokens as well, and the noise is to be the same.
     ``grammars``: what the answers' grammars allow. Masks that were begun are waited for.
+    ``seated``: picks the tokens of prompts whose options ask for nothing else, whatever others need. ``plain``: whether
+    a prompt is one of these.
     """
 
     def __init__(
@@ -73,7 +79,11 @@ class HostSampler:
         notices: Notices | None = None,
         kernels: SamplingKernels | None = None,
         grammars: GrammarMasks | None = None,
+        seated: SeatedSampler | None = None,
+        plain: Sequence[bool] = (),
     ) -> None:
+        self._seated = seated
+        self._plain = plain
         self._kernels = kernels
         self.grammars = grammars
         self._chains = ProcessorChains(model, options, notices, grammars is not None)
@@ -90,7 +100,7 @@ class HostSampler:
 
     def may_repeat(self, requests: Sequence[Request]) -> bool:
         """Whether a step of these requests may be picked from twice."""
-        return self._chains.may_repeat(requests)
+        return self._chains.may_repeat([each for each in requests if not (self._plain and self._plain[each.index])])
 
     def prepare(self, requests: Sequence[Request], device: torch.device) -> None:
         """Get ready for the next tokens of these requests, while their logits are on the way."""
@@ -101,14 +111,23 @@ class HostSampler:
     def _get_ready(self, requests: Sequence[Request], device: torch.device) -> None:
         self._chains.forget_done()
         self._tokens.forget_done()
-        chains = [self._chains.of(request) for request in requests]
+        chains: dict[int, ProcessorChain] = {}
         groups: dict[ChainLayout, list[int]] = {}
-        for row, chain in enumerate(chains):
-            groups.setdefault(chain.layout, []).append(row)
+        plain: list[int] = []
+        for row, request in enumerate(requests):
+            if self._seated is not None and self._plain[request.index]:
+                plain.append(row)
+            else:
+                chain = chains[row] = self._chains.of(request)
+                groups.setdefault(chain.layout, []).append(row)
         histories = Histories(requests, device, self._tokens)
         if any(layout.reads_histories for layout in groups):
             histories.send()
-        self._prepared = _Prepared(requests, chains, groups, histories)
+        seats = made = None
+        if plain:
+            seats = to_device(np.array([requests[row].seat for row in plain]), device)
+            made = to_device(np.array([len(requests[row].generated) for row in plain], dtype=np.int32), device)
+        self._prepared = _Prepared(requests, chains, groups, histories, plain, seats, made)
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """The next token of each request; ``logits`` is [requests, vocabulary] float32.
@@ -129,8 +148,8 @@ class HostSampler:
         if self._prepared is None or self._prepared.requests is not requests:
             self._get_ready(requests, logits.device)
         assert self._prepared is not None
-        chains, groups, histories = self._prepared.chains, self._prepared.groups, self._prepared.histories
-        self._prepared = None
+        ready, self._prepared = self._prepared, None
+        chains, groups, histories = ready.chains, ready.groups, ready.histories
         masks = self._masks(requests, logits.device)
         at_once = rows_at_once(logits)
         picked: list[torch.Tensor] = []
@@ -138,7 +157,8 @@ class HostSampler:
             for begin in range(0, len(group), at_once):
                 rows = group[begin : begin + at_once]
                 # As a rule there is one group, whose rows lie side by side: no copy.
-                some = logits[rows] if len(groups) > 1 else logits[begin : begin + at_once]
+                alone = len(group) == len(requests)
+                some = logits[begin : begin + at_once] if alone else logits[rows]
                 picked.append(
                     self._pick(
                         some,
@@ -148,12 +168,16 @@ class HostSampler:
                         None if masks is None else masks.of(rows),
                     )
                 )
+        if ready.plain:  # last: what they keep of their tokens is then never kept twice
+            assert self._seated is not None and ready.seats is not None and ready.made is not None
+            some = logits if not groups else logits[ready.plain]
+            picked.append(self._seated(some, ready.seats, ready.made))
         if len(picked) == 1:
             return picked[0]
         tokens = torch.cat(picked) if picked else torch.empty(0, dtype=torch.long, device=logits.device)
-        if len(groups) > 1:
-            places = to_device(np.concatenate([np.array(group) for group in groups.values()]), logits.device)
-            tokens = torch.empty_like(tokens).index_copy_(0, places, tokens)
+        if len(groups) + bool(ready.plain) > 1:
+            order = np.array([row for group in [*groups.values(), ready.plain] for row in group])
+            tokens = torch.empty_like(tokens).index_copy_(0, to_device(order, logits.device), tokens)
         return tokens
 
     def _masks(self, requests: Sequence[Request], device: torch.device) -> TokenMasks | None:

@@ -107,7 +107,7 @@ class SeatedSampler:
         lines, bits = self._bits(
             [each for each, penalised in zip(requests, map(penalised_by, options), strict=True) if penalised], sampler
         )
-        penalties = [self._edits[each].prompt_penalty != 1 for each in options]
+        penalties = [self._edits.get(each, LogitEdits()).prompt_penalty != 1 for each in options]
         prompt_lines, prompt_bits = self._bits(
             [each for each, some in zip(requests, penalties, strict=True) if some], sampler
         )
@@ -156,7 +156,7 @@ class SeatedSampler:
         known: dict[Request, int] = {}
         end = 0
         for request, options in zip(self._requests, self._options, strict=True):
-            reach = self._edits[options].reach()
+            reach = self._edits.get(options, LogitEdits()).reach()
             if reach == 0:
                 continue
             known[request] = request.prompt_tokens if reach is None else min(reach, request.prompt_tokens)

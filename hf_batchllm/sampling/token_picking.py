@@ -15,7 +15,7 @@ from ..inputs.seeds import Seeds
 from ..notices import Notices
 from ..planning.requests_and_prefixes import Request
 from .call_grammars import CallGrammars
-from .device_options import edits_or_why_not, may_pick_on, penalised_by, why_picked_by_host
+from .device_options import edits_or_why_not, may_keep, may_pick_on, penalised_by, why_picked_by_host
 from .grammar_masks import GrammarMasks
 from .host_sampler import HostSampler, RecordScores
 from .logit_edits import LogitEdits
@@ -90,12 +90,18 @@ class TokenPicking:
         """Whether the model may run in graphs, also where the host picks the tokens."""
         return may_pick_on(self.device, self.amd)
 
-    def by_host(self, record: RecordScores | None, notices: Notices) -> HostSampler:
+    def by_host(
+        self, record: RecordScores | None, notices: Notices, requests: Sequence[Request] = (), alone: bool = True
+    ) -> HostSampler:
+        """``alone``: whether it is to pick for all ``requests``, also for those that the device could pick for."""
         kernels = self.kernels if may_pick_on(self.device, self.amd) else None
         masks = None if self.grammars is None else self._masks(self.grammars)
-        return HostSampler(
-            self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels, grammars=masks
-        )
+        plain: list[bool] = []
+        if not alone and kernels is not None and record is None and may_keep(self.kept_bytes):
+            bound = [False] * len(self.options) if self.grammars is None else [*map(bool, self.grammars.each)]
+            plain = [each in self.edits and not own for each, own in zip(self.options, bound, strict=True)]
+        seated = self.on_device(requests)[0] if any(plain) else None
+        return HostSampler(self.model, self.options, self.seed, record, notices, kernels, masks, seated, plain)
 
     def _masks(self, grammars: CallGrammars) -> GrammarMasks:
         ends = [each.eos_token_ids for each in self.options]
