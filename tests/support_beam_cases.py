@@ -1,8 +1,9 @@
 """Beam searches at random, and what ``generate`` gives for each prompt alone. Run by hand, it tries many:
 
-python tests/support_beam_cases.py 300 [seed] [twins] [tight]
+python tests/support_beam_cases.py 300 [seed] [twins] [tight] [turns]
 
-``twins``: over the kernels' twins, as on a GPU. ``tight``: memory for little more than one prompt.
+``twins``: over the kernels' twins, as on a GPU. ``tight``: memory for little more than one prompt. ``turns``: groups
+take turns, as many of them do on a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from support_device_loop import run_over_twins
 from support_families import build
 
 from hf_batchllm import BatchGenerator, BatchResult
+from hf_batchllm.engine import wiring
+from hf_batchllm.engine.beams import scheduler
 from hf_batchllm.engine.beams.loop import BeamEngine
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.model.state_storage import StateStorage
@@ -183,6 +186,12 @@ def proved() -> Iterator[list[int]]:
         yield held
 
 
+def take_turns(patch: pytest.MonkeyPatch) -> None:
+    """From here on there are two steps on their way, however few rows they have."""
+    patch.setitem(wiring._DEPTH, "cpu", 2)
+    patch.setattr(scheduler, "TURNS_FROM", 1)
+
+
 def memory_of(case: Case, model: Any) -> int:
     """``kv_memory`` for the pages and slots of a case."""
     architecture = BatchGenerator(model).architecture
@@ -231,4 +240,6 @@ if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patched:
         if "twins" in sys.argv:
             run_over_twins(patched)
+        if "turns" in sys.argv:
+            take_turns(patched)
         main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

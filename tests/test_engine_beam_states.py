@@ -6,8 +6,10 @@ The scheduler is tried without a model: a dictionary plays the states, slot -> t
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from support_scheduler_runs import BUDGETS, PAGE_SIZES
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.config import BatchConfig
+from hf_batchllm.engine.beams import scheduler
 from hf_batchllm.engine.beams.group import BeamGroup
 from hf_batchllm.engine.beams.scheduler import BeamScheduler
 from hf_batchllm.engine.smaller_steps import apart, parts_of
@@ -28,7 +31,7 @@ from hf_batchllm.model.state_batch import StateBatch
 from hf_batchllm.model.state_storage import StateStorage
 from hf_batchllm.planning.call_plan import CallPlan
 from hf_batchllm.planning.paged_cache import PagedCache
-from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Unit, units_below
+from hf_batchllm.planning.requests_and_prefixes import Branch, FinishReason, Prefix, Request, Unit, units_below
 from hf_batchllm.planning.state_slots import StateSlots
 from hf_batchllm.planning.step import Chunk, Step
 
@@ -89,8 +92,10 @@ class Search:
     more_slots: int = 9
     most: int | None = None  # tokens of the parts that steps are cut into
     keep: int = 0  # prefixes, for later calls
+    turns: bool = False  # whether groups take turns
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)
     copied: int = 0
+    beside: int = 0  # steps made while another one was on its way
 
     def run(self, *calls: Sequence[Job]) -> Search:
         config = BatchConfig(page_size=self.page_size, min_shared_tokens=0)
@@ -114,14 +119,23 @@ class Search:
         self.groups = {root: BeamGroup(root, self.cache, []) for root in roots if isinstance(root, Branch)}
         self.scheduler = BeamScheduler([*self.groups.values()], gather_rows=self.rng.choice([0, 3]))
         self.scheduler.start(roots, self.cache, self.budget)
+        self.scheduler.depth = 2 if self.turns else 1
+        flights: deque[Step] = deque()
         for _ in range(20_000):
-            step = self.scheduler.next()
+            step = None if flights and not self.scheduler.takes_turns else self.scheduler.next()
             self.check_cache()
-            if step is None:
+            if step is None and not flights:
                 break
-            for part in [step] if self.most is None else parts_of(step, self.most):
-                self.play(part)
-            self.choose(step)
+            if step is not None:
+                for part in [step] if self.most is None else parts_of(step, self.most):
+                    self.play(part)
+                self.scheduler.on_their_way |= roots_in(step)
+                self.beside += bool(flights)
+                flights.append(step)
+            if step is None or len(flights) == self.scheduler.depth:
+                step = flights.popleft()
+                self.scheduler.on_their_way -= roots_in(step)
+                self.choose(step, may_be_late=not flights)
             self.check_cache()
         assert all(root.done for root in roots)
         assert self.cache.kept_prefixes or self.cache.free_pages == self.cache.num_pages
@@ -158,7 +172,7 @@ class Search:
             left[leaves] = (*before, *ids_of(chunk.unit, chunk.begin, chunk.end))
         self.states |= left
 
-    def choose(self, step: Step) -> None:
+    def choose(self, step: Step, may_be_late: bool) -> None:
         groups: dict[BeamGroup, None] = {}
         for unit in step.sampling():
             assert isinstance(unit, Branch)
@@ -175,11 +189,15 @@ class Search:
                 continue
             parents = [self.rng.randrange(max(1, len(group.beams))) for _ in range(group.width)]
             group.fork(parents, [self.rng.randrange(3) for _ in parents])
-        if self.rng.random() < 0.03:  # time is over for one, which may wait or have beams half run
+        if may_be_late and self.rng.random() < 0.03:  # time is over for one, which may wait or have beams half run
             late = [group for group in self.groups.values() if not group.root.done]
             for group in late[-1:]:
                 group.root.end(FinishReason.TIME)
                 self.scheduler.finish(group.root)
+
+
+def roots_in(step: Step) -> set[Request]:
+    return {chunk.unit.root for chunk in step if isinstance(chunk.unit, Branch)}
 
 
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -197,6 +215,7 @@ JOBS = st.lists(st.tuples(PROMPT, st.integers(1, 4), st.integers(1, 14)), min_si
     st.sampled_from([0, 0, 1, 4, 40]),
     st.sampled_from([None, None, 1, 2, 5]),
     st.sampled_from([0, 1, 5]),
+    st.booleans(),
 )
 def test_every_span_begins_with_the_state_before_it(
     seed: int,
@@ -207,8 +226,16 @@ def test_every_span_begins_with_the_state_before_it(
     more_slots: int,
     most: int | None,
     keep: int,
+    turns: bool,
 ) -> None:
-    Search(random.Random(seed), budget, page_size, more_pages, more_slots, most, keep).run(*calls)
+    with patch.object(scheduler, "TURNS_FROM", 1):
+        Search(random.Random(seed), budget, page_size, more_pages, more_slots, most, keep, turns).run(*calls)
+
+
+def test_groups_take_turns() -> None:
+    with patch.object(scheduler, "TURNS_FROM", 1):
+        search = Search(random.Random(3), turns=True).run([([5, 6, number], 3, 9) for number in range(4)])
+    assert search.beside > 8 and search.copied > 0
 
 
 def test_a_copy_is_made_for_each_beam_that_parts() -> None:

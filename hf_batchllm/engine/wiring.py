@@ -95,6 +95,8 @@ class Wiring:
             BeamEndings(roots, job.rules, self.began, self.use.device, rows=job.rows, scores=scores),
             self.timekeeper,
             self._smaller(scheduler),
+            # What belongs to the owner may look at any of it, or change the model for the next step.
+            1 if owners_code else _DEPTH.get(self.use.device.type, 1),
         )
 
     def _smaller(self, scheduler: BaseScheduler) -> SmallerSteps:

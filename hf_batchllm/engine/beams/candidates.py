@@ -88,8 +88,11 @@ class BeamScores:
         return self._chains.may_repeat([group.root for group in groups])
 
     @torch.no_grad()
-    def __call__(self, groups: Sequence[BeamGroup], logits: torch.Tensor) -> list[Candidates]:
-        """``logits`` [rows, vocabulary] float32: a row for each beam, in the groups' order; one for a group without."""
+    def __call__(self, groups: Sequence[BeamGroup], logits: torch.Tensor) -> Callable[[], list[Candidates]]:
+        """Launch all of it. The function that comes back waits for the candidates.
+
+        ``logits`` [rows, vocabulary] float32: a row for each beam, in the groups' order; one for a group without.
+        """
         self._chains.forget_done()
         alike: dict[tuple[ChainLayout, bool], list[int]] = {}
         chains = [self._chains.of(group.root) for group in groups]
@@ -98,7 +101,6 @@ class BeamScores:
             begins.append(row)
             row += len(group.beams) or 1
             alike.setdefault((chain.layout, bool(group.beams)), []).append(number)
-        # All of it is launched before the host waits for any.
         launched = []
         for (layout, begun), numbers in alike.items():
             width = layout.options.num_beams
@@ -109,11 +111,15 @@ class BeamScores:
                 rows = [row for each in some for row in range(begins[each], begins[each] + (width if begun else 1))]
                 # Mostly they lie side by side, which needs no copy.
                 together = rows == list(range(rows[0], rows[0] + len(rows)))
-                mine = logits[rows[0] : rows[0] + len(rows)] if together else logits[rows]
+                if together:
+                    mine = logits[rows[0] : rows[0] + len(rows)]
+                else:
+                    mine = logits[to_device(np.array(rows), logits.device)]
                 parts.append(self._best([groups[each] for each in some], mine, [chains[each] for each in some]))
             columns = [start_copy_to_host(torch.cat(column)) for column in zip(*parts, strict=True)]
             launched.append(([groups[each] for each in numbers], layout, columns))
-        return [self._candidates(*each, logits.shape[-1]) for each in launched]
+        vocabulary = logits.shape[-1]
+        return lambda: [self._candidates(*each, vocabulary) for each in launched]
 
     def _candidates(
         self,

@@ -1,20 +1,28 @@
-"""The loop of a beam search: next step, build, run; once all beams of a prompt have run, choose its next beams."""
+"""The loop of a beam search: next step, build, run; once all beams of a prompt have run, choose its next beams.
+
+On a GPU large searches take turns: while the device runs the step of one half of the groups, the host chooses the next
+beams of the other half. A group has a part in one step at a time.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 
 from ...model.batch import BatchBuilder
+from ...model.transfers import to_device
 from ...planning.requests_and_prefixes import Branch, FinishReason, Request
 from ...planning.step import Step
 from ..device_errors import name_what_ran
 from ..device_loop.steps_as_graphs import StepsAsGraphs
 from ..smaller_steps import SmallerSteps
-from ..timekeeper import Timekeeper
+from ..timekeeper import Stretch, Timekeeper
 from .candidates import BeamScores, Candidates
 from .ended_candidates import BeamEndings
 from .finished_beams import FinishedBeams
@@ -23,7 +31,21 @@ from .scheduler import BeamScheduler
 from .search_rules import Searches
 
 
+@dataclass
+class Flight:
+    """A step that was launched, and whose candidates have not been chosen from yet."""
+
+    step: Step
+    roots: set[Request]  # of all groups that have a part in it
+    complete: list[BeamGroup]  # those whose beams have then all run
+    wait: Callable[[], list[Candidates]]
+    record: Stretch
+    replayed: bool  # as a CUDA graph
+
+
 class BeamEngine:
+    """``depth``: launched steps after which the host waits for the oldest. With two, the groups take turns."""
+
     def __init__(
         self,
         scheduler: BeamScheduler,
@@ -34,7 +56,9 @@ class BeamEngine:
         endings: BeamEndings,
         timekeeper: Timekeeper,
         smaller: SmallerSteps,
+        depth: int = 1,
     ) -> None:
+        self.depth = scheduler.depth = depth
         self.scheduler = scheduler
         self.builder = builder
         self.launcher = launcher
@@ -64,39 +88,72 @@ class BeamEngine:
 
         ``watch`` is called after every step, with the step and the number of new answer tokens that it gave.
         """
+        flights: deque[Flight] = deque()
         switch = self.timekeeper.switch
-        while True:
-            switch("scheduling")
-            if late := [] if self.smaller.waiting else self.endings.late():
-                finished = [self._group_of[root] for root in late]
-                for group in finished:
-                    self._out_of_time(group)
-            else:
-                step = self._next()
-                if step is None:
+        step: Step | None = None
+        try:
+            while True:
+                switch("scheduling")
+                # These go first: nothing is launched before, but for a step that has begun in parts.
+                late = [] if self.smaller.waiting else self.endings.late()
+                step = None if late else self._next(must_wait=bool(flights))
+                finished: list[BeamGroup] = []
+                if step is not None:
+                    self._try(step, flights)
+                elif late and not flights:
+                    finished = [self._group_of[root] for root in late]
+                    for group in finished:
+                        self._out_of_time(group)
+                elif not flights:
                     return
-                try:
-                    chosen, candidates = self._step(step)
-                except Exception as error:
-                    if self.smaller.takes(error, step, partial(self._may_repeat, step)):
-                        continue
-                    name_what_ran(error, [], step, self.launcher.replays)
-                    raise
-                self.smaller.ran()
-                with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it
-                    finished = [group for each in candidates for group in self.choose(each)]
-                if watch is not None:
-                    switch("outside")
-                    watch(step, sum(len(group.answers) for group in chosen))
-            for group in finished:
-                switch("results")
-                yield from group.answers
+                if flights and (step is None or len(flights) >= self.depth):
+                    flight = flights[0]  # left in the queue: an error in between must find it
+                    finished = self._collect(flight)
+                    flights.popleft()
+                    self.timekeeper.collected(flight.record)
+                    if watch is not None:
+                        switch("outside")
+                        watch(flight.step, sum(len(group.answers) for group in flight.complete))
+                for group in finished:
+                    switch("results")
+                    yield from group.answers
+        except Exception as error:
+            name_what_ran(error, [(flight.step, flight.replayed) for flight in flights], step, self.launcher.replays)
+            raise
+        finally:  # after an error or an interrupt
+            for flight in flights:
+                self.timekeeper.collected(flight.record)
 
-    def _next(self) -> Step | None:
-        if self.smaller.waiting and (part := self.smaller.next(self._put_back)) is not None:
-            return part
+    def _next(self, must_wait: bool) -> Step | None:
+        """The next step; None if there is none, or if the launched one must be seen first."""
+        if self.smaller.waiting:
+            part = None if must_wait else self.smaller.next(self._put_back)
+            if must_wait or part is not None:
+                return part
+        if must_wait and not self.scheduler.takes_turns:
+            return None
         step = self.scheduler.next()
-        return self._next() if step is not None and self.smaller.cut(step) else step
+        return self._next(must_wait) if step is not None and self.smaller.cut(step) else step
+
+    def _try(self, step: Step, flights: deque[Flight]) -> None:
+        """Launch a step. If it runs out of memory, its parts wait until the others have been seen."""
+        try:
+            flights.append(self._step(step))
+        except Exception as error:
+            if not self.smaller.takes(error, step, partial(self._may_repeat, step)):
+                raise
+        else:
+            self.smaller.ran()
+            self.scheduler.on_their_way |= flights[-1].roots
+
+    def _collect(self, flight: Flight) -> list[BeamGroup]:
+        """Wait for the candidates of a step, and choose among them. Returns the groups whose search is over."""
+        self.timekeeper.switch("model")
+        candidates = flight.wait()
+        self.timekeeper.switch("tokens")
+        self.scheduler.on_their_way -= flight.roots
+        with self.launcher.surroundings(), self.launcher.owners_turn():  # criteria may run it
+            return [group for each in candidates for group in self.choose(each)]
 
     def _may_repeat(self, step: Step) -> bool:
         """After a step that failed."""
@@ -110,8 +167,8 @@ class BeamEngine:
             if isinstance(unit, Branch):
                 self._group_of[unit.root].logits.pop(unit, None)
 
-    def _step(self, step: Step) -> tuple[list[BeamGroup], list[Candidates]]:
-        """Run a step. Returns the groups whose beams have all run, and the candidates for their next beams.
+    def _step(self, step: Step) -> Flight:
+        """Launch a step, and what finds the candidates of the groups whose beams have then all run.
 
         Nothing is chosen here: the step may run out of memory, and is then run again.
         """
@@ -121,7 +178,7 @@ class BeamEngine:
         beams = len(step.rows) + sum(
             chunk.end - chunk.begin for chunk in step.chunks if isinstance(chunk.unit, Branch) and not chunk.unit.width
         )
-        stretch = self.timekeeper.launched(1, step.tokens - beams, beams)
+        record = self.timekeeper.launched(1, step.tokens - beams, beams)
         self.timekeeper.switch(self.timekeeper.launching)
         with self.launcher.surroundings():
             logits = self.launcher.logits(batch)
@@ -129,12 +186,13 @@ class BeamEngine:
             groups, logits = self._complete(sampling, self.runner.in_float32(logits))
             self._picking = True
             with self.launcher.owners_turn():  # guidance runs the model
-                candidates = self.scores(groups, logits) if groups else []
+                wait: Callable[[], list[Candidates]] = self.scores(groups, logits) if groups else list
         self.steps += 1
         self.model_tokens += step.tokens
         self.beam_tokens += beams
-        self.timekeeper.collected(stretch)
-        return groups, candidates
+        units = chain(step.rows, (chunk.unit for chunk in step.chunks))
+        roots: set[Request] = {unit.root for unit in units if isinstance(unit, Branch)}
+        return Flight(step, roots, groups, wait, record, self.launcher.replays)
 
     def _complete(self, sampling: Sequence[Request], logits: torch.Tensor) -> tuple[list[BeamGroup], torch.Tensor]:
         """The groups whose logits are all there, and these logits [rows, vocabulary], in the order of the beams."""
@@ -166,7 +224,7 @@ class BeamEngine:
             logits = torch.cat([logits, torch.stack(earlier)])
         if rows == list(range(len(rows))):
             return complete, logits[: len(rows)]
-        return complete, logits[torch.tensor(rows, dtype=torch.long, device=logits.device)]
+        return complete, logits[to_device(np.array(rows, dtype=np.int64), logits.device)]
 
     def _whole(self, sampling: Sequence[Request]) -> list[BeamGroup] | None:
         """The groups of a step that ran all of their beams, group by group, and nothing else; None of any other."""

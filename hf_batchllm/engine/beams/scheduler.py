@@ -13,6 +13,10 @@ from ...planning.scheduler import QueueScheduler
 from ...planning.step import Step
 from .group import BeamGroup
 
+# Rows of all groups from which they take turns. With fewer, a step of half of them takes a GPU nearly as long as one of
+# all, as it reads the same weights: that costs more than the host's time that it hides.
+TURNS_FROM = 512
+
 
 @dataclass
 class _Promised:
@@ -32,6 +36,8 @@ class BeamScheduler(QueueScheduler):
     def __init__(self, groups: Sequence[BeamGroup], gather_rows: int = 0) -> None:
         self.groups: dict[Request, BeamGroup] = {group.root: group for group in groups}
         self.gather_rows = gather_rows
+        self.depth = 1  # how many steps may be on their way; set by the engine
+        self.on_their_way: set[Request] = set()  # roots of groups with a part in such a step; set by the engine
 
     def start(self, requests: Sequence[Request], cache: PagedCache, max_batch_tokens: int) -> None:
         super().start(requests, cache, max_batch_tokens)
@@ -44,11 +50,14 @@ class BeamScheduler(QueueScheduler):
     def next(self) -> Step | None:
         step = self._empty_step()
         budget = self.max_batch_tokens
-        running = [self.groups[root] for root in self.running]
+        rows_at_most = -(-self._rows // 2) if self.takes_turns else self._rows
+        running = [self.groups[root] for root in self.running if root not in self.on_their_way]
         prefilling = [group for group in running if self._has_prefill(group)]
         rows = sum(group.width for group in running) - sum(group.width for group in prefilling)
         wait = rows < self.gather_rows and self._prompts_fill_a_step(prefilling)
         for group in prefilling if wait else running:
+            if group.in_step and len(step.rows) >= rows_at_most:
+                continue  # its turn is the next one
             # A group that is no longer running has just given its pages to an older one.
             if budget > 0 and group.root in self.running and self._room_to_grow(group):
                 budget -= self._add_to_step(group, step, budget)
@@ -63,7 +72,27 @@ class BeamScheduler(QueueScheduler):
                 group.restore()
                 self._promise(promised, group)
                 budget -= self._add_to_step(group, step, budget)
+        if not step.tokens and not self._withdrew and self.on_their_way:
+            return None
         return self._checked(step)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the next step may be made while another one is on its way; each then has half of the rows.
+
+        Only if there are pages for all that will be in it: no group gives up its pages while it runs.
+        """
+        if self.depth == 1 or self._rows < TURNS_FROM:
+            return False
+        free = self.cache.free_pages
+        groups = [self.groups[root] for root in self.running if root not in self.on_their_way]
+        # A page for each beam is the most that they may lack: that is counted faster.
+        return sum([len(group.beams) for group in groups]) <= free or sum([group.missing for group in groups]) <= free
+
+    @property
+    def _rows(self) -> int:
+        """Of a step with all beams of the running groups, once their prompts have run."""
+        return sum([self.groups[root].width for root in self.running])
 
     def finish(self, request: Request) -> None:
         group = self.groups[request]

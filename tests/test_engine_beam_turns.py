@@ -1,0 +1,171 @@
+"""Beam searches that take turns: one half of the groups is on its way to the device while the other half is chosen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support_beam_cases import CARRYING, OPTIONS, PROMPTS, Case, random_case, run, take_turns
+from support_device_loop import device as device  # a fixture
+from support_device_loop import model_on
+from support_families import build
+from transformers import GenerationConfig
+
+from hf_batchllm import BatchGenerator, GenerationInterrupted
+from hf_batchllm.engine.beams.loop import BeamEngine
+from hf_batchllm.engine.beams.scheduler import BeamScheduler
+
+FAMILY = "llama"
+
+
+class Watched:
+    """Which groups are on their way, and by how many rows each step of rows alone ran."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.alone = self.beside = 0  # steps launched while none was on its way, and while one was
+        self.rows: list[int] = []
+        step, collect = BeamEngine._step, BeamEngine._collect
+        self._flying: list[set[Any]] = []
+
+        def watched_step(engine: BeamEngine, given: Any) -> Any:
+            flight = step(engine, given)
+            assert not any(flight.roots & other for other in self._flying), "a group has a part in two steps"
+            self.alone += not self._flying
+            self.beside += bool(self._flying)
+            self._flying.append(flight.roots)
+            assert len(self._flying) <= 2
+            if not given.chunks:
+                self.rows.append(len(given.rows))
+            return flight
+
+        def watched_collect(engine: BeamEngine, flight: Any) -> Any:
+            assert self._flying.pop(0) is flight.roots, "the oldest step is collected first"
+            return collect(engine, flight)
+
+        patch.setattr(BeamEngine, "_step", watched_step)
+        patch.setattr(BeamEngine, "_collect", watched_collect)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    take_turns(monkeypatch)
+    return Watched(monkeypatch)
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3", *CARRYING])
+def test_random_searches_are_those_of_generate(family: str, tight: bool, watched: Watched) -> None:
+    rng = random.Random(f"{family} {tight}")
+    for _ in range(3):
+        run(random_case(rng, [family], tight))
+    assert watched.alone > 0
+
+
+@pytest.mark.some_cases
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_as_graphs(family: str, device: str, watched: Watched) -> None:
+    case = Case(family, PROMPTS, OPTIONS | {"max_new_tokens": 16}, {"page_size": 16})
+    _, near = run(case, model_on(device, family))
+    assert near <= 2 and watched.beside > 10
+
+
+def test_each_turn_has_half_of_the_rows(watched: Watched) -> None:
+    run(Case(FAMILY, PROMPTS, {"num_beams": 4, "max_new_tokens": 12}))
+    assert watched.beside > 2 * 8
+    assert set(watched.rows) == {4 * len(PROMPTS) // 2}
+
+
+def test_few_rows_run_together(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_batchllm.engine.beams.scheduler.TURNS_FROM", 4 * len(PROMPTS) + 1)
+    run(Case(FAMILY, PROMPTS, {"num_beams": 4, "max_new_tokens": 12}))
+    assert watched.beside == 0 and set(watched.rows) == {4 * len(PROMPTS)}
+
+
+@pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
+def test_nothing_is_on_its_way_while_code_of_the_owners_is_called(option: str, watched: Watched) -> None:
+    def given(ids: torch.Tensor, scores: Any) -> Any:
+        return scores if option == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool)
+
+    run(Case(FAMILY, PROMPTS, OPTIONS | {option: [given]}))
+    assert watched.alone > 0 and watched.beside == 0
+
+
+def test_where_pages_run_short_nobody_gives_up_pages_that_are_in_use(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns are taken while there are pages for all; then groups run together, and the youngest is preempted."""
+    monkeypatch.setattr(BeamScheduler, "_expected_pages", lambda self, group: 1)  # so more are let in than have room
+    case = Case(FAMILY, PROMPTS, {"num_beams": 3, "max_new_tokens": 24}, {"page_size": 4}, pages=8 + 3 * 6)
+    preempt = BeamScheduler._preempt
+
+    def checked(self: BeamScheduler, group: Any) -> None:
+        assert not watched._flying
+        preempt(self, group)
+
+    monkeypatch.setattr(BeamScheduler, "_preempt", checked)
+    result, _ = run(case)
+    assert result.report is not None and result.report.preemptions > 0
+    assert watched.beside > 0
+
+
+def test_memory_runs_out_beside_another_step(watched: Watched) -> None:
+    """The step that is on its way is seen before the failed one runs again, in parts."""
+    model, failures = build(FAMILY), 0
+
+    def fails(module: Any, args: Any) -> None:
+        nonlocal failures
+        if watched._flying and failures < 3:
+            failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
+
+    handle = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(fails)
+    try:
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            run(Case(FAMILY, PROMPTS, OPTIONS), model)
+    finally:
+        handle.remove()
+    assert failures == 3
+
+
+def test_time_is_over_once_all_has_been_seen(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("hf_batchllm.sampling.stopping.time.time", lambda: now[0])
+    monkeypatch.setattr("hf_batchllm.engine.call.time.time", lambda: now[0])
+    step = BeamEngine._step
+
+    def slow(self: BeamEngine, given: Any) -> Any:
+        now[0] += 1.0
+        return step(self, given)
+
+    monkeypatch.setattr(BeamEngine, "_step", slow)
+    result = BatchGenerator(build(FAMILY)).generate(PROMPTS, max_time=20.5, **OPTIONS | {"max_new_tokens": 50})
+    assert {each.finish_reason for each in result} == {"time"}
+    lengths = {len(each.token_ids) for each in result}
+    assert len(lengths) <= 2 and max(lengths) > 8 and watched.beside > 10
+    report = result.report
+    assert report is not None and (report.preemptions, report.recomputed_tokens) == (0, 0)
+
+
+def test_after_an_interrupt_nothing_is_left(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = BatchGenerator(build(FAMILY), page_size=4)
+    choose = BeamEngine.choose
+
+    def stops(self: BeamEngine, candidates: Any) -> Any:
+        if self.groups[-1].made == 5:
+            raise KeyboardInterrupt
+        return choose(self, candidates)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BeamEngine, "choose", stops)
+        lengths = [GenerationConfig(num_beams=3, max_new_tokens=2 + 8 * (index > 1)) for index in range(len(PROMPTS))]
+        with pytest.raises(GenerationInterrupted) as caught:
+            generator.generate(PROMPTS, lengths)
+    assert {each.index for each in caught.value.result} == {0, 1}
+    report = generator.last_report
+    assert report is not None and report.recomputed_tokens == 0 and report.timeline.steps.sum() == report.steps
+    assert generator._kv.cache is None
+    watched._flying.clear()
+    assert generator.generate(PROMPTS[:1], **OPTIONS).token_ids
