@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -17,10 +18,11 @@ from support_grammars import END_OF_BYTES, Plain, letters, of_bytes
 from support_letter_tokenizers import EOS
 from support_oracle import check_row
 from support_parity import pages_of_memory
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator, BatchResult, Generation
 from hf_batchllm.sampling.grammar_masks import GrammarMasks
+from hf_batchllm.sampling.host_sampler import HostSampler
 from hf_batchllm.sampling.nothing_to_draw import NothingToDrawError
 
 LARK = """
@@ -181,6 +183,47 @@ def test_settings_may_differ_beside_a_grammar() -> None:
     configs = [GenerationConfig(max_new_tokens=2 + place, do_sample=bool(place % 2)) for place in range(3)]
     result = generate(letters(), PROMPTS[:3], generation_config=configs, regex="(ab|c)+", eos_token_id=EOS, seed=1)
     assert all(re.fullmatch("(ab|c)*a?", row.text) for row in result)
+
+
+class NoFifths(LogitsProcessor):
+    supports_continuous_batching = True
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 10:90:5] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_p": 0.9}, {"do_sample": True, "temperature": 1.4}])
+def test_nothing_waits_for_the_device_while_tokens_are_picked(
+    sampled: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a grammar, with a processor of the user's own, and with neither of the two."""
+    pick, calls = HostSampler.without_waiting, []
+
+    def strict(self: HostSampler, *given: Any) -> torch.Tensor:
+        calls.append(given)
+        if device == "cuda":  # elsewhere nothing can be waited for
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return pick(self, *given)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(HostSampler, "without_waiting", strict)
+    model, tokenizer = letters()
+    if device == "cuda":
+        model = copy.deepcopy(model).to(device)
+    forms = ["(ab|c)+d?", None, "(abc?|d|ef){30}", None, None, "(ab|c)+d?"]
+    asked: dict[str, Any] = {"regex": forms, "eos_token_id": EOS, "max_new_tokens": 8, "seed": 3, **sampled}
+    with BatchGenerator(model, tokenizer, **PAGE) as generator:
+        plain = generator.generate(PROMPTS, **asked)
+        own = generator.generate(PROMPTS, logits_processor=[NoFifths()], **asked)
+    assert len(calls) >= 16
+    assert all(re.fullmatch("[a-f]*", row.text) for row in [*plain, *own] if forms[row.index])
+    banned = set(range(10, 90, 5)) - {EOS}
+    assert any(banned.intersection(tokens) for tokens in plain.token_ids)
+    assert not any(banned.intersection(tokens) for tokens in own.token_ids)
 
 
 def test_no_token_is_made_up_where_nothing_is_left() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..inputs.grammar_options import Grammar
 from ..kernels.token_masks_torch import WORD, mask_tokens
+from ..model.transfers import to_device
 from ..planning.requests_and_prefixes import Request
 from .compiled_grammars import CompiledGrammars, error_of
 from .nothing_to_draw import NothingToDrawError
@@ -46,12 +47,12 @@ class TokenMasks:
 
     def of(self, rows: Sequence[int]) -> TokenMasks:
         """Those of these rows alone."""
-        numbers = torch.tensor(rows, dtype=torch.int64, device=self.bits.device)
-        return replace(self, line=numbers.int() if self.line is None else self.line[numbers])
+        numbers = to_device(np.array(rows, dtype=np.int32), self.bits.device)
+        return replace(self, line=numbers if self.line is None else self.line[numbers])
 
     def to(self, device: torch.device, kernel: Callable[..., torch.Tensor] = mask_tokens) -> TokenMasks:
         """A copy, for which nothing waits if the bits are in pinned memory. ``kernel``: which applies them there."""
-        line = None if self.line is None else self.line.to(device, non_blocking=True)
+        line = None if self.line is None else to_device(self.line.numpy(), device)
         return TokenMasks(self.bits.to(device, non_blocking=True), line, kernel)
 
     def fitted(self, vocabulary: int) -> TokenMasks:

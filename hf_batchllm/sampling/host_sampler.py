@@ -158,7 +158,7 @@ class HostSampler:
                 rows = group[begin : begin + at_once]
                 # As a rule there is one group, whose rows lie side by side: no copy.
                 alone = len(group) == len(requests)
-                some = logits[begin : begin + at_once] if alone else logits[rows]
+                some = logits[begin : begin + at_once] if alone else logits[to_device(np.array(rows), logits.device)]
                 picked.append(
                     self._pick(
                         some,
@@ -170,7 +170,7 @@ class HostSampler:
                 )
         if ready.plain:  # last: what they keep of their tokens is then never kept twice
             assert self._seated is not None and ready.seats is not None and ready.made is not None
-            some = logits if not groups else logits[ready.plain]
+            some = logits if not groups else logits[to_device(np.array(ready.plain), logits.device)]
             picked.append(self._seated(some, ready.seats, ready.made))
         if len(picked) == 1:
             return picked[0]

@@ -124,7 +124,9 @@ class StepByStep(GraphLauncher):
         picked = torch.empty(0, dtype=torch.long, device="cpu")
         if rows:
             self.timekeeper.switch("tokens")
-            picked = self._picked(logits if len(rows) == len(sampling) else logits[rows], going)
+            if len(rows) < len(sampling):
+                logits = logits[to_device(np.array(rows), self.device)]
+            picked = self._picked(logits, going)
             seats = to_device(np.array([request.seat for request in going]), self.device)
             self.seats.store(seats, picked)
         launched.rows, launched.logits, launched.picked = rows, None, start_copy_to_host(picked)
