@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.device_loop.seats import Seats
 from hf_batchllm.engine.loop import Engine
 from hf_batchllm.sampling.host_sampler import HostSampler
 
@@ -183,6 +184,34 @@ def test_a_processor_that_keeps_state_is_not_asked_again_where_memory_runs_out(d
     ):
         generator.generate(PROMPTS, max_new_tokens=5, eos_token_id=None, logits_processor=[keeps], progress=False)
     assert keeps.calls == 20 and any("may keep state" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_nobody_is_asked_again_where_memory_runs_out_after_picking(
+    at: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, stores, store = [0], [0], Seats.store
+
+    class Counts(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return scores.roll(calls[0] % 3, dims=1)
+
+    def fails_once(self: Seats, *given: Any) -> None:
+        stores[0] += 1
+        if stores[0] == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        store(self, *given)
+
+    def tokens() -> Any:
+        calls[0] = 0
+        with BatchGenerator(model_on(device, "llama"), page_size=16) as generator:
+            return generator.generate([PROMPTS[0]], progress=False, max_new_tokens=10, logits_processor=[Counts()])
+
+    expected = tokens().token_ids
+    monkeypatch.setattr(Seats, "store", fails_once)
+    assert tokens().token_ids == expected
+    assert calls[0] == 10 and stores[0] > 10
 
 
 def test_a_criterion_that_changes_the_model_is_heard(device: str) -> None:

@@ -202,36 +202,81 @@ def test_what_belongs_to_a_sequence_goes_with_it(monkeypatch: pytest.MonkeyPatch
     assert 0 < most < 30, "of 36"
 
 
-class OddTokens(LogitsProcessor):
-    """Bans every second token, in place."""
+class AfterTheLatest(LogitsProcessor):
+    """Bans tokens by the latest one, in place."""
 
-    supports_continuous_batching: bool | None = None
-
-    def __init__(self) -> None:
+    def __init__(self, add: int = 1) -> None:
+        self.add = add
         self.shapes: list[tuple[int, ...]] = []
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.shapes.append((*ids.shape, len(scores)))
-        scores[:, ::2] = -torch.inf
-        return scores
+        banned = (torch.arange(scores.shape[1]) + ids[:, -1:] + self.add) % 3 == 0
+        return scores.masked_fill_(banned, -torch.inf)
 
 
-class OddTokensOfAllRows(OddTokens):
+class SaysSo(AfterTheLatest):
     supports_continuous_batching = True
 
 
-@pytest.mark.parametrize("options", [{}, {**SAMPLED, "repetition_penalty": 1.2}, {"num_beams": 2}], ids=brief)
-def test_one_that_says_that_it_looks_at_scores_alone_gets_all_rows_at_once(options: dict[str, Any]) -> None:
+WAYS: list[dict[str, Any]] = [{}, {**SAMPLED, "repetition_penalty": 1.2}, {"num_beams": 2}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=brief)
+@pytest.mark.filterwarnings("ignore:.*keep state", "ignore:.*no effect")
+def test_one_that_says_so_gets_all_rows_at_once(options: dict[str, Any]) -> None:
     generator = BatchGenerator(build(FAMILY), **PAGE)
-    asked = {"max_new_tokens": 6, "seed": 2 if options.get("do_sample") else None, **options}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*keep state")
-        one_by_one = generator.generate(prompts(), logits_processor=[OddTokens()], **asked)
-        together = OddTokensOfAllRows()
-        result = generator.generate(prompts(), logits_processor=[together], **asked)
+    asked = {"max_new_tokens": 6, "seed": 2, **options}
+    one_by_one = generator.generate(prompts(), logits_processor=[AfterTheLatest()], **asked)
+    together = SaysSo()
+    result = generator.generate(prompts(), logits_processor=[together], **asked)
     assert result.token_ids == one_by_one.token_ids
-    assert all(width == 0 for _, width, _ in together.shapes)
+    assert all(width == 1 for _, width, _ in together.shapes)
     assert max(rows for rows, _, _ in together.shapes) > 4
+    # Those that a factory makes serve a sequence each.
+    each = generator.generate(prompts(), logits_processor=lambda index, _: [SaysSo(index)], **asked)
+    alone = generator.generate(prompts(), logits_processor=lambda index, _: [AfterTheLatest(index)], **asked)
+    assert each.token_ids == alone.token_ids != result.token_ids
+
+
+class Warmer(processors.TemperatureLogitsWarper):
+    """Derived from a class that takes all rows, and looks at a row's length."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.roll(ids.shape[1] % 5, dims=1)
+
+
+def test_one_with_a_call_of_its_own_has_to_say_so_itself(trace: Trace) -> None:
+    result = BatchGenerator(build(FAMILY), **PAGE).generate(
+        prompts(), max_new_tokens=NEW_TOKENS, logits_processor=[Warmer(2.0)]
+    )
+    assert_each_as_alone(result, trace, lambda *_: {"logits_processor": [Warmer(2.0)]})
+
+
+@pytest.mark.filterwarnings("ignore:.*keep state")
+def test_it_is_called_once_for_a_step_whose_scores_are_wanted() -> None:
+    together = SaysSo()
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    output = BatchGenerator(build(FAMILY), **PAGE).generate(
+        input_ids=ids, max_new_tokens=5, do_sample=True, top_k=2, seed=1, logits_processor=[together],
+        output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert len(together.shapes) == 5
+    drawn = output.sequences[:, 3:]
+    scores = torch.stack(output.scores, dim=1)
+    assert torch.isfinite(scores.gather(2, drawn[:, :, None])).all()
+
+
+def test_its_error_says_whose_it_is() -> None:
+    class Bad(SaysSo):
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise KeyError("no")
+
+        supports_continuous_batching = True
+
+    with pytest.raises(KeyError) as caught:
+        BatchGenerator(build(FAMILY), **PAGE).generate(prompts(), max_new_tokens=2, logits_processor=[Bad()])
+    assert "raised in your code, in the logits processor Bad" in caught.value.__notes__
 
 
 # -- errors and warnings ---------------------------------------------------------------------------------------

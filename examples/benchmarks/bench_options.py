@@ -41,7 +41,7 @@ class NoBreaks(LogitsProcessor):
 
 
 class NoBreaksAnywhere(NoBreaks):
-    """As one that says that it looks at no tokens."""
+    """As one that says that it takes all rows at once."""
 
     supports_continuous_batching = True
 

@@ -74,15 +74,15 @@ def call_factory(option: CallableOption, factory: Factory, index: int, prompt_to
     return list(made)
 
 
-def say_where(error: Exception, what: str, index: int) -> None:
-    """Note on an error out of a function of the user's which one raised it, and at which prompt."""
+def say_where(error: Exception, what: str, index: int | None = None) -> None:
+    """Note on an error out of a function of the user's which one raised it, and at which prompt, if it was at one."""
     if isinstance(error, BatchLLMError):
         return  # it says so itself
     notes = getattr(error, "__notes__", None)
     if isinstance(notes, list):  # the same object may have come out of an earlier call
         notes[:] = [note for note in notes if not str(note).startswith(_RAISED_IN)]
     with suppress(Exception):  # its class may do anything
-        error.add_note(f"{_RAISED_IN}{what}, at prompt {index:,}")
+        error.add_note(f"{_RAISED_IN}{what}{'' if index is None else f', at prompt {index:,}'}")
 
 
 def callable_name(function: Any) -> str:

@@ -28,6 +28,7 @@ _MOST_KEPT = 1024  # grammars of a tokenizer; a simple one takes a tenth of a me
 _MOST_CHARACTERS = 300  # of llguidance's own words
 _SILENT = 0
 _COPIES = 4  # of a matcher, before the grammar is compiled once more
+_MOST_MATCHERS = 16  # of a grammar
 _MOST_SECONDS = 0.05  # for compiling a grammar more than once
 _FORMATS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 

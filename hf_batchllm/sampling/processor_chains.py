@@ -71,8 +71,13 @@ class ProcessorKind(Enum):
     PENALTY = auto()  # all rows: how often tokens came, and in which order, makes no difference to it
     MINIMUM = auto()  # all rows: it is not called, and EOS is forbidden in those that are too short
     GRAMMAR = auto()  # all rows: it is not called, and what grammars do not allow is forbidden
+    LATEST = auto()  # all rows: of tokens it looks at each row's latest alone
     ALIKE = auto()  # rows that have this very processor and the same length
     ALONE = auto()  # one row at a time
+
+
+_CALLED_AS_THE_USERS = (ProcessorKind.ALONE, ProcessorKind.LATEST)
+_SAYS = "supports_continuous_batching"
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +146,10 @@ class ProcessorChains:
     def may_repeat(self, requests: Sequence[Request]) -> bool:
         """Whether the processors of these requests give the same again if they are called for the same step twice.
 
-        Those that are called alone may keep state from step to step.
+        Those that are called alone, and the user's own, may keep state from step to step.
         """
-        return not any(ProcessorKind.ALONE in self.of(request).layout.kinds for request in requests)
+        layouts = {self.of(request).layout for request in requests}
+        return not any(kind in layout.kinds for layout in layouts for kind in _CALLED_AS_THE_USERS)
 
     def forget_done(self) -> None:
         """Free the chains of requests that have ended."""
@@ -207,7 +213,7 @@ class _ChainMaker:
     def _chain(
         self, prompt_tokens: int, max_new_tokens: int, given: CallArguments, prompt: torch.Tensor | None = None
     ) -> ProcessorChain:
-        own = shared_list(given.logits_processor)
+        own, shared = shared_list(given.logits_processor), factory_of(self._options.arguments.logits_processor) is None
         given, users = replace(given, logits_processor=[*own, *self._grammar]), {id(each) for each in own}
         made = make_processors(
             self._model, self._options, prompt_tokens, max_new_tokens, arguments=given, prompt=prompt
@@ -215,7 +221,9 @@ class _ChainMaker:
         every, kinds = [], []
         for processor in made:
             kind = _kind(processor, id(processor) in users)
-            if id(processor) in users and kind is not ProcessorKind.ALIKE:
+            if kind is ProcessorKind.LATEST and not shared:  # made for a sequence alone
+                kind = ProcessorKind.ALONE
+            if kind in _CALLED_AS_THE_USERS and id(processor) in users:
                 processor = self._wrapped.get(id(processor)) or UserProcessor(processor)
             elif id(processor) not in users and type(processor) in _SAME_FOR_ALL_LENGTHS:
                 processor = self._of_all_lengths.setdefault(type(processor), processor)
@@ -289,7 +297,7 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
         is_known = kind in (*BLIND_TO_HISTORY, *MINIMUM_LENGTHS, *_STATELESS)
         if is_known:
             return ProcessorKind.ALIKE
-        return ProcessorKind.BLIND if looks_at_scores_alone(processor) else ProcessorKind.ALONE
+        return ProcessorKind.LATEST if takes_all_rows(processor) else ProcessorKind.ALONE
     if kind is processors.RepetitionPenaltyLogitsProcessor and _penalises_prompts(processor):
         return ProcessorKind.PENALTY
     if kind in MINIMUM_LENGTHS:
@@ -301,9 +309,17 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
     return ProcessorKind.ALIKE if kind in _STATELESS else ProcessorKind.ALONE
 
 
-def looks_at_scores_alone(processor: Any) -> bool:
-    """Whether its class says so, in transformers' words: such a processor takes the rows of all sequences at once."""
-    return getattr(processor, "supports_continuous_batching", None) is True
+def takes_all_rows(processor: Any) -> bool:
+    """Whether it says, in transformers' words, that it takes all sequences' rows at once, with their latest tokens.
+
+    A class that has its own ``__call__`` has to say so itself: it may look at more than the one that it derives from.
+    """
+    for held in (getattr(processor, "__dict__", {}), *map(vars, type(processor).__mro__)):
+        if _SAYS in held:
+            return held[_SAYS] is True
+        if "__call__" in held:
+            return False
+    return False
 
 
 def looks_at_each_row_alone(processor: Any) -> bool:

@@ -24,8 +24,8 @@ _ROOM = 64  # tokens that an array has room for beyond those it begins with
 def apply_blind(some: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
     """The scores [rows, vocabulary] after processors that do not look back."""
     ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-    for processor in some:  # one of the user's own may write to what it is given
-        scores = processor(ids, scores.clone() if isinstance(processor, UserProcessor) else scores)
+    for processor in some:
+        scores = processor(ids, scores)
     return scores
 
 
@@ -121,6 +121,8 @@ def apply_looking_back(
         elif kind is ProcessorKind.GRAMMAR:
             assert masks is not None
             scores = masks.apply(scores)
+        elif kind is ProcessorKind.LATEST:
+            scores = _all_rows(scores, requests, processor)
         elif kind is ProcessorKind.ALIKE:
             scores = _rows_alike(scores, requests, [chain.looking_back[place] for chain in chains], history)
         else:
@@ -128,21 +130,33 @@ def apply_looking_back(
             of_each = own_scores.split(together)
             processors_of_each = [chain.looking_back[place] for chain in chains[::together]]
             done: list[torch.Tensor] = []
-            own: LogitsProcessor = processor
+            called = processor
             try:
-                for number, (own, given) in enumerate(zip(processors_of_each, of_each, strict=True)):
+                for number, (called, given) in enumerate(zip(processors_of_each, of_each, strict=True)):
                     first = number * together
                     more = range(first, first + together)
                     ids = history(first) if together == 1 else torch.cat([history(row) for row in more])
-                    done.append(own(ids, given))
+                    done.append(called(ids, given))
             except Exception as error:
-                if isinstance(own, UserProcessor):
+                if isinstance(called, UserProcessor):
                     row = len(done) * together
-                    say_where(error, f"the logits processor {own.name}", requests[row].index)
+                    say_where(error, f"the logits processor {called.name}", requests[row].index)
                 raise
             in_place = all(result is given for result, given in zip(done, of_each, strict=True))
             scores = own_scores if in_place else torch.cat(done)
     return scores
+
+
+def _all_rows(scores: torch.Tensor, requests: Sequence[Request], processor: LogitsProcessor) -> torch.Tensor:
+    latest = [request.generated[-1] if request.generated else int(request.prompt_ids[-1]) for request in requests]
+    ids = to_device(np.array(latest, dtype=np.int64)[:, None], scores.device)
+    try:
+        result: torch.Tensor = processor(ids, scores.clone())  # a processor may write to its own
+        return result.contiguous()
+    except Exception as error:
+        if isinstance(processor, UserProcessor):
+            say_where(error, f"the logits processor {processor.name}")
+        raise
 
 
 def _rows_alike(

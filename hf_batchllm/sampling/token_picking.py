@@ -101,7 +101,10 @@ class TokenPicking:
             bound = [False] * len(self.options) if self.grammars is None else [*map(bool, self.grammars.each)]
             plain = [each in self.edits and not own for each, own in zip(self.options, bound, strict=True)]
         seated = self.on_device(requests)[0] if any(plain) else None
-        return HostSampler(self.model, self.options, self.seed, record, notices, kernels, masks, seated, plain)
+        return HostSampler(
+            self.model, self.options, self.seed, record=record, notices=notices, kernels=kernels, grammars=masks,
+            seated=seated, plain=plain,
+        )  # fmt: skip
 
     def _masks(self, grammars: CallGrammars) -> GrammarMasks:
         ends = [each.eos_token_ids for each in self.options]

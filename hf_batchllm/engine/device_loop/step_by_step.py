@@ -39,6 +39,7 @@ class _Launched:
     logits: torch.Tensor | None  # [samples, vocabulary]  None once its tokens have been picked
     going: list[Request] | None = None  # those that had not ended when picking was prepared
     rows: list[int] = field(default_factory=list)  # of the samples that tokens have been picked for
+    tokens: torch.Tensor | None = None  # of these rows
     picked: Callable[[], np.ndarray] | None = None  # waits for the tokens of these rows; negative: there is none
 
 
@@ -116,20 +117,23 @@ class StepByStep(GraphLauncher):
         """Pick the step's tokens, once. The tokens before them must have been seen."""
         if launched.picked is not None:
             return
-        logits, sampling, going = launched.logits, launched.sampling, launched.going
-        assert logits is not None
-        rows = [row for row, request in enumerate(sampling) if not request.done]
-        if going is None or len(going) != len(rows):
-            going = [sampling[row] for row in rows]
-        picked = torch.empty(0, dtype=torch.long, device="cpu")
-        if rows:
-            self.timekeeper.switch("tokens")
-            if len(rows) < len(sampling):
-                logits = logits[to_device(np.array(rows), self.device)]
-            picked = self._picked(logits, going)
-            seats = to_device(np.array([request.seat for request in going]), self.device)
-            self.seats.store(seats, picked)
-        launched.rows, launched.logits, launched.picked = rows, None, start_copy_to_host(picked)
+        if launched.tokens is None:  # memory may have run out after that: processors are not to be called twice
+            logits, sampling, going = launched.logits, launched.sampling, launched.going
+            assert logits is not None
+            rows = launched.rows = [row for row, request in enumerate(sampling) if not request.done]
+            if going is None or len(going) != len(rows):
+                going = [sampling[row] for row in rows]
+            if rows:
+                self.timekeeper.switch("tokens")
+                if len(rows) < len(sampling):
+                    logits = logits[to_device(np.array(rows), self.device)]
+                launched.tokens = self._picked(logits, going)
+            else:
+                launched.tokens = torch.empty(0, dtype=torch.long, device=self.device)
+            launched.logits = None
+        seats = [launched.sampling[row].seat for row in launched.rows]
+        self.seats.store(to_device(np.array(seats, dtype=np.int64), self.device), launched.tokens)
+        launched.picked = start_copy_to_host(launched.tokens)
 
     def _picked(self, logits: torch.Tensor, going: list[Request]) -> torch.Tensor:  # [going] int64
         """In parts, where memory does not suffice for all at once."""
@@ -146,10 +150,12 @@ class StepByStep(GraphLauncher):
                 elif len(some) < len(going):  # memory for masks serves again, once it has been read
                     tokens.cpu()
             except Exception as error:
-                if not is_out_of_memory(error) or len(some) == 1:
+                if not is_out_of_memory(error):
                     raise
                 if not self.may_pick_again(some):
                     self._failed = True
+                    raise
+                if len(some) == 1:
                     raise
                 self._at_once = len(some) // 2
                 self._free(error)
@@ -160,7 +166,7 @@ class StepByStep(GraphLauncher):
                     "smaller `kv_memory`",
                 )
             else:
-                parts.append(tokens)
+                parts.append(tokens.to(self.device))  # a head of the owner's may be elsewhere
                 done += len(some)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
