@@ -72,6 +72,7 @@ class ProcessorKind(Enum):
     MINIMUM = auto()  # all rows: it is not called, and EOS is forbidden in those that are too short
     GRAMMAR = auto()  # all rows: it is not called, and what grammars do not allow is forbidden
     LATEST = auto()  # all rows: of tokens it looks at each row's latest alone
+    ALLOWED = auto()  # all rows: each with the function that tells which tokens it may have next
     ALIKE = auto()  # rows that have this very processor and the same length
     ALONE = auto()  # one row at a time
 
@@ -90,7 +91,7 @@ class ChainLayout:
 
     @property
     def reads_histories(self) -> bool:
-        return ProcessorKind.ALIKE in self.kinds or ProcessorKind.ALONE in self.kinds
+        return not {ProcessorKind.ALLOWED, ProcessorKind.ALIKE, ProcessorKind.ALONE}.isdisjoint(self.kinds)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -302,6 +303,8 @@ def _kind(processor: LogitsProcessor, is_the_users: bool) -> ProcessorKind:
         return ProcessorKind.PENALTY
     if kind in MINIMUM_LENGTHS:
         return ProcessorKind.MINIMUM
+    if kind is processors.PrefixConstrainedLogitsProcessor:
+        return ProcessorKind.ALLOWED
     if kind is GrammarPlace:
         return ProcessorKind.GRAMMAR
     if kind in BLIND_TO_HISTORY:

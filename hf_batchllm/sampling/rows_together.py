@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,6 +122,8 @@ def apply_looking_back(
         elif kind is ProcessorKind.GRAMMAR:
             assert masks is not None
             scores = masks.apply(scores)
+        elif kind is ProcessorKind.ALLOWED:
+            scores = _allowed_alone(scores, [chain.looking_back[place] for chain in chains], history, together)
         elif kind is ProcessorKind.LATEST:
             scores = _all_rows(scores, requests, processor)
         elif kind is ProcessorKind.ALIKE:
@@ -145,6 +148,26 @@ def apply_looking_back(
             in_place = all(result is given for result, given in zip(done, of_each, strict=True))
             scores = own_scores if in_place else torch.cat(done)
     return scores
+
+
+def _allowed_alone(
+    scores: torch.Tensor,
+    own: Sequence[Any],  # of each row: the processor that holds its function
+    history: Callable[[int], torch.Tensor],
+    together: int,
+) -> torch.Tensor:
+    """Transformers' processor for all rows: it masks them at once, and asks each row's function in their order."""
+    rows = iter(range(len(scores)))
+
+    def allowed(*_: Any) -> Any:
+        row = next(rows)
+        return own[row]._prefix_allowed_tokens_fn(row // together, history(row)[0])
+
+    ids = torch.empty(
+        len(scores), 1, dtype=torch.long, device=scores.device
+    )  # as many as there are rows: nobody reads it
+    processed: torch.Tensor = processors.PrefixConstrainedLogitsProcessor(allowed, together)(ids, scores)
+    return processed
 
 
 def _all_rows(scores: torch.Tensor, requests: Sequence[Request], processor: LogitsProcessor) -> torch.Tensor:
