@@ -163,9 +163,7 @@ def _allowed_alone(
         row = next(rows)
         return own[row]._prefix_allowed_tokens_fn(row // together, history(row)[0])
 
-    ids = torch.empty(
-        len(scores), 1, dtype=torch.long, device=scores.device
-    )  # as many as there are rows: nobody reads it
+    ids = torch.empty(len(scores), 1, dtype=torch.long, device=scores.device)  # tells how many rows: nobody reads it
     processed: torch.Tensor = processors.PrefixConstrainedLogitsProcessor(allowed, together)(ids, scores)
     return processed
 

@@ -22,7 +22,6 @@ from ...model.runner import ModelRunner
 from ...model.transfers import start_copy_to_host, to_device
 from ...notices import Notices
 from ...planning.requests_and_prefixes import Request
-from ...sampling.nothing_to_draw import NothingToDrawError
 from ..timekeeper import Timekeeper
 from .decode_graphs import DecodeGraphs
 from .graph_launcher import GraphLauncher
@@ -40,7 +39,7 @@ class _Launched:
     going: list[Request] | None = None  # those that had not ended when picking was prepared
     rows: list[int] = field(default_factory=list)  # of the samples that tokens have been picked for
     tokens: torch.Tensor | None = None  # of these rows
-    picked: Callable[[], np.ndarray] | None = None  # waits for the tokens of these rows; negative: there is none
+    picked: Callable[[], np.ndarray] | None = None  # waits for the tokens of these rows; negative: nothing to draw
 
 
 class StepByStep(GraphLauncher):
@@ -109,8 +108,6 @@ class StepByStep(GraphLauncher):
         assert launched.picked is not None
         tokens = np.full(len(launched.sampling), _NONE, dtype=np.int64)
         tokens[launched.rows] = launched.picked()
-        if len(launched.rows) and (tokens[launched.rows] < 0).any():
-            raise NothingToDrawError
         return tokens[:, None]
 
     def _pick(self, launched: _Launched) -> None:
