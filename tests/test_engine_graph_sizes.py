@@ -11,8 +11,8 @@ from support_kernels import plain
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
+from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.engine.device_loop.graph_sizes import next_smaller, size_of, sizes_to_come, sizes_up_to
-from hf_batchllm.engine.device_loop.run_ahead import RunAhead
 
 pytestmark = plain
 
@@ -63,7 +63,7 @@ def test_graphs_are_captured_while_the_device_is_at_work(
     """Then no decode step runs without one: the tokens are the same, and all but the steps with prompts are replays."""
     if device == "cpu":
         run_over_twins(monkeypatch)
-    monkeypatch.setattr(RunAhead, "_is_behind", lambda self: True)
+    monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: True)
     prepared, made = [], DecodeGraphs._make
 
     def noted(self: DecodeGraphs, size: int) -> Any:

@@ -14,13 +14,13 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from support_device_loop import model_on, run_over_twins
 from support_kernels import plain
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from hf_batchllm import BatchGenerator
 from hf_batchllm.engine.device_loop import decode_rows, graph_capture
 from hf_batchllm.engine.device_loop.decode_graphs import DecodeGraphs
 from hf_batchllm.engine.device_loop.decode_rows import DecodeRows
-from hf_batchllm.engine.device_loop.run_ahead import RunAhead
+from hf_batchllm.engine.device_loop.graph_launcher import GraphLauncher
 from hf_batchllm.engine.device_loop.still_running import StillRunning
 from hf_batchllm.model.kv_storage import KVStorage
 from hf_batchllm.planning.requests_and_prefixes import FinishReason, Request
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"eos_token_id": None, "progress": False}
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of graphs, in the order in which they were made."""
     run_over_twins(monkeypatch)
-    monkeypatch.setattr(RunAhead, "_is_behind", lambda self: True)
+    monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: True)
     seen, make = [], DecodeGraphs._make
 
     def noted(self: DecodeGraphs, size: int) -> DecodeRows:
@@ -58,6 +58,53 @@ def test_one_of_fewer_rows_serves_while_some_are_idle(made: list[int]) -> None:
     result = generator.generate(prompts, generation_config=settings, **OPTIONS)
     assert [len(tokens) for tokens in result.token_ids] == limits
     assert len(made) > 1 and len(made) == len(set(made)), made
+
+
+class AsIs(LogitsProcessor):
+    """Of the user's own, so the host picks."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_where_the_host_picks_few_serve_all(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device would wait while one is captured for each number of rows. None runs without one at the end."""
+    without, run = [], DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, batch: Any, steps_to_come: int) -> Any:
+        produced = run(self, batch, steps_to_come)
+        if not self.replays and produced is not None:
+            without.append(batch.attention.rows)
+        return produced
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    prompts, limits = short_prompts(96), [6 + place // 6 for place in range(96)]
+    settings = [GenerationConfig(max_new_tokens=limit) for limit in limits]
+    model = model_on("cpu", "llama")
+    want = BatchGenerator(model, **CONFIG).generate(prompts, generation_config=settings, **OPTIONS)
+    made.clear(), without.clear()
+    generator = BatchGenerator(model, **CONFIG, max_batch_tokens=150)
+    result = generator.generate(prompts, generation_config=settings, logits_processor=[AsIs()], **OPTIONS)
+    assert result.token_ids == want.token_ids
+    assert made == [96, 64] and len(without) == 1, (made, without)  # 96 while the prompts of the rest are computed
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_where_the_host_picks_sizes_do_not_hang_on_timing(
+    behind: bool, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a graph was there in time decides only whether a step is a replay."""
+    sizes, run = [], DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, batch: Any, steps_to_come: int) -> Any:
+        sizes.append(self._size_for(batch.attention.rows, steps_to_come))
+        return run(self, batch, steps_to_come)
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    monkeypatch.setattr(GraphLauncher, "_is_behind", lambda self: behind)
+    generator = BatchGenerator(model_on("cpu", "llama"), **CONFIG, max_batch_tokens=100)
+    generator.generate(short_prompts(40), max_new_tokens=20, logits_processor=[AsIs()], **OPTIONS)
+    assert sizes == [48] * len(sizes) and made == [48]
 
 
 def test_none_is_larger_than_a_step_may_be(made: list[int]) -> None:
@@ -189,6 +236,7 @@ def test_the_memory_of_graphs_is_given_back(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[Any] = []
     graphs = object.__new__(DecodeGraphs)
     graphs._graphs = {16: SimpleNamespace(captured=True)}  # type: ignore[dict-item]
+    graphs._sizes = set()
     stream: Any = SimpleNamespace(synchronize=lambda: seen.append("waits"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(graphs._graphs)))
     graphs.close(stream)

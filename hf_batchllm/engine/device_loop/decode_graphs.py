@@ -31,6 +31,7 @@ _WARM_ROWS = 16  # rows of the run in which kernels are compiled
 # A capture cannot use the memory in PyTorch's cache. With so many bytes free beside it, the cache need not be emptied
 # first, which would make the host wait.
 _PLENTY_OF_BYTES = 2 << 30
+_LARGER = 1.6  # a graph of up to so many times the rows serves them for longer than a few steps
 
 
 class DecodeGraphs:
@@ -61,6 +62,7 @@ class DecodeGraphs:
         self._notices = notices
         self._graphs: dict[int, DecodeRows] = {}  # captured or not
         self._met: dict[tuple[Any, ...], WorkSeen] = {}
+        self._sizes: set[int] = set()  # of steps so far, where the host picks
         self._pool: Any = None
         # A model that could not be captured in an earlier call cannot be captured in this one.
         self._given_up = not capture or notices.was_given(_CAPTURE)
@@ -90,11 +92,11 @@ class DecodeGraphs:
         if batch.burst is None or not self.does_all:
             return None
         rows = batch.attention.rows
-        held = self._graphs.get(size_of(rows))
+        size = self._size_for(rows, steps_to_come)
+        held = self._graphs.get(size)
         checks_later = self._checks_later and held is not None and held.captured
         if not checks_later:
             self._drop_outdated()
-        size = size_of(rows)
         graph = self._graphs.get(size) or self._make(size)
         step = self._backend.work_of(batch.attention)
         try:
@@ -119,6 +121,24 @@ class DecodeGraphs:
             return self.run(batch, steps_to_come)  # what has run was a model that is no more
         self.steps += times if graph.captured else 0
         return graph.settle(rows)
+
+    def _size_for(self, rows: int, steps_to_come: int) -> int:
+        """Where the host picks, the device waits while a graph is captured, so graphs of more rows serve these, too.
+
+        The sizes of earlier steps decide, not the graphs there are: see graph_sizes.
+        """
+        size = size_of(rows)
+        if self._picked_on_device or self._given_up:
+            return size
+        larger = min((other for other in self._sizes if other >= size), default=size)
+        if steps_to_come < WORTHWHILE_STEPS or larger <= _LARGER * rows:
+            size = larger
+        self._sizes.add(size)
+        return size
+
+    @property
+    def _picked_on_device(self) -> bool:
+        return self._pick is not None
 
     def owner_gets_control(self) -> None:
         """Note what the model's own code reads. What it changes by itself, such as a counter, is no change of then."""
@@ -192,10 +212,14 @@ class DecodeGraphs:
             return
         self._drop_outdated()
         there = {size for size, graph in self._graphs.items() if graph.captured}
-        size = next((size for size in sizes_to_come(left, may_stop) if size not in there), None)
+        sizes = sizes_to_come(left, may_stop)
+        if not self._picked_on_device:
+            sizes = sizes[:1]  # it serves fewer rows as well
+        size = next((size for size in sizes if size not in there), None)
         if not self.prepares or size is None or self._is_tight():
             return  # where memory is short, capture only what a step needs
         together = size == len(left) and not may_stop and max(left) - min(left) < WORTHWHILE_STEPS
+        together &= self._picked_on_device
         seconds, self._preparing = self.seconds, True
         try:
             if not self._warm:
@@ -278,6 +302,7 @@ class DecodeGraphs:
                 stream.synchronize()
         finally:  # after a CUDA error, waiting raises it again
             self._graphs.clear()
+            self._sizes.clear()
         if stream is not None and captured:
             torch.cuda.empty_cache()  # until then, nothing else can use the memory of the graphs' pool
 

@@ -40,6 +40,8 @@ class RowsWork(WorkSource):
     ``met``: the kinds of work that have come up so far in the call, by a layer's key. A kernel without work still takes
     2 to 4 us, so no kernel is launched for a kind that has not come up. When that kind does come up there is no room
     for it (NoRoom), and the rows are made anew, with room and with the kernel.
+
+    ``may_idle``: some rows may be idle at any time, so there is always room for it.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class RowsWork(WorkSource):
         multiprocessors: int,
         device: torch.device,
         met: dict[tuple[Any, ...], WorkSeen],
+        may_idle: bool,
     ) -> None:
         self._met = met
+        self._may_idle = may_idle
         self.rows = len(state.token)
         self.slots = state.slot
         self._lengths = state.length
@@ -85,7 +89,7 @@ class RowsWork(WorkSource):
         return self._met.setdefault(key, WorkSeen()).note(work.items, self._merges(work))
 
     def _merges(self, work: WorkLists) -> bool:
-        return work.merges or work.rows < self.rows  # the merge writes the zeros of idle rows
+        return work.merges or self._may_idle or work.rows < self.rows  # the merge writes the zeros of idle rows
 
     def lists(self, *key: Any) -> WorkLists:  # window, heads, kv_heads, sinks
         if key not in self._rooms:  # first asked for, in the run before the capture
@@ -98,7 +102,7 @@ class RowsWork(WorkSource):
     def make_rooms(self, known: Mapping[tuple[Any, ...], WorkSeen], idle: bool) -> None:
         """Make room for the ``known`` kinds of work before any work comes. ``idle``: whether some rows will be."""
         for key, met in known.items():
-            self._rooms[key] = self._new_room(key, WorkSeen(set(met.tiles), met.merges or idle))
+            self._rooms[key] = self._new_room(key, WorkSeen(set(met.tiles), met.merges or idle or self._may_idle))
 
     def _new_room(self, key: tuple[Any, ...], met: WorkSeen, work: WorkLists | None = None) -> WorkLists:
         _, heads, kv_heads, sinks = key
@@ -171,7 +175,7 @@ class DecodeRows:
         self._noting = noting
         self._noted = None if noting is None else noting.room(rows, most_times)
         entries = backend.storage.num_pages + 8 * rows + 64
-        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met)
+        self.work = RowsWork(self._state, entries, backend.multiprocessors, device, met, pick is None)
         self._context = KernelAttention(self.work, backend)
         self._states = runner.over_states(self._idle_spans()) if runner.architecture.states else None
 

@@ -6,14 +6,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from ...model.batch import ModelBatch
+from ...model.runner import ModelRunner
 from ...planning.requests_and_prefixes import Request
+from .decode_graphs import DecodeGraphs
+from .seats import Seats
 from .steps_as_graphs import StepsAsGraphs
+from .still_running import StillRunning
 
 
 class GraphLauncher(StepsAsGraphs, ABC):
     """A ``Launcher`` whose steps run in that way."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        seats: Seats,
+        graphs: DecodeGraphs | None,
+        device: torch.device,
+        owners_code: bool = False,
+    ) -> None:
+        super().__init__(runner, seats, graphs, device, owners_code)
+        self._still_running: StillRunning | None = None  # of the requests that `start` was given last
+        self._end_of_latest: torch.cuda.Event | None = None  # the step that was launched last
+
+    def start(self, requests: Sequence[Request], most_rows: int) -> None:
+        super().start(requests, most_rows)
+        if self.graphs is not None:
+            self._still_running = StillRunning(requests, self.graphs.storage, most_rows)
 
     def launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         with self.surroundings():
@@ -22,6 +44,26 @@ class GraphLauncher(StepsAsGraphs, ABC):
     @abstractmethod
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         """Launch the step on the stream."""
+
+    def prepare_graphs(self, sampling: Sequence[Request], only_largest: bool = False) -> None:
+        """A step with these requests has been launched: capture a graph while the device is at work on earlier ones.
+
+        only_largest: none before it is known how many rows there will be at most.
+        """
+        running = self._still_running
+        if self.graphs is None or running is None or not self.graphs.prepares:
+            return
+        running.begin(sampling)
+        if self._is_behind() and (not only_largest or running.most_is_known()):
+            self.graphs.prepare(*running.tokens_left())
+
+    def _is_behind(self) -> bool:
+        """Whether the device is still at work on the step before this one: then the host has time."""
+        if self._stream is None:
+            return False
+        before, self._end_of_latest = self._end_of_latest, torch.cuda.Event()
+        self._end_of_latest.record()
+        return before is not None and not before.query()
 
     def tokens_were_seen(self) -> None:
         """As ``Launcher`` has it."""

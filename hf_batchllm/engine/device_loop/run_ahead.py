@@ -21,7 +21,6 @@ from ..call_outputs import LogProbNotes
 from .decode_graphs import DecodeGraphs
 from .graph_launcher import GraphLauncher
 from .seats import Seats
-from .still_running import StillRunning
 
 
 class RunAhead(GraphLauncher):
@@ -39,20 +38,10 @@ class RunAhead(GraphLauncher):
         super().__init__(runner, seats, graphs, device)
         self.pick = pick
         self.notes = notes
-        self._still_running: StillRunning | None = None  # of the requests that `start` was given last
-        self._latest: torch.cuda.Event | None = None  # the end of the step that was launched last
-
-    def start(self, requests: Sequence[Request], most_rows: int) -> None:
-        super().start(requests, most_rows)
-        if self.graphs is not None:
-            self._still_running = StillRunning(requests, self.graphs.storage, most_rows)
 
     def _launch(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
         wait = self._run(batch, sampling)
-        if self.graphs is not None and self._still_running is not None and self.graphs.prepares:
-            self._still_running.begin(sampling)
-            if self._is_behind():
-                self.graphs.prepare(*self._still_running.tokens_left())
+        self.prepare_graphs(sampling)
         return wait
 
     def _run(self, batch: ModelBatch, sampling: Sequence[Request]) -> Callable[[], np.ndarray]:
@@ -99,14 +88,6 @@ class RunAhead(GraphLauncher):
             return found
 
         return wait
-
-    def _is_behind(self) -> bool:
-        """Whether the device is still at work on the step before this one: then the host has time."""
-        if self._stream is None:
-            return False
-        before, self._latest = self._latest, torch.cuda.Event()
-        self._latest.record()
-        return before is not None and not before.query()
 
     def may_repeat(self, sampling: Sequence[Request]) -> bool:
         return True

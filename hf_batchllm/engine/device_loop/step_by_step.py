@@ -78,6 +78,8 @@ class StepByStep(GraphLauncher):
             self._pick(before)
             self.timekeeper.switch(self.timekeeper.launching)
         launched = _Launched(sampling, self.logits(batch))
+        if batch.burst is None:  # between steps of decode rows alone the device would wait for a capture
+            self.prepare_graphs(sampling, only_largest=True)
         if not any(request.pending for request in sampling):  # otherwise tokens before those have yet to be seen
             self._prepare(launched)
         self._latest = launched

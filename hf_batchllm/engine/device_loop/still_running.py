@@ -26,19 +26,23 @@ class StillRunning:
                 del self._waiting[request]
                 self._begun.append(request)
 
-    def tokens_left(self) -> tuple[list[int], bool]:
-        """How many tokens each running request may still get, most first; and whether some may stop before that.
-
-        Waiting requests count only if all fit at the same time: then it is as things will be when the last has begun.
-        """
+    def most_is_known(self) -> bool:
+        """Whether all that have not ended fit at the same time. Otherwise it is not known how many will run."""
         # Plain fields in place of properties: there may be tens of thousands, in each step.
         going = [request for request in self._begun if request.finish_reason is None]
         if len(going) < len(self._begun):
             self._most_pages -= sum(self._pages[request] for request in self._begun if request.done)
             self._begun = going
+        return self._most_pages <= self._storage.num_pages and len(going) + len(self._waiting) <= self._most_rows
+
+    def tokens_left(self) -> tuple[list[int], bool]:
+        """How many tokens each running request may still get, most first; and whether some may stop before that.
+
+        Waiting requests count only if the most is known: then it is as things will be when the last has begun.
+        """
+        most_is_known, going = self.most_is_known(), self._begun
         left = [request.max_new_tokens - len(request.generated) - request.pending for request in going]
-        # Where not all fit at the same time, it is not known how many will run.
-        if self._most_pages <= self._storage.num_pages and len(going) + len(self._waiting) <= self._most_rows:
+        if most_is_known:
             waiting = [request for request in self._waiting if request.finish_reason is None]
             tokens = sum(request.prompt_tokens - request.start for request in waiting)
             steps = tokens // self._most_rows  # in which their prompts are computed, one after the other
