@@ -159,7 +159,12 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("ShareGPT's keys", [{"from": "human", "value": "w5"}], TEMPLATE, "rename them to 'role' and 'content'"),
     ("a role that is none", [{"role": 1, "content": "w5"}], TEMPLATE, "has the role 1; a role is a string"),
     ("content that is none", [{"role": "user", "content": 5}], TEMPLATE, "has an int as its 'content'"),
-    ("an image", [{"role": "user", "content": [{"type": "image"}]}], TEMPLATE, "a part of type 'image'"),
+    (
+        "an image",
+        [{"role": "user", "content": [{"type": "image"}]}],
+        TEMPLATE,
+        "shows an image, and LlamaForCausalLM takes text only",
+    ),
     ("text in a chat", [[*CHAT, "w5"]], TEMPLATE, "prompt 0 is a chat whose message 1 is a string"),
     ("what a template refuses", [{"role": "alien", "content": "w5"}], TEMPLATE, "the tokenizer refused: no aliens"),
     ("several", [None, IDS, [], [1.5], None], None, "4 prompts cannot be run:\n  prompts 0, 4: each is None"),

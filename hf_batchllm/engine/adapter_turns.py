@@ -23,10 +23,10 @@ class AdapterTurns:
     def keyed(self, prompts: Sequence[Prompt], places: Sequence[int]) -> list[Prompt]:
         """The prompts with their adapter as the key: keys and values of one adapter are of no use to another."""
         if self._adapters is None or self.swap is None:
-            return [Prompt(prompt.ids, self._active) for prompt in prompts]
+            return [prompt.with_key(self._active) for prompt in prompts]
         names = [self._adapters[place] for place in places]
         keys: dict[str | None, Hashable] = self.swap.learn(dict.fromkeys(names))
-        return [Prompt(prompt.ids, keys[name]) for prompt, name in zip(prompts, names, strict=True)]
+        return [prompt.with_key(keys[name]) for prompt, name in zip(prompts, names, strict=True)]
 
     def turns(self, requests: list[Request]) -> Iterator[list[Request]]:
         """The requests of each adapter, in the order of the plan. Steps run with that adapter until the next turn."""

@@ -15,6 +15,7 @@ from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
+from ..model.image_features import ImageFeatures
 from ..model.model_in_use import ModelInUse
 from ..notices import Notices
 from ..patches.fusion import Fusion
@@ -79,6 +80,7 @@ class Call:
         self._stage = Stage.NEW
         self._adapters: AdapterTurns | None = None
         self._wiring: Wiring | None = None
+        self._images: ImageFeatures | None = None  # that prompts show
         self._earlier_preemptions = 0  # of adapters whose turn is over
         self.engine: Engine | BeamEngine
 
@@ -107,12 +109,13 @@ class Call:
         self._adapters = AdapterTurns(self._use, job.adapters)
         keyed = self._adapters.keyed(job.prompts, job.places)
         self.plan = CallPlan(keyed, job.runs, job.max_new_tokens, job.widths, self._config)
+        self._images = ImageFeatures.of(self._use.model, self.plan.prompts, self.plan.sharing.order.tolist())
         if self._use.architecture.states:
             self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 
     def _open_memory(self) -> None:
         self._use.fuse()
-        self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config)
+        self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config, self._images)
         self._stage = Stage.MEMORY
         self.cache, self._storage = self._memory.open()
 
@@ -184,6 +187,9 @@ class Call:
                 "all of their tokens are computed: raise `kv_memory`, or set a smaller `page_size`",
             )
         runner = self._use.run_over(self._storage, self._adapters.swap)
+        self._use.show(self._images)
+        if self._images is not None:
+            self._images.expect(requests)
         if outputs.watcher is not None:
             outputs.watcher.start(requests)
         if outputs.record_prompts is not None:
@@ -404,5 +410,6 @@ class Call:
             fused=self._use.fused_summary,
             graphs=launcher.summary if launcher is not None else "",
             slot_bytes=self._kv.architecture.slot_bytes,
+            images="" if self._images is None else self._images.summary,
         )
         return self.outputs.in_report(report, self.lineup.requests)

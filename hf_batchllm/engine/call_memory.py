@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..config import BatchConfig
+from ..model.image_features import ImageFeatures
 from ..model.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
 from ..model.state_storage import COPIED_AT_ONCE
@@ -21,8 +22,16 @@ from .wiring import picking_of, why_by_host
 
 class CallMemory:
     def __init__(
-        self, job: Job, plan: CallPlan, outputs: CallOutputs, use: ModelInUse, kv: KVMemory, config: BatchConfig
+        self,
+        job: Job,
+        plan: CallPlan,
+        outputs: CallOutputs,
+        use: ModelInUse,
+        kv: KVMemory,
+        config: BatchConfig,
+        images: ImageFeatures | None,
     ) -> None:
+        self._images = images
         self._job = job
         self._plan = plan
         self._outputs = outputs
@@ -73,6 +82,9 @@ class CallMemory:
         storage = stage(step, self._config.page_size)
         try:
             runner = use.run_over(storage)
+            if self._images is not None:
+                with runner.surroundings():
+                    picking += self._images.bytes_beside(step.tokens, self._kv.memory)
             graphs = self._config.cuda_graphs and in_graphs
             return self._kv.rehearsals.beside_the_cache(runner, step, graphs, picking, self._kv.memory)
         finally:

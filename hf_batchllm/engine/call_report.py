@@ -35,6 +35,7 @@ def report_of(
     fused: str,
     graphs: str,
     slot_bytes: int,
+    images: str,
 ) -> RunReport:
     lengths = sum(request.prompt_tokens for request in requests)
     seconds = timekeeper.seconds
@@ -69,6 +70,7 @@ def report_of(
         fused=fused,
         graphs=graphs,
         states=_of_states(cache.slots, slot_bytes, engine.builder.states_handed_on),
+        images=images,
         idle_tokens=engine.idle_tokens,
         device_memory=device_memory,
         timeline=timekeeper.timeline(seconds, page_bytes, capture_seconds),

@@ -19,6 +19,7 @@ from ..inputs.base_model import base_model
 from ..inputs.chats import warn_of_one_chat
 from ..inputs.grammar_options import take_grammars
 from ..inputs.ids_with_logits import id_without_logits
+from ..inputs.images.image_reader import ImageReader
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
@@ -103,10 +104,13 @@ class Job:
 
 
 class JobChecks:
+    takes_images = True
+
     def __init__(self, model: nn.Module, tokenizer: TokenizerLoader, notices: Notices) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._notices = notices
+        self._images = ImageReader(model) if self.takes_images else None
         self.known_strings = PreparedStopStrings()
 
     def job(
@@ -187,6 +191,8 @@ class JobChecks:
             why = length_problem(len(prompt.ids), limit, options, architecture, default_limit)
             if why is None and options.arguments.prompt_logprobs is not None:
                 why = id_without_logits(prompt.ids[1:], architecture)
+                if prompt.images is not None:
+                    why = "shows images, and `prompt_logprobs` is not supported with them: leave it out"
             if why is not None:
                 problems[index] = why
                 continue
@@ -253,7 +259,7 @@ class JobChecks:
         if problems:
             raise PromptError(problems)
         adapters = adapter_of_each(self._model, adapter, len(checked)) or [None] * len(checked)
-        return [Prompt(prompt.ids, name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
+        return [prompt.with_key(name) for prompt, name in zip(checked, adapters, strict=True) if prompt]
 
     def _warn_of_greedy(self, asked: dict[str, Any], seed: Any, generation_config: Any) -> None:
         if self._notices.has_names:  # lines of a file, each with a seed: its settings say whether it samples
@@ -293,6 +299,7 @@ class JobChecks:
             vocab_size=architecture.vocab_size,
             notices=self._notices,
             options=options,
+            images=self._images,
         )
 
     def _default_limit(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..notices import Notices
 from ..wording import a_kind, shown
+from .images.image_parts import is_image_part
 from .prompt_options import PromptOptions
 
 NO_TEMPLATE = "the tokenizer has no chat template: pass strings, or set `tokenizer.chat_template`"
@@ -45,19 +46,19 @@ def is_message(given: Mapping[Any, Any]) -> bool:
     return any(key in given for key in ("role", "content", "from"))
 
 
-def chat_problem(chat: Sequence[Any], options: PromptOptions | None = None) -> str | None:
-    """Why the chat cannot be run, with ``options`` if there are any.
+def chat_problem(chat: Sequence[Any], options: PromptOptions | None = None, images: bool = False) -> str | None:
+    """Why the chat cannot be run, with ``options`` if there are any. ``images``: whether it may show some.
 
     A template would render missing parts as nothing, and unknown ones as their repr.
     """
     for place, message in enumerate(chat):
-        why = _message_problem(message)
+        why = _message_problem(message, images)
         if why is not None:
             return f"is a chat whose message {place} {why}"
     return None if options is None or not is_continued(chat, options) else _why_not_continued(chat)
 
 
-def _message_problem(message: Any) -> str | None:
+def _message_problem(message: Any, images: bool) -> str | None:
     if not isinstance(message, Mapping):
         return f"is {a_kind(message)}; {_A_MESSAGE_IS}"
     role, content = message.get("role"), message.get("content")
@@ -76,9 +77,12 @@ def _message_problem(message: Any) -> str | None:
     if not isinstance(content, (str, list, tuple, Mapping)):
         return f"has {a_kind(content)} as its 'content'; a content is a string"
     for part in content if isinstance(content, (list, tuple)) else ():
+        if images and is_image_part(part):
+            continue
         medium = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(medium, str) and any(name in medium for name in _MEDIA):
-            return f"holds a part of type {medium!r}; only text is supported"
+            supported = "text and images are" if images else "text is"
+            return f"holds a part of type {medium!r}; only {supported} supported"
     return None
 
 
@@ -93,21 +97,29 @@ class ChatEncoder:
     continued: bool
 
     def __call__(self, tokenizer: Any, chats: list[Any]) -> Sequence[Any]:
+        encoded: Any = tokenizer.apply_chat_template(
+            [list(chat) for chat in chats],
+            tokenize=True,
+            return_dict=False,
+            **self._given(),
+        )
+        # Multimodal processors, and tokenizers with a method of their own, return a dict all the same.
+        rows: Sequence[Any] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+        return rows
+
+    def text(self, processor: Any, chat: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        """The chat as one text, and what the call is given that makes tokens of it."""
+        given = self._given()
+        of_call = dict(given.pop("processor_kwargs", None) or {})
+        return processor.apply_chat_template(list(chat), tokenize=False, **given), of_call
+
+    def _given(self) -> dict[str, Any]:
         given: dict[str, Any] = dict(self.options.chat_template_kwargs or {})
         if self.options.tools:
             given["tools"] = list(self.options.tools)
         if self.continued:
             given["continue_final_message"] = True
-        encoded: Any = tokenizer.apply_chat_template(
-            [list(chat) for chat in chats],
-            add_generation_prompt=not self.continued,
-            tokenize=True,
-            return_dict=False,
-            **given,
-        )
-        # Multimodal processors, and tokenizers with a method of their own, return a dict all the same.
-        rows: Sequence[Any] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
-        return rows
+        return given | {"add_generation_prompt": not self.continued}
 
 
 def is_continued(chat: Sequence[Any], options: PromptOptions) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,11 +25,16 @@ from .chats import (
     warn_of_one_chat,
 )
 from .garbage_collection import garbage_collection_paused
+from .images.image_parts import has_images
+from .images.prompt_images import EncodedChat, PromptImages, PromptPlaces
 from .long_prompts import shortened, warn_of_cuts
 from .not_prompts import A_PROMPT_IS, PADDED_TENSOR, why_not_a_list
 from .preparing import tokenizing_bar
 from .prompt_options import names_for_each, options_of_each
 from .token_ids import ID_LIMIT, BadPrompt, NoTokens, OutsideVocabulary, packed_ids
+
+if TYPE_CHECKING:  # planning reads this module, and never imports torch
+    from .images.image_reader import ImageReader
 
 _Encode = Callable[[Any, list[Any]], Sequence[Any]]  # (tokenizer, prompts) -> the token ids of each
 _NO_MASKS = {"return_attention_mask": False, "return_token_type_ids": False}
@@ -42,6 +47,19 @@ class Prompt:
 
     ids: np.ndarray  # int32 [tokens], read-only
     key: Hashable = None  # an adapter, say: prompts share a prefix only where their keys are equal
+    images: PromptImages | None = None
+
+    @property
+    def keys(self) -> np.ndarray:  # int32 [tokens]
+        """The ids, but for those of images: these depend on the image and the place in it, so equal keys are equal."""
+        return self.ids if self.images is None else self.images.keys
+
+    @property
+    def places(self) -> PromptPlaces | None:
+        return None if self.images is None else self.images.places
+
+    def with_key(self, key: Hashable) -> Prompt:
+        return Prompt(self.ids, key, self.images)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -64,12 +82,13 @@ def check_prompts(
     key: Hashable = None,
     notices: Notices | None = None,
     options: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[list[Prompt | None], dict[int, str]]:
     """Each prompt, or None where it cannot be run; and the reason for each of these, by index.
 
     ``tokenizer`` is a function without arguments that *returns* the tokenizer (or raises); it is called once, and only
     if there is a string or a chat. ``vocab_size`` bounds the ids, ``max_length`` the tokens of one prompt. ``options``
-    are those of ``take_prompt_options``.
+    are those of ``take_prompt_options``. ``images`` reads those of chats; without, only text is taken.
     A ``prompts`` that is not a list of prompts at all is a ``PromptsTypeError``.
     """
     given = as_list(prompts)
@@ -81,6 +100,7 @@ def check_prompts(
     problems: dict[int, str] = {}
     texts: list[int] = []
     chats: list[int] = []
+    pictured: list[int] = []  # chats with images
     lengths: dict[int, int] = {}  # of prompts that are cut, before they are
     around: Sequence[int] = ()  # the special tokens that a text gets
 
@@ -108,8 +128,10 @@ def check_prompts(
             if isinstance(prompt, str):
                 texts.append(index)
             elif is_chat(prompt):
-                why = chat_problem(prompt, each[index])
-                if why is None:
+                why = chat_problem(prompt, each[index], images is not None)
+                if why is None and images is not None and has_images(prompt):
+                    pictured.append(index)
+                elif why is None:
                     chats.append(index)
                 else:
                     others[index] = BadPrompt(why)
@@ -118,7 +140,7 @@ def check_prompts(
         take(others, others.values())
 
     loaded = None
-    if texts or chats:
+    if texts or chats or pictured:
         loaded, missing = _loaded(tokenizer)
         if loaded is not None and "max_prompt_tokens" in (options or {}):
             around = _around_a_text(loaded)
@@ -128,6 +150,20 @@ def check_prompts(
                 problems.update((index, f"is {_described(given[index])}, and {missing}") for index in indices)
                 continue
             take(indices, _encoded([given[index] for index in indices], loaded, encode))
+        if images is not None and pictured:
+            known = images.none_so_far()
+            why_not = missing if loaded is None else images.why_not(lambda: loaded)
+            for indices, encoder in in_groups(given, pictured, each) if why_not is None else ():
+                shown = images.encoded(loaded, [given[index] for index in indices], encoder, known)
+                with tokenizing_bar(len(indices)) as told:
+                    for index, row in zip(indices, shown, strict=True):
+                        take([index], [row if isinstance(row, BadPrompt) else row.ids])
+                        checked[index], why = _pictured(checked[index], row)
+                        if why is not None:
+                            problems[index] = why
+                        told(1)
+            if why_not is not None:
+                problems.update((index, f"shows an image, and {why_not}") for index in pictured)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
             named = f"{'the prompt of ' if notices.has_names else ''}{notices.places([empty])}"
@@ -139,6 +175,15 @@ def check_prompts(
         warn_of_idle_options(each, all_chats, loaded, notices, for_each)
     warn_of_cuts(lengths, len(given), notices)
     return checked, problems
+
+
+def _pictured(prompt: Prompt | None, encoded: EncodedChat | BadPrompt) -> tuple[Prompt | None, str | None]:
+    """The prompt with its images, or why it cannot be run."""
+    if prompt is None or isinstance(encoded, BadPrompt):
+        return None, None
+    if len(prompt) < len(encoded.ids):
+        return None, "shows images, so it cannot be cut to `max_prompt_tokens`: raise it, or make the images smaller"
+    return Prompt(prompt.ids, prompt.key, encoded.images), None
 
 
 def as_list(prompts: Any, name: str = "prompts") -> Sequence[Any]:

@@ -14,6 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ..inputs.images.prompt_images import FIRST_KEY
 from ..planning.requests_and_prefixes import Prefix, Request, Unit, places_below
 from ..planning.step import Chunk, Step
 from .state_batch import StateBatch
@@ -24,7 +25,7 @@ class TokenBatch:
     """What the model is called with."""
 
     input_ids: torch.Tensor  # [tokens]
-    position_ids: torch.Tensor  # [tokens]
+    position_ids: torch.Tensor  # [tokens], or [3, tokens] where images take places in height and width
     logits_rows: torch.Tensor  # [samples + asked]  tokens whose logits are sampled, then tokens of ``ModelBatch.asked``
     row_seats: torch.Tensor  # [rows]  where the device keeps the last token of each decode row
     sample_seats: torch.Tensor  # [samples]  where the device puts each sampled token
@@ -126,6 +127,9 @@ class ModelBatch:
     burst: Burst | None = None  # only if the builder makes bursts, and all tokens are decode rows
     asked: list[Chunk] = field(default_factory=list)  # parts of chunks; the logits of all their tokens are wanted
     states: StateBatch | None = None  # only if the model has layers that carry a state
+    # [placeholders]  of each token with the id of an image's: its key, or its id where it stands for no image. None
+    # where there is no image in the step.
+    image_keys: np.ndarray | None = None
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
@@ -138,6 +142,7 @@ class BatchBuilder:
     ``most_times``: how many times decode rows may run without the host in between; 0: no bursts are made.
     ``carries_states``: whether the model has layers that carry a state from token to token.
     ``wanted``: gives the parts of a chunk whose logits are asked for, sampled or not.
+    ``placeholder``: the id of tokens that images take; None where no prompt has any.
     """
 
     def __init__(
@@ -148,7 +153,9 @@ class BatchBuilder:
         most_times: int = 0,
         wanted: Callable[[Chunk], Sequence[Chunk]] | None = None,
         carries_states: bool = False,
+        placeholder: int | None = None,
     ) -> None:
+        self.placeholder = placeholder
         self.page_size = page_size
         self.carries_states = carries_states
         self.most_times = most_times
@@ -179,6 +186,7 @@ class BatchBuilder:
         every_position = np.arange(int(sizes.sum())) + np.repeat(span_position - span_begin, sizes)
         slots = table.slots_of_each(np.repeat(span_unit, sizes), every_position, self.page_size)
         ids = np.concatenate([row_ids, *(chunk.unit.tokens(chunk.begin, chunk.end) for chunk in chunks)])
+        ids, image_keys = self._without_keys(ids)
         last = np.empty(count, dtype=np.int64)  # the place of each chunk's last token, in the order of the step
         last[order] = span_end[rows:] - 1
         sampling = [index for index, chunk in enumerate(step.chunks) if chunk.samples]
@@ -203,7 +211,7 @@ class BatchBuilder:
         return ModelBatch(
             TokenBatch(
                 tensor(ids),
-                tensor(every_position),
+                tensor(every_position if self.placeholder is None else _for_rope(every_position, step.rows, chunks)),
                 tensor(logits_rows),
                 tensor(row_seats),
                 tensor(sample_seats),
@@ -224,7 +232,18 @@ class BatchBuilder:
             burst,
             list(asked),
             states,
+            image_keys,
         )
+
+    def _without_keys(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The ids that the model takes, and ``ModelBatch.image_keys``."""
+        if self.placeholder is None:
+            return ids, None
+        of_images = ids >= FIRST_KEY
+        if not of_images.any():
+            return ids, None
+        alike = of_images | (ids == self.placeholder)
+        return np.where(of_images, self.placeholder, ids), ids[alike]
 
     def _burst(
         self,
@@ -250,6 +269,26 @@ class BatchBuilder:
         made = np.array([len(request.generated) + request.pending for request in rows], dtype=np.int64)
         prompts = np.array([request.prompt_tokens for request in rows], dtype=np.int64)
         return np.array(ids, dtype=np.int64), prompts + made - 1, made
+
+
+def _for_rope(positions: np.ndarray, rows: Sequence[Request], chunks: Sequence[Chunk]) -> np.ndarray:
+    """Where the tokens stand for RoPE: [tokens], or [3, tokens] if there is a part of a prompt with images.
+
+    In text all three places are the same.
+    """
+    behind = [0 if request.places is None else request.places.behind for request in rows]
+    text = positions.copy()
+    text[: len(rows)] += np.array(behind, dtype=positions.dtype)
+    if all(chunk.unit.places is None for chunk in chunks):
+        return text
+    places = np.tile(text, (3, 1))
+    begin = len(rows)
+    for chunk in chunks:
+        end = begin + chunk.end - chunk.begin
+        if chunk.unit.places is not None:
+            places[:, begin:end] = chunk.unit.places.at(chunk.begin, chunk.end)
+        begin = end
+    return places
 
 
 def _unpinned(array: np.ndarray) -> torch.Tensor:

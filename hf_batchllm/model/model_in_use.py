@@ -22,6 +22,7 @@ from .choose_backend import (
     warn_of_refused,
     without_refused,
 )
+from .image_features import ImageFeatures
 from .kv_storage import KVStorage
 from .owners_warnings import warn_of_owners_state
 from .runner import ModelRunner
@@ -68,6 +69,11 @@ class ModelInUse:
         self.runner.adapters = adapters
         return self.runner
 
+    def show(self, images: ImageFeatures | None) -> None:
+        """Steps of the latest runner, and batches for it, may have these images."""
+        assert self.runner is not None
+        self.runner.images = images
+
     def builder(self, most_times: int = 0, wanted: Callable[[Chunk], Sequence[Chunk]] | None = None) -> BatchBuilder:
         """Makes batches for the latest runner. ``most_times`` and ``wanted`` as BatchBuilder has them."""
         assert self.runner is not None
@@ -78,6 +84,7 @@ class ModelInUse:
             most_times=most_times,
             wanted=wanted,
             carries_states=bool(self.architecture.states),
+            placeholder=None if self.runner.images is None else self.runner.images.placeholder,
         )
 
     def drop_runner(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +23,14 @@ from ..patches.attention_interface import (
 from ..patches.attention_swap import AttentionSwap
 from ..patches.cpu_lm_head import HeadSwap
 from ..patches.fusion import FusedLayers
+from ..patches.image_features_swap import ImageFeaturesSwap
 from ..patches.state_functions import StateContext, StateFunctions, state_context, states_in_use, use_states
 from ..patches.uncompiled import Uncompiled, every_module
 from ..planning.step import Chunk
 from .architecture import Architecture
 from .attention_backend import AttentionBackend
 from .batch import ModelBatch
+from .image_features import ImageFeatures
 from .kept_autocast import KeptAutocast
 from .state_step import StateKernels, StateStep
 
@@ -63,6 +66,8 @@ class ModelRunner:
         self.adapters: AdapterSwap | None = None  # where prompts name their adapters
         self.record: Callable[[Sequence[Chunk], torch.Tensor], None] | None = None  # is given the logits of ``asked``
         self._selects_rows = architecture.selects_rows
+        self.images: ImageFeatures | None = None  # of the call's prompts
+        self._images_swap: ImageFeaturesSwap | None = None
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -106,12 +111,17 @@ class ModelRunner:
     def _step(self, batch: ModelBatch) -> torch.Tensor:  # [samples + asked, vocabulary]
         batch = batch.to(self.architecture.device)
         tokens = batch.tokens
+        images = None
+        if batch.image_keys is not None:
+            assert self.images is not None
+            with self._compiled.applied():
+                images = self.images.of_step(batch.image_keys)
         context = self.backend.prepare(batch.attention)
         states = None
         if batch.states is not None:
             self.backend.storage.states.copy(batch.states.copies)
             states = self.over_states(batch.states.spans(self.architecture.device))
-        return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows, states)
+        return self.forward(tokens.input_ids, tokens.position_ids, context, tokens.logits_rows, states, images)
 
     def over_states(self, spans: Spans) -> StateStep:
         """A pass over the states of the call, for layers that carry them."""
@@ -121,15 +131,23 @@ class ModelRunner:
     def forward(
         self,
         input_ids: torch.Tensor,  # [tokens]
-        position_ids: torch.Tensor,  # [tokens]
+        position_ids: torch.Tensor,  # [tokens], or [3, tokens]
         context: AttentionContext,
         logits_rows: torch.Tensor | None = None,  # [samples]; None: all tokens
         states: StateStep | None = None,
+        images: Any = None,  # features of the placeholders among the tokens, as the model's vision tower gives them
     ) -> torch.Tensor:  # [samples, vocabulary]
-        keep = {"logits_to_keep": logits_rows} if self._selects_rows and logits_rows is not None else {}
+        selects = self._selects_rows and logits_rows is not None
+        given: dict[str, Any] = {"logits_to_keep": logits_rows} if selects else {}
         # Swapped for this step only: between steps, and after any exception, the model is as its owner left it.
         adapted = nullcontext() if self.adapters is None else self.adapters.applied()
         fused = nullcontext() if self._fused is None else self._fused.applied()
+        known: AbstractContextManager[object] = nullcontext()
+        if images is not None:
+            assert self.images is not None
+            self._images_swap = ImageFeaturesSwap(self.images.inner)
+            known = self._images_swap.applied(images)
+            given["pixel_values"] = input_ids.new_empty(0, dtype=self.images.inner.dtype)  # only whether there are any
         with (
             self._swap.applied(ATTENTION_NAME),
             adapted,
@@ -139,13 +157,14 @@ class ModelRunner:
             attention_context(context),
             self._functions.applied(),
             state_context(states),
+            known,
         ):
             output = self.model(
                 input_ids=input_ids[None],
-                position_ids=position_ids[None],
+                position_ids=position_ids[..., None, :],
                 use_cache=False,
                 return_dict=True,
-                **keep,
+                **given,
             )
         if context.calls != self.architecture.layers:
             raise UnsupportedModelError(
@@ -161,14 +180,14 @@ class ModelRunner:
                 "been replaced? That is not supported"
             )
         logits: torch.Tensor = output.logits[0]
-        wanted = logits_rows if keep and logits_rows is not None else input_ids
+        wanted = logits_rows if selects and logits_rows is not None else input_ids
         if logits.shape[0] != len(wanted):  # a head or a hook of the owner's picks rows by itself
             raise UnsupportedModelError(
                 f"{self.architecture.name} gave {logits.shape[0]} rows of logits where {len(wanted)} were "
                 "asked for: a hook, or a module that was put in, chooses places by itself. Here many prompts stand "
                 "side by side in one row, and each needs its own: take that code out, or use model.generate"
             )
-        return logits if keep or logits_rows is None else logits[logits_rows]
+        return logits if selects or logits_rows is None else logits[logits_rows]
 
     def adapted(self) -> AbstractContextManager[None]:
         """While the block runs, the model has its adapter: logits processors may run it between steps."""
@@ -187,6 +206,8 @@ class ModelRunner:
 
     def restore(self) -> None:
         """Restore what a step may have left behind when it was interrupted, and free the memory of steps."""
+        if self._images_swap is not None:
+            self._images_swap.restore()
         self._head.restore()
         self._functions.restore()
         if self._fused is not None:

@@ -90,7 +90,7 @@ def line_up(
     for segment in plan.segments:
         prompt = prompts[segment.prompt]
         below = prefixes[segment.parent] if segment.parent >= 0 else None
-        prefix = Prefix(prompt.ids, segment.start, segment.end, key=prompt.key)
+        prefix = Prefix(prompt.keys, segment.start, segment.end, key=prompt.key, places=prompt.places)
         limit = segment.end
         if most is not None:
             first = int(rank[segment.prompt])
@@ -110,6 +110,8 @@ def line_up(
             start=below.end if below is not None else 0,
             key=prompt.key,
             can_stop=stops[place],
+            keys=prompt.keys,
+            places=prompt.places,
         )
         if isinstance(request, Branch) and widths is not None:
             request.width = widths[place]
@@ -140,7 +142,7 @@ def _attach(unit: Prefix | Request, below: Prefix | None, limit: int, cache: Pag
     found = 0
     below_is_cached = below is None or below.start == below.end  # only then a kept prefix may hold more
     if cache.kept_prefixes and below_is_cached and limit > unit.start:
-        ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_ids
+        ids = unit.ids if isinstance(unit, Prefix) else unit.prompt_keys
         kept, agreed = cache.match(ids, limit, unit.key)
         if kept is not None and agreed > unit.start:
             found = agreed - unit.start

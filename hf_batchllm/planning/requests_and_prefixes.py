@@ -12,21 +12,25 @@ from typing import Any
 
 import numpy as np
 
+from ..inputs.images.prompt_images import PromptPlaces
+
 NO_SLOT = -1
 
 
 class Unit:
     """Tokens ``[start, ...)`` of one sequence, and the pages that hold their K and V."""
 
-    __slots__ = ("base", "computed", "key", "lost_end", "pages", "read_end", "refs", "slot", "start")
+    __slots__ = ("base", "computed", "key", "lost_end", "pages", "places", "read_end", "refs", "slot", "start")
 
-    def __init__(self, start: int, key: Hashable) -> None:
+    def __init__(self, start: int, key: Hashable, places: PromptPlaces | None = None) -> None:
         # The position of the first own token. Set when the unit is made, and moved on where a kept prefix holds more.
         self.start = start
         # The unit that holds the tokens before `start`; None if there are none. Set by the cache.
         self.base: Unit | None = None
         # Only units with equal keys share K and V: the name of the adapter, say. Set when the unit is made.
         self.key = key
+        # Where tokens stand for RoPE, if images make that differ from their position. Set when the unit is made.
+        self.places = places
         # K and V before this position are in the pages, or will be after the steps made so far. Set by the scheduler.
         self.computed = start
         # K and V before this position have been in the pages once; those from `computed` on are lost. Set by the cache.
@@ -77,7 +81,7 @@ class Unit:
         return [(unit, end) for unit, end in self.ancestors() if isinstance(unit, Prefix)]
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """The ids at positions ``[begin, end)``."""
+        """The ids at positions ``[begin, end)``, in images those of ``Prompt.keys``."""
         raise NotImplementedError  # an abstract class would make each `isinstance` three times as slow
 
 
@@ -86,10 +90,12 @@ class Prefix(Unit):
 
     __slots__ = ("end", "ids", "kept", "running")
 
-    def __init__(self, ids: np.ndarray, start: int, end: int, key: Hashable = None) -> None:
+    def __init__(
+        self, ids: np.ndarray, start: int, end: int, key: Hashable = None, places: PromptPlaces | None = None
+    ) -> None:
         assert 0 <= start <= end <= len(ids)
-        super().__init__(start, key)
-        # The sequence from position 0 on, at least up to `end`. Set when the prefix is made.
+        super().__init__(start, key, places)
+        # The sequence from position 0 on, at least up to `end`, as ``Prompt.keys``. Set when the prefix is made.
         self.ids = ids
         # The position after the last own token. Set when the prefix is made; the cache may cut it to `read_end`.
         self.end = end
@@ -129,6 +135,7 @@ class Request(Unit):
         "max_new_tokens",
         "pending",
         "prompt_ids",
+        "prompt_keys",
         "prompt_tokens",
         "rank",
         "sample",
@@ -147,15 +154,18 @@ class Request(Unit):
         start: int = 0,
         key: Hashable = None,
         can_stop: bool = True,
+        keys: np.ndarray | None = None,
+        places: PromptPlaces | None = None,
     ) -> None:
         assert 0 <= start < len(prompt_ids), "a request owns at least its last prompt token"
         assert max_new_tokens > 0
-        super().__init__(start, key)
-        # These eight are set when the request is made.
+        super().__init__(start, key, places)
+        # These nine are set when the request is made.
         self.index = index  # the prompt's place in the list
         self.sample = sample  # which of the prompt's num_return_sequences
         self.rank = rank  # place in the order of the plan
         self.prompt_ids = prompt_ids  # int32 [tokens]
+        self.prompt_keys = prompt_ids if keys is None else keys  # int32 [tokens]  as ``Prompt.keys``
         self.prompt_tokens = len(prompt_ids)  # asked several times for each token of a call
         self.max_new_tokens = max_new_tokens  # after so many new tokens it has ended
         self.can_stop = can_stop  # whether anything else may end it before that: a stop token, a string, a criterion
@@ -260,16 +270,23 @@ class Request(Unit):
         self.pending = 0  # tokens sampled since are no part of the answer
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the prompt, then new ones; 0 for a token that the host has not seen yet."""
+        """Those of the prompt, then new ones; 0 for a token that the host has not seen yet."""
+        return self._tokens(self.prompt_keys, begin, end)
+
+    def ids(self, begin: int, end: int) -> np.ndarray:
+        """As ``tokens``, in images the ids of their placeholders."""
+        return self._tokens(self.prompt_ids, begin, end)
+
+    def _tokens(self, of_prompt: np.ndarray, begin: int, end: int) -> np.ndarray:
         assert 0 <= begin <= end <= self.length
         prompt = self.prompt_tokens
         if end <= prompt:
-            return self.prompt_ids[begin:end]
+            return of_prompt[begin:end]
         first = max(begin - prompt, 0)
         new = np.zeros(end - prompt - first, dtype=np.int32)
         seen = self.generated[first : end - prompt]
         new[: len(seen)] = seen
-        return new if begin >= prompt else np.concatenate([self.prompt_ids[begin:], new])
+        return new if begin >= prompt else np.concatenate([of_prompt[begin:], new])
 
     def __repr__(self) -> str:
         state = self.finish_reason.value if self.finish_reason else f"computed={self.computed}/{self.length}"
@@ -302,6 +319,7 @@ class Branch(Request):
         branch.base, branch.pages, branch.slot, branch.refs = None, [], NO_SLOT, 0
         branch.key, branch.index, branch.sample, branch.rank = self.key, self.index, self.sample, self.rank
         branch.prompt_ids, branch.prompt_tokens = self.prompt_ids, self.prompt_tokens
+        branch.prompt_keys, branch.places = self.prompt_keys, self.places
         branch.max_new_tokens, branch.can_stop = self.max_new_tokens, self.can_stop
         branch.generated, branch.pending, branch.seat = tokens, 0, 0
         branch.finish_reason = branch.score = None

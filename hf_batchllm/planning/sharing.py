@@ -124,7 +124,7 @@ def _sorted_by_prefix(prompts: Sequence[Prompt]) -> tuple[np.ndarray, list[int]]
     by_key: dict[Hashable, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_key.setdefault(prompt.key, []).append(index)
-    packed = [bytes_of(prompt.ids) for prompt in prompts]
+    packed = [bytes_of(prompt.keys) for prompt in prompts]
     order: list[int] = []
     shared: list[int] = []
     for indices in by_key.values():

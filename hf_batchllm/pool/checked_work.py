@@ -34,7 +34,7 @@ def checked_work(
     job, keys = ask(arrays, config, seed, on_error, options, names)
     good = zip(job.places, job.prompts, strict=True)
     job = replace(job, prompts=[prompt if len(prompt) else Prompt(arrays[place]) for place, prompt in good])
-    keyed = [Prompt(prompt.ids, key) for prompt, key in zip(job.prompts, keys, strict=True)]
+    keyed = [prompt.with_key(key) for prompt, key in zip(job.prompts, keys, strict=True)]
     if job.seed is not None and seed is None:  # of this process's random numbers, as one process would
         job = replace(job, seed=int(torch.randint(2**63 - 1, (), device="cpu").item()))
     return GenerateWork(job, keyed, as_passed(passed), batch_config)

@@ -37,6 +37,8 @@ _NO_PLAN = plan_sharing([])
 
 
 class PartChecks(JobChecks):
+    takes_images = False  # a prompt's pixels would go to the pool's process and back
+
     def _drawn_seed(self) -> int:
         return 0  # the pool draws one, from the random numbers of the process that calls it
 

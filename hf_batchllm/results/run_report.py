@@ -52,6 +52,7 @@ class RunReport:
     graphs: decode steps replayed as CUDA graphs, and what capturing them took; empty if there were none.
     states: of a model whose layers carry a state from token to token, how many were kept at the same time, and how many
         sequences began with that of a prefix; empty for other models. Their bytes count as KV cache.
+    images: how many images the vision tower has read, and in how many runs; empty where no prompt shows any.
     idle_tokens: tokens run for answers that had already ended.
     scored_tokens: in a call of ``score``, the tokens whose log-probability was asked for. Its sequences are the
         continuations, each with its context; all of their tokens but the last count as prompt tokens.
@@ -81,6 +82,7 @@ class RunReport:
     fused: str = ""
     graphs: str = ""
     states: str = ""
+    images: str = ""
     idle_tokens: int = 0
     device_memory: int = 0
     scored_tokens: int = 0
@@ -140,6 +142,8 @@ class RunReport:
             lines.append(f"graphs     {self.graphs}")
         if self.states:
             lines.append(f"states     {self.states}")
+        if self.images:
+            lines.append(f"images     {self.images}")
         if self.idle_tokens:
             lines.append(f"idle       {self.idle_tokens:,} tokens were run for answers that had ended")
         if self.seed is not None:

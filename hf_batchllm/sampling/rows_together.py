@@ -53,7 +53,7 @@ class TokensSoFar:
             if seen == kept.count + 1:
                 kept.tokens[kept.count] = request.generated[-1]
             elif seen > kept.count:
-                kept.tokens[kept.count : seen] = request.tokens(kept.count, seen)
+                kept.tokens[kept.count : seen] = request.ids(kept.count, seen)
             kept.count = seen
             found.append(kept.tokens[:seen])
         return found
@@ -220,6 +220,6 @@ def _padded(requests: Sequence[Request]) -> np.ndarray:  # [requests, longest]
     """The tokens of each request, padded with its first one: that leaves the set of its tokens as it is."""
     ids = np.empty((len(requests), max(request.seen for request in requests)), dtype=np.int64)
     for row, request in zip(ids, requests, strict=True):
-        row[: request.seen] = request.tokens(0, request.seen)
+        row[: request.seen] = request.ids(0, request.seen)
         row[request.seen :] = row[0]
     return ids

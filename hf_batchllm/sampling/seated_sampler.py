@@ -93,7 +93,7 @@ class SeatedSampler:
             return
         for request in requests:
             if self._lines[request.seat] >= 0:
-                bits = self._sampler.seen(request.tokens(0, request.length))
+                bits = self._sampler.seen(request.ids(0, request.length))
                 self._seen[self._lines[request.seat]] = torch.from_numpy(bits).to(self._device)
 
     def _make_sampler(self, vocabulary: int) -> DeviceSampler:

@@ -192,7 +192,7 @@ class DecodeRows:
         no_request = len(self._seats.last) - 1
         given = [  # (destination, values, filler for padding rows)
             (self._seat, tokens.row_seats.numpy(), no_request),
-            (state.position, positions, 0),
+            (state.position, tokens.position_ids.numpy(), 0),
             (state.slot, batch.attention.slots.numpy(), -1),
             (state.length, positions + 1, 0),
             (state.made, tokens.made.numpy(), 0),

@@ -1,0 +1,68 @@
+"""Which models images are served for, and what such a model asks for."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..base_model import base_model
+
+# Their text attends to images as to text, one token after the other, and they take what `get_image_features` gives in
+# the place of placeholders. Each is tested against `generate`.
+_SERVED = (
+    "glm4v",
+    "idefics3",
+    "internvl",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """A model that takes images. ``inner``: the module whose ``get_image_features`` runs the vision tower."""
+
+    inner: Any
+    placeholder: int  # the id of a token that stands for a part of an image
+    inputs: frozenset[str]  # what `get_image_features` takes
+
+    @property
+    def has_places(self) -> bool:
+        """Whether tokens of an image stand side by side for RoPE, in height and width."""
+        return hasattr(self.inner, "get_rope_index")
+
+
+def why_no_images(model: nn.Module) -> str | None:
+    """Why prompts with images cannot be served, in words that follow "and"; None if they can."""
+    inner = base_model(model)
+    name, kind = type(inner).__name__, inner.config.model_type
+    if not hasattr(inner, "get_image_features"):
+        return f"{name} takes text only"
+    if kind not in _SERVED or _module_of(inner) is None:
+        return f"images are not supported for {name} so far: only for {', '.join(_SERVED)}"
+    return None
+
+
+def image_model(model: nn.Module) -> ImageModel:
+    """What ``model`` asks for, which takes images."""
+    inner = base_model(model)
+    module = _module_of(inner)
+    assert module is not None
+    placeholder = getattr(inner.config, "image_token_id", None)
+    if placeholder is None:
+        placeholder = inner.config.image_token_index
+    parameters = inspect.signature(module.get_image_features).parameters
+    return ImageModel(module, int(placeholder), frozenset(parameters) - {"kwargs"})
+
+
+def _module_of(model: Any) -> Any:
+    """The module whose own ``get_image_features`` is called in the forward pass: the one without a head."""
+    inner = getattr(model, "model", None)
+    return inner if hasattr(inner, "get_image_features") else None

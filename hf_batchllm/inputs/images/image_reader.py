@@ -1,0 +1,204 @@
+"""From chats with images to prompts: each image is read once, however many chats show it.
+
+The processor is the user's own. Text is made by its chat template and its tokenizer, and pixels by its image processor,
+as a call of it does; only that images come from what is known of them already.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import ProcessorMixin
+
+from ...errors import UnsupportedModelError
+from ...wording import first_line
+from ..chats import ChatEncoder
+from ..token_ids import BadPrompt
+from .image_models import ImageModel, image_model, why_no_images
+from .image_parts import UnreadableImage, loaded, sources_of, with_bare_parts
+from .prompt_images import FIRST_KEY, EncodedChat, Image, PromptImages, PromptPlaces
+
+# Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
+_SORT_PIXELS = ("InternVLProcessor",)
+_PASS_A_PROCESSOR = "pass BatchGenerator(model, AutoProcessor.from_pretrained(...))"
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """An image, and the text that stands for it in a prompt."""
+
+    image: Image
+    text: str
+
+
+class KnownImages:
+    """Those that the chats of a call have shown so far."""
+
+    def __init__(self) -> None:
+        self.by_source: dict[object, _Known] = {}
+        self.by_content: dict[bytes, _Known] = {}
+
+
+class ImageReader:
+    """Reads images for one model. Keys of an image stay the same from call to call, as kept prefixes have them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._next_key = FIRST_KEY
+        self._keys: dict[bytes, int] = {}  # the first of each image that there has been
+        self._same_as_processor = False  # whether our way of making tokens has been compared with the processor's
+
+    @staticmethod
+    def none_so_far() -> KnownImages:
+        return KnownImages()
+
+    def why_not(self, processor: Callable[[], Any]) -> str | None:
+        """Why chats with images cannot be run, in words that follow "and"; None if they can.
+
+        ``processor``: gives what the user passed as tokenizer.
+        """
+        why = why_no_images(self._model)
+        if why is not None:
+            return why
+        given = processor()
+        if not isinstance(given, ProcessorMixin) or getattr(given, "image_processor", None) is None:
+            return f"{type(given).__name__} makes no images of them: {_PASS_A_PROCESSOR}"
+        return None
+
+    def encoded(
+        self, processor: Any, chats: Sequence[Any], encoder: ChatEncoder, known: KnownImages
+    ) -> Iterator[EncodedChat | BadPrompt]:
+        """The chats, which have the same options. ``known``: the images of the call so far."""
+        reading = _Reading(self, processor, encoder, image_model(self._model), known)
+        for chat in chats:
+            row = reading.encoded(chat)
+            if not self._same_as_processor and isinstance(row, EncodedChat):
+                reading.compare(chat, row)
+                self._same_as_processor = True
+            yield row
+
+    def key_of(self, digest: bytes, tokens: int) -> int:
+        """The first of so many keys that follow each other."""
+        if digest not in self._keys:
+            self._keys[digest] = self._next_key
+            self._next_key += tokens
+        return self._keys[digest]
+
+
+class _Reading:
+    def __init__(
+        self, reader: ImageReader, processor: Any, encoder: ChatEncoder, model: ImageModel, known: KnownImages
+    ) -> None:
+        self._reader = reader
+        self._processor = processor
+        self._encoder = encoder
+        self._model = model
+        self._by_source = known.by_source
+        self._by_content = known.by_content
+        self._shown: list[_Known] = []  # in the chat at hand
+        self._stood_for: dict[int, Any] = {}  # what a small picture that goes through the processor stands for
+        self._ours = copy.copy(processor)
+        self._ours._process_images = self._known_images
+
+    def encoded(self, chat: Sequence[Any]) -> EncodedChat | BadPrompt:
+        try:
+            ids = self._ids(chat)
+        except UnreadableImage as error:
+            return BadPrompt(f"holds an image {error}")
+        except Exception as error:
+            return BadPrompt(f"is a chat with images that the processor refused: {first_line(error)}")
+        keys = np.array(ids, dtype=np.int32)
+        at = np.flatnonzero(keys == self._model.placeholder)
+        if len(at) != sum(known.image.tokens for known in self._shown):
+            return BadPrompt(
+                f"has {len(at):,} tokens that stand for images, and its images take "
+                f"{sum(known.image.tokens for known in self._shown):,}: is such a token written in a text?"
+            )
+        shown = tuple(known.image for known in self._shown)
+        keys[at] = np.concatenate([image.first_key + np.arange(image.tokens) for image in shown])
+        return EncodedChat(ids, PromptImages(keys, shown, self._places(ids, shown)))
+
+    def _ids(self, chat: Sequence[Any]) -> list[int]:
+        from PIL import Image as Pictures
+
+        sources = sources_of(chat)
+        stand_ins = [Pictures.new("RGB", (1, 1)) for _ in sources]
+        self._stood_for = {id(one): source for one, source in zip(stand_ins, sources, strict=True)}
+        self._shown = []
+        ours: Callable[..., Any] = self._ours
+        if type(self._processor).__name__ in _SORT_PIXELS:
+            ours = partial(ProcessorMixin.__call__, self._ours)
+        return self._called(ours, chat, stand_ins)
+
+    def _called(self, processor: Callable[..., Any], chat: Sequence[Any], images: list[Any]) -> list[int]:
+        """The ids of a chat, by the processor's call as its ``apply_chat_template`` makes it."""
+        text, given = self._encoder.text(self._processor, with_bare_parts(chat))
+        bos = self._processor.tokenizer.bos_token
+        if bos is not None and text.startswith(bos):
+            given["add_special_tokens"] = False
+        (ids,) = processor(text=[text], images=[images], **given)["input_ids"]
+        return [int(token) for token in ids]
+
+    def compare(self, chat: Sequence[Any], ours: EncodedChat) -> None:
+        """The processor's own call must give the same tokens: a class may do more than all others do."""
+        if self._called(self._processor, chat, [loaded(source) for source in sources_of(chat)]) != ours.ids:
+            raise UnsupportedModelError(
+                f"{type(self._processor).__name__} makes other tokens of a chat with images than processors of "
+                "transformers do: that is not supported"
+            )
+
+    # -- images ----------------------------------------------------------------------------------------------------
+
+    def _known_images(self, images: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
+        """In the place of the processor's method of this name: the texts that stand for images."""
+        for stand_in in _flat(images):
+            source = self._stood_for[id(stand_in)]
+            # An object is known by itself: the chats of the call hold it.
+            named = source if isinstance(source, (str, bytes)) else id(source)
+            if (named, repr(options)) not in self._by_source:
+                self._by_source[named, repr(options)] = self._read(loaded(source), options)
+            self._shown.append(self._by_source[named, repr(options)])
+        return {}, [known.text for known in self._shown]
+
+    def _read(self, image: Any, options: dict[str, Any]) -> _Known:
+        digest = hashlib.blake2b(f"{image.size}{image.mode}{options!r}".encode(), digest_size=16)
+        digest.update(image.tobytes())
+        content = digest.digest()
+        if content not in self._by_content:
+            made, (text,) = type(self._processor)._process_images(
+                self._processor, [[image]], **{**options, "return_tensors": "pt"}
+            )
+            tokens = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            count = sum(token == self._model.placeholder for token in tokens)
+            inputs = {name: torch.as_tensor(made[name]) for name in self._model.inputs if made.get(name) is not None}
+            first = self._reader.key_of(content, count)
+            self._by_content[content] = _Known(Image(first, count, inputs), text)
+        return self._by_content[content]
+
+    def _places(self, ids: list[int], images: Sequence[Image]) -> PromptPlaces | None:
+        if not self._model.has_places:
+            return None
+        tokens = torch.tensor([ids])
+        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
+        places, behind = self._model.inner.get_rope_index(
+            input_ids=tokens,
+            mm_token_type_ids=(tokens == self._model.placeholder).int(),
+            image_grid_thw=grids,
+            attention_mask=torch.ones_like(tokens),
+        )
+        return PromptPlaces(places[:, 0].numpy().astype(np.int32), int(behind.item()))
+
+
+def _flat(images: Any) -> list[Any]:
+    """Each image of nested lists."""
+    if isinstance(images, list):
+        return [each for image in images for each in _flat(image)]
+    return [images]

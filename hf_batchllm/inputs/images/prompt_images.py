@@ -1,0 +1,58 @@
+"""What a prompt with images has beside its token ids. No torch but for types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+# Tokens of images have keys from here on, so that equal keys mean equal images. No vocabulary is as large.
+FIRST_KEY = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """One image, however many prompts show it."""
+
+    first_key: int
+    tokens: int  # places that it takes in a prompt; their keys follow each other
+    inputs: Mapping[str, torch.Tensor]  # what the model's ``get_image_features`` is called with
+
+    @property
+    def values(self) -> int:
+        """Numbers that the vision tower reads."""
+        return max(tensor.numel() for tensor in self.inputs.values())
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPlaces:
+    """Where tokens stand for RoPE, if an image takes less room there than it has tokens."""
+
+    of_prompt: np.ndarray  # int32 [3, tokens]  in time, height and width
+    behind: int  # what is added to the position of a token behind the prompt, in all three
+
+    def at(self, begin: int, end: int) -> np.ndarray:  # [3, tokens]
+        """Of the tokens at positions ``[begin, end)``."""
+        length = self.of_prompt.shape[1]
+        if end <= length:
+            return self.of_prompt[:, begin:end]
+        new = np.broadcast_to(np.arange(max(begin, length), end) + self.behind, (3, end - max(begin, length)))
+        return np.concatenate([self.of_prompt[:, begin:], new], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    keys: np.ndarray  # int32 [tokens]  the prompt's ids, but for those of images
+    images: tuple[Image, ...]  # in the order in which they stand; one that stands twice is there twice
+    places: PromptPlaces | None  # None: where their positions are
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedChat:
+    ids: list[int]
+    images: PromptImages

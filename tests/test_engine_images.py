@@ -1,0 +1,193 @@
+"""Chats with images get the tokens of ``generate``, and each image is read by the vision tower once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support_device_loop import device as device  # a fixture
+from support_image_prompts import PICTURED, generated, model_of, picture, processor_of, shows, user, words
+from support_kernels import plain
+
+from hf_batchllm import BatchGenerator, PromptError
+
+pytestmark = plain
+OPTIONS: dict[str, Any] = {"eos_token_id": None, "do_sample": False, "progress": False}
+
+
+def chats_of(first: Any, second: Any) -> list[Any]:
+    """Several sizes, several images, one in the middle, one twice, none; and a page with two questions."""
+    return [
+        user(shows(first), words(*range(3, 9))),
+        user(shows(first), words(*range(3, 7), 50)),
+        user(words(5, 6), shows(second), words(9), shows(first), words(4)),
+        user(words(20, 21, 22)),
+        user(shows(second), shows(second), words(3)),
+    ]
+
+
+CHATS = chats_of(picture(1, 64, 96), picture(2, 96, 64))
+_KNOWN: dict[tuple[str, str], list[list[int]]] = {}
+
+
+def expected(family: str, device: str) -> list[list[int]]:
+    if (family, device) not in _KNOWN:
+        _KNOWN[family, device] = generated(family, CHATS, 10, device)
+    return _KNOWN[family, device]
+
+
+@contextmanager
+def images_read(model: Any) -> Iterator[list[int]]:
+    """How many images each run of the vision tower reads."""
+    inner, runs = model.model, []
+    own = type(inner).get_image_features
+
+    @functools.wraps(own)
+    def noted(self: Any, *args: Any, **given: Any) -> Any:
+        runs.append(1)
+        return own(self, *args, **given)
+
+    type(inner).get_image_features = noted
+    try:
+        yield runs
+    finally:
+        type(inner).get_image_features = own
+
+
+@pytest.mark.parametrize("family", PICTURED)
+def test_tokens_are_those_of_generate(family: str, device: str) -> None:
+    model = model_of(family, device)
+    with BatchGenerator(model, processor_of(family), min_shared_tokens=2, page_size=16) as generator:
+        result = generator.generate(CHATS, max_new_tokens=10, **OPTIONS)
+    assert result.token_ids == expected(family, device)
+    assert len({tuple(row) for row in result.token_ids}) == len(CHATS), "the images make no difference"
+    assert "get_image_features" not in vars(model.model)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "idefics3"])
+def test_where_steps_end_in_the_middle_of_an_image(family: str, tokens: int, device: str) -> None:
+    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 16, "max_batch_tokens": tokens}
+    with BatchGenerator(model_of(family, device), processor_of(family), **config) as generator:
+        assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, device)
+
+
+@pytest.mark.parametrize("scheduler", ["groups", "fifo"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_where_memory_is_short(family: str, scheduler: str, device: str) -> None:
+    """Preempted prompts are computed again, with images that have been dropped by then."""
+    model, chats = model_of(family, device), CHATS[:3] * 4
+    size = 4 if device == "cpu" else 16
+    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": size, "scheduler": scheduler}
+    probe = BatchGenerator(model, processor_of(family), **config)
+    room = 100 * probe.architecture.kv_bytes_per_token
+    with BatchGenerator(model, processor_of(family), kv_memory=room, **config) as generator:
+        # A token that is never drawn might end an answer, so more are begun than there is room for.
+        result = generator.generate(chats, max_new_tokens=40, **OPTIONS | {"eos_token_id": 1000})
+    assert result.token_ids == generated(family, CHATS[:3], 40, device) * 4
+    if device == "cpu" and scheduler == "groups":
+        assert result.report.preemptions
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "mistral3"])
+def test_each_image_is_read_once(family: str, device: str) -> None:
+    """However many prompts show it: as one object, as equal objects, in this place or in that."""
+    model = model_of(family, device)
+    first, second = picture(1, 64, 64), picture(2, 64, 64)
+    chats = [user(words(3), shows(first if number % 2 else picture(1, 64, 64)), words(number)) for number in range(20)]
+    chats += [user(shows(second), words(number), shows(first)) for number in range(20, 40)]
+    with images_read(model) as runs, BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
+        result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
+    assert len(runs) == 1, "both have one size, so they are read in one run"
+    shared = result.report.plan
+    assert shared.computed_tokens < shared.total_tokens / 2
+
+
+def test_equal_ids_with_different_images_share_nothing(device: str) -> None:
+    family = "qwen2_5_vl"
+    chats = [user(shows(picture(seed, 64, 64)), words(5)) for seed in range(4)]
+    with BatchGenerator(model_of(family, device), processor_of(family), min_shared_tokens=1) as generator:
+        result = generator.generate(chats, max_new_tokens=6, **OPTIONS)
+        assert {each.prompt_token_ids == result[0].prompt_token_ids for each in result} == {True}
+        beside = 2  # the words in front of the image
+        assert max(segment.end for segment in result.report.plan.segments) == beside
+    assert result.token_ids == generated(family, chats, 6, device)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_kept_prefixes(family: str, device: str) -> None:
+    """An image of an earlier call is found again, and another one is not taken for it."""
+    model = model_of(family, device)
+    pages = picture(1, 64, 96), picture(7, 64, 96)
+    calls = [
+        [user(shows(pages[page].copy()), words(*range(3, 12)), words(number + end)) for end in (20, 30, 40)]
+        for number, page in enumerate((0, 0, 1, 0))
+    ]
+    with (
+        images_read(model) as runs,
+        BatchGenerator(model, processor_of(family), min_shared_tokens=2, keep_prefixes=4) as generator,
+    ):
+        results = [generator.generate(chats, max_new_tokens=6, **OPTIONS) for chats in calls]
+    before_the_image = 3
+    assert [result.report.cached_tokens > before_the_image for result in results] == [False, True, False, True]
+    assert len(runs) == 2
+    for chats, result in zip(calls, results, strict=True):
+        assert result.token_ids == generated(family, chats, 6, device)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+def test_samples_beams_and_penalties(family: str, device: str) -> None:
+    model, processor = model_of(family, device), processor_of(family)
+    with BatchGenerator(model, processor, min_shared_tokens=2, page_size=16) as generator:
+        for options in ({"num_beams": 3}, {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}):
+            result = generator.generate(CHATS, max_new_tokens=6, **OPTIONS | options)
+            assert result.token_ids == generated(family, CHATS, 6, device, **options)
+        sampled = {"do_sample": True, "seed": 3, "num_return_sequences": 3}
+        result = generator.generate(CHATS, max_new_tokens=6, **OPTIONS | sampled)
+        alone = [generator.generate([chat], max_new_tokens=6, **OPTIONS | sampled) for chat in CHATS[:1]]
+    assert result.token_ids[:3] == alone[0].token_ids
+
+
+def test_a_token_of_images_that_stands_for_none(device: str) -> None:
+    """In a text it is a token like any other, also beside a chat with an image in one step."""
+    family, model = "qwen3_vl", model_of("qwen3_vl", device)
+    bare = [3, model.config.image_token_id, model.config.image_token_id, 7]
+    chat = user(shows(picture(1)), words(4))
+    with BatchGenerator(model, processor_of(family), page_size=16) as generator:
+        result = generator.generate([bare, chat], max_new_tokens=6, **OPTIONS)
+    ids = torch.tensor([bare], device=device)
+    alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert result.token_ids == [alone[0, 4:].tolist(), *generated(family, [chat], 6, device)]
+
+
+def test_bad_images_are_errors_of_their_prompts(tmp_path: Any) -> None:
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    good = tmp_path / "good.png"
+    picture(1).save(good)
+    sources = [str(tmp_path / "cut.png"), str(tmp_path / "missing.png"), None, 3, torch.rand(3, 8, 8), str(good)]
+    chats = [user(shows(source), words(3)) for source in sources]
+    generator = BatchGenerator(model_of("llava"), processor_of("llava"))
+    result = generator.generate(chats, max_new_tokens=4, on_error="record", **OPTIONS)
+    errors = [each.error for each in result]
+    assert errors[-1] is None
+    assert all(error and "image" in error for error in errors[:-1])
+    assert "255" in str(errors[4])
+    assert result.token_ids[-1] == generated("llava", [user(shows(picture(1)), words(3))], 4)[0]
+    with pytest.raises(PromptError, match="image"):
+        generator.generate(chats, max_new_tokens=4, **OPTIONS)
+
+
+def test_who_takes_no_images() -> None:
+    from support_families import build
+
+    chat = user(shows(picture(1)), words(3))
+    with pytest.raises(PromptError, match="takes text only"):
+        BatchGenerator(build("llama"), processor_of("llava")).generate([chat], **OPTIONS)
+    with pytest.raises(PromptError, match="AutoProcessor"):
+        BatchGenerator(model_of("llava"), processor_of("llava").tokenizer).generate([chat], **OPTIONS)
+    with pytest.raises(PromptError, match="audio"):
+        BatchGenerator(model_of("llava"), processor_of("llava")).generate([user({"type": "audio"})], **OPTIONS)
