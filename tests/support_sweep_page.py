@@ -34,7 +34,7 @@ differ by less than {close:g} (at most {worst:.0e}). A tiny model with random we
 with each kind of layer that the class has by default. It is compared again with other layers: windows where there were
 none, full attention where there were windows, as a decoder (`is_decoder`) where it is an encoder by default. Prompts
 share prefixes, are nested, equal, of one token, and longer than the windows; the second time they are computed in
-chunks of 11 tokens on pages of 3. Prompts are text alone: images are not supported.
+chunks of 11 tokens on pages of 3. Prompts are text alone here; which classes take images says docs/images.md.
 
 **refused**: `BatchGenerator(model)` raises `UnsupportedModelError`, with this reason, before anything runs. Numbers of
 layers are those of the tiny model.

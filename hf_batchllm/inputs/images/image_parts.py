@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...wording import a_kind, first_line, is_array
+from ...wording import a_kind, first_line, is_array, shown
 
 _SECONDS_TO_LOAD = 30  # that a server may take
 
@@ -57,6 +58,8 @@ def loaded(source: Any) -> Any:
 
     if source is None:
         raise UnreadableImage("part without an image: give it an 'image', 'url' or 'path'")
+    if isinstance(source, str) and _is_a_missing_file(source):
+        raise UnreadableImage(f"that is not there: no file is called {shown(source)}")
     try:
         if isinstance(source, bytes):
             source = base64.b64encode(source).decode()
@@ -70,6 +73,12 @@ def loaded(source: Any) -> Any:
     if 0 in image.size:
         raise UnreadableImage(f"of {image.width} x {image.height} pixels")
     return image
+
+
+def _is_a_missing_file(source: str) -> bool:
+    if source.startswith(("http://", "https://", "data:")):
+        return False
+    return "." in source and not os.path.isfile(source)  # a picture in base64 has no dot
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:  # [height, width, 3]
