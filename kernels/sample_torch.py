@@ -119,13 +119,13 @@ class Rows:
     """The decode rows' state on the device between steps. All tensors but the last two have the shape [rows]."""
 
     token: torch.Tensor  # int64  the model's next input
-    position: torch.Tensor  # int64  of that token
-    length: torch.Tensor  # int32  positions that the row sees: up to that token's; 0 once the row has ended
+    position: torch.Tensor  # int64  of that token, for RoPE
+    length: torch.Tensor  # int32  tokens that the row sees, that one included; 0 once the row has ended
     slot: torch.Tensor  # int64  where that token's K and V go; -1 once the row has ended
     made: torch.Tensor  # int32  tokens generated so far
     remaining: torch.Tensor  # int32  tokens that the row may still generate
     status: torch.Tensor  # int32
-    start: torch.Tensor  # int32  position of the first token of the row's own pages
+    start: torch.Tensor  # int32  tokens before the first one of the row's own pages
     pages: torch.Tensor  # [rows, most] int32  its own pages; -1 where there is none yet
     produced: torch.Tensor  # [rows, steps] int64  a ring: generated token i stands at i modulo steps
 
@@ -154,10 +154,10 @@ def advance(
     moving = (real & ~stopped & ~full).nonzero().squeeze(1)
     rows.token[moving] = sampled[moving]
     rows.position[moving] += 1
-    seen = rows.length[moving] + 1
+    before = rows.length[moving]
     rows.length[running] = 0
-    rows.length[moving] = seen
-    offset = rows.position[moving] - rows.start[moving]
+    rows.length[moving] = before + 1
+    offset = before - rows.start[moving]
     index = offset // page_size
     page = rows.pages[moving, index.clamp(max=rows.pages.shape[1] - 1)].long()
     page = torch.where(index < rows.pages.shape[1], page, -1)

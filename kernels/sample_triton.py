@@ -288,13 +288,13 @@ def _advance(
     moving = real & (left > 0) & (stopped == 0)
 
     at = tl.load(position + row, mask=moving, other=0) + 1
-    offset = at - tl.load(start + row, mask=moving, other=0)
+    before = tl.load(length + row, mask=moving, other=0)
+    offset = before - tl.load(start + row, mask=moving, other=0)
     index = offset // PAGE
     page = tl.load(pages + row.to(tl.int64) * PAGES + index, mask=moving & (index < PAGES), other=-1).to(tl.int64)
     tl.store(token + row, new, mask=moving)
     tl.store(position + row, at, mask=moving)
-    seen = tl.load(length + row, mask=moving, other=0) + 1
-    tl.store(length + row, tl.where(moving, seen, 0), mask=running)
+    tl.store(length + row, tl.where(moving, before + 1, 0), mask=running)
     tl.store(slot + row, tl.where(moving & (page >= 0), page * PAGE + offset % PAGE, -1), mask=running)
     code = tl.where(stopped, _STOPPED, tl.where(full, _FULL, tl.where(real, _NO_PAGE, _NO_TOKEN)))
     tl.store(status + row, code, mask=running & ((moving == 0) | (page < 0)))

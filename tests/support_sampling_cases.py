@@ -52,7 +52,7 @@ def random_rows(rng: np.random.Generator, rows: int) -> Rows:
 
     return Rows(
         token=tensor(rng.integers(0, 99, rows), torch.int64),
-        position=tensor(position, torch.int64),
+        position=tensor(position - rng.integers(0, 9, rows), torch.int64),  # for RoPE images take less room
         length=tensor(position + 1),
         slot=tensor(pages[np.arange(rows), offset // PAGE] * PAGE + offset % PAGE, torch.int64),
         made=tensor(rng.integers(0, 9, rows)),

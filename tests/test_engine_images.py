@@ -68,10 +68,13 @@ def test_tokens_are_those_of_generate(family: str, device: str) -> None:
     assert "get_image_features" not in vars(model.model)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava", "idefics3"])
-def test_where_steps_end_in_the_middle_of_an_image(family: str, tokens: int, device: str) -> None:
-    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 16, "max_batch_tokens": tokens}
+def test_where_steps_end_in_the_middle_of_an_image(family: str, tokens: int, steps: int, device: str) -> None:
+    """Decode rows run several times in a row, over pages that begin within an answer."""
+    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 16 if device == "cuda" else 2}
+    config |= {"max_batch_tokens": tokens, "steps_per_sync": steps}
     with BatchGenerator(model_of(family, device), processor_of(family), **config) as generator:
         assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, device)
 
@@ -164,6 +167,18 @@ def test_a_token_of_images_that_stands_for_none(device: str) -> None:
     ids = torch.tensor([bare], device=device)
     alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert result.token_ids == [alone[0, 4:].tolist(), *generated(family, [chat], 6, device)]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "idefics3"])
+def test_answers_of_tokens_of_images(family: str, steps: int, device: str) -> None:
+    """A row goes on from such a token in the very step that computes another prompt's image."""
+    model = model_of(family, device)
+    liked = {"sequence_bias": [[[model.config.image_token_id], 100.0]]}
+    config: dict[str, Any] = {"page_size": 16, "max_batch_tokens": 6, "steps_per_sync": steps}
+    with BatchGenerator(model, processor_of(family), **config) as generator:
+        result = generator.generate(CHATS, max_new_tokens=10, **OPTIONS, **liked)
+    assert result.token_ids == [[model.config.image_token_id] * 10] * len(CHATS)
 
 
 def test_bad_images_are_errors_of_their_prompts(tmp_path: Any) -> None:

@@ -127,9 +127,7 @@ class ModelBatch:
     burst: Burst | None = None  # only if the builder makes bursts, and all tokens are decode rows
     asked: list[Chunk] = field(default_factory=list)  # parts of chunks; the logits of all their tokens are wanted
     states: StateBatch | None = None  # only if the model has layers that carry a state
-    # [placeholders]  of each token with the id of an image's: its key, or its id where it stands for no image. None
-    # where there is no image in the step.
-    image_keys: np.ndarray | None = None
+    image_keys: np.ndarray | None = None  # [tokens]  as ``Prompt.keys``; only if the step has tokens of images
 
     def to(self, device: torch.device) -> ModelBatch:
         return replace(self, tokens=self.tokens.to(device), attention=self.attention.to(device))
@@ -242,8 +240,7 @@ class BatchBuilder:
         of_images = ids >= FIRST_KEY
         if not of_images.any():
             return ids, None
-        alike = of_images | (ids == self.placeholder)
-        return np.where(of_images, self.placeholder, ids), ids[alike]
+        return np.where(of_images, self.placeholder, ids), ids
 
     def _burst(
         self,

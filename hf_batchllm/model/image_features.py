@@ -88,7 +88,7 @@ class ImageFeatures:
     def of_step(self, keys: np.ndarray) -> Any:
         """The features of a step's placeholders, in their order, in the form in which the model expects them.
 
-        keys: as ``ModelBatch.image_keys``.
+        keys: of each, as ``ModelBatch.image_keys``; below the first key it stands for no image.
         """
         of_images = keys >= FIRST_KEY
         firsts = self._firsts[np.searchsorted(self._firsts, np.where(of_images, keys, FIRST_KEY), "right") - 1]

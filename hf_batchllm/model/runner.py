@@ -114,8 +114,10 @@ class ModelRunner:
         images = None
         if batch.image_keys is not None:
             assert self.images is not None
+            # A decode row may go on from such a token, too, which the host may not have seen yet.
+            at = (tokens.input_ids == self.images.placeholder).nonzero().squeeze(1).cpu().numpy()
             with self._compiled.applied():
-                images = self.images.of_step(batch.image_keys)
+                images = self.images.of_step(batch.image_keys[at])
         context = self.backend.prepare(batch.attention)
         states = None
         if batch.states is not None:
