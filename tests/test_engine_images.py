@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support_image_prompts import PICTURED, generated, model_of, picture, proces
 from support_kernels import plain
 
 from hf_batchllm import BatchGenerator, PromptError
+from hf_batchllm.model import image_features
 
 pytestmark = plain
 OPTIONS: dict[str, Any] = {"eos_token_id": None, "do_sample": False, "progress": False}
@@ -208,3 +210,83 @@ def test_who_takes_no_images() -> None:
         BatchGenerator(model_of("llava"), processor_of("llava").tokenizer).generate([chat], **OPTIONS)
     with pytest.raises(PromptError, match="audio"):
         BatchGenerator(model_of("llava"), processor_of("llava")).generate([user({"type": "audio"})], **OPTIONS)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "idefics3"])
+def test_pictures_of_other_modes_go_to_the_processor_as_they_are(family: str, mode: str) -> None:
+    colours = picture(1, 64, 64).convert("RGBA")
+    colours.putalpha(picture(2, 64, 64).convert("L"))
+    chats = [user(shows(colours.convert(mode)), words(3))]
+    with BatchGenerator(model_of(family), processor_of(family)) as generator:
+        assert generator.generate(chats, max_new_tokens=6, **OPTIONS).token_ids == generated(family, chats, 6)
+
+
+@pytest.mark.parametrize("family", ["llava", "mistral3", "internvl", "qwen3_vl"])
+def test_after_generate_has_run_the_same_model(family: str) -> None:
+    """It leaves transformers' own hooks in the tower, and works afterwards as it did before."""
+    model, processor = copy.deepcopy(model_of(family)), processor_of(family)
+    made = processor.apply_chat_template(
+        [CHATS[0]], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    before = model.generate(**inputs, **options)
+    with BatchGenerator(model, processor, keep_prefixes=2) as generator:
+        result = generator.generate(CHATS[:1], max_new_tokens=6, **OPTIONS)
+    assert result.token_ids == before[:, inputs["input_ids"].shape[1] :].tolist()
+    assert torch.equal(model.generate(**inputs, **options), before)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"size": {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}}, {"image_mean": 0.1}]
+)
+def test_what_the_processor_makes_of_an_image_may_change(changed: dict[str, Any]) -> None:
+    """Between two calls: neither its features nor a kept prefix of it are those of before."""
+    family, processor = "qwen2_5_vl", copy.deepcopy(processor_of("qwen2_5_vl"))
+    chats = [user(shows(picture(seed, 40, 40)), words(3, 4, 5, number)) for seed in (1, 2) for number in (6, 7)]
+    with BatchGenerator(model_of(family), processor, min_shared_tokens=2, keep_prefixes=4) as generator:
+        for name, value in changed.items():
+            generator.generate(chats, max_new_tokens=4, **OPTIONS)
+            setattr(processor.image_processor, name, [value] * 3 if name == "image_mean" else value)
+        result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
+    fresh = BatchGenerator(model_of(family), processor, min_shared_tokens=2)
+    assert result.token_ids == fresh.generate(chats, max_new_tokens=4, **OPTIONS).token_ids
+    assert result.report.cached_tokens <= 2 * len(chats), "no more than the words before an image"
+
+
+def test_each_prompt_has_the_tower_of_its_adapter() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    family = "llava"
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model: Any = get_peft_model(copy.deepcopy(model_of(family)), config, adapter_name="a")
+        model.add_adapter("b", config)
+    model.eval()
+    chats, names = CHATS[:2] * 3, ["a", "a", "b", "b", None, None]
+    with BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
+        together = generator.generate(chats, adapter=names, max_new_tokens=6, **OPTIONS)
+    alone = []
+    for name in ("a", "b", None):
+        with BatchGenerator(model, processor_of(family)) as generator:
+            if name is not None:
+                model.set_adapter(name)
+            with model.disable_adapter() if name is None else nullcontext():
+                alone += generator.generate(CHATS[:2], max_new_tokens=6, **OPTIONS).token_ids
+    assert together.token_ids == alone
+    assert len({tuple(row) for row in alone}) > 3, "adapters make no difference"
+
+
+def test_features_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many are shown again much later, they are read again: the device has no room for all of them."""
+    monkeypatch.setattr(image_features, "_MOST_TOKENS_KEPT", 12)
+    monkeypatch.setattr(image_features, "_VALUES_AT_ONCE", 1)
+    pictures = [picture(seed) for seed in range(6)]
+    chats = [user(words(begin), shows(one), words(4)) for begin in (3, 5) for one in pictures]
+    family = "llava"
+    with BatchGenerator(model_of(family), processor_of(family), max_batch_tokens=8) as generator:
+        result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
+    assert "were read again" in result.report.images
+    assert result.token_ids == generated(family, chats, 4)

@@ -114,6 +114,8 @@ class Call:
             self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 
     def _open_memory(self) -> None:
+        if self._images is not None and self._config.keep_prefixes and self._kv.cache is None:
+            self._images.read_first()  # before the model is looked at: whether it changes decides what is kept
         self._use.fuse()
         self._memory = CallMemory(self.job, self.plan, self.outputs, self._use, self._kv, self._config, self._images)
         self._stage = Stage.MEMORY

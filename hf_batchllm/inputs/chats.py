@@ -81,8 +81,8 @@ def _message_problem(message: Any, images: bool) -> str | None:
             continue
         medium = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(medium, str) and any(name in medium for name in _MEDIA):
-            supported = "text and images are" if images else "text is"
-            return f"holds a part of type {medium!r}; only {supported} supported"
+            supported = "text and images are supported" if images else "text is supported here"
+            return f"holds a part of type {medium!r}; only {supported}"
     return None
 
 
@@ -111,6 +111,10 @@ class ChatEncoder:
         """The chat as one text, and what the call is given that makes tokens of it."""
         given = self._given()
         of_call = dict(given.pop("processor_kwargs", None) or {})
+        # As transformers does: what neither the template nor its method names is for the processor.
+        template = getattr(processor, "chat_template", None)
+        known = {*re.findall(r"\w+", str(template)), *inspect.signature(processor.apply_chat_template).parameters}
+        of_call |= {name: given.pop(name) for name in [*given] if name not in known}
         return processor.apply_chat_template(list(chat), tokenize=False, **given), of_call
 
     def _given(self) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ..errors import UnsupportedModelError
 from ..inputs.images.image_models import image_model
@@ -25,6 +23,7 @@ from ..planning.requests_and_prefixes import Prefix, Request, units_below
 from ..wording import counted
 from .device_memory import DeviceMemory, is_out_of_memory
 
+_MOST_TOKENS_KEPT = 1 << 16  # features of more are dropped, and read again if need be
 _VALUES_AT_ONCE = 16 << 20  # numbers that the tower reads in a run, some 7 pictures of a million pixels in patches
 
 
@@ -41,10 +40,7 @@ class ImageFeatures:
         self._readers: Counter[int] = Counter()  # units that have yet to be computed to the image's end
         self._seen: set[int] = set()  # images that have been encoded at least once
         self._form: _Form | None = None
-        # Otherwise the first run would put them there, and look like a change of the model by its owner.
-        for module in self.inner.modules():
-            if isinstance(module, PreTrainedModel):
-                maybe_install_capturing_hooks(module)
+        self._adapter: object = None  # under which features were made
         self._read = 0  # images that the tower has read; one that was needed again counts again
         self._runs = 0  # of the tower
         self._of_tower: tuple[int, int] | None = None  # bytes of its largest run, and of the features of a token
@@ -74,6 +70,14 @@ class ImageFeatures:
                 assert isinstance(unit, Request)
                 keys = unit.prompt_keys[unit.computed :]
             self._readers.update(self._ends_in(keys))
+        # Of prompts that cannot run, and of kept prefixes, nothing is read ahead.
+        self._order = [first for first in self._order if self._readers[first] > 0 or first in self._features]
+        self._place = {key: place for place, key in enumerate(self._order)}
+
+    def read_first(self) -> None:
+        """Have the tower run once, so that whatever transformers puts into a model on its first run is there."""
+        with torch.no_grad():
+            self._encode({self._order[0]})
 
     def _ends_in(self, keys: np.ndarray) -> list[int]:
         """The first keys of images whose last token is among these."""
@@ -85,11 +89,15 @@ class ImageFeatures:
             if key - first == self._images[int(first)].tokens - 1
         ]
 
-    def of_step(self, keys: np.ndarray) -> Any:
+    def of_step(self, keys: np.ndarray, adapter: object = None) -> Any:
         """The features of a step's placeholders, in their order, in the form in which the model expects them.
 
         keys: of each, as ``ModelBatch.image_keys``; below the first key it stands for no image.
+        adapter: which one is in the model, where prompts name theirs: it may change the tower, too.
         """
+        if adapter != self._adapter:
+            self._features.clear()
+            self._adapter = adapter
         of_images = keys >= FIRST_KEY
         firsts = self._firsts[np.searchsorted(self._firsts, np.where(of_images, keys, FIRST_KEY), "right") - 1]
         firsts = np.where(of_images, firsts, 0)
@@ -109,8 +117,17 @@ class ImageFeatures:
             self._readers[first] -= 1
             if self._readers[first] <= 0:
                 self._features.pop(first, None)
+        self._drop_the_oldest()
         assert self._form is not None
         return self._form.filled(packed)
+
+    def _drop_the_oldest(self) -> None:
+        kept = sum(self._images[first].tokens for first in self._features)
+        for first in [*self._features]:
+            if kept <= _MOST_TOKENS_KEPT:
+                break
+            kept -= self._images[first].tokens
+            del self._features[first]
 
     def _of_text(self, count: int) -> list[torch.Tensor]:
         """For a placeholder that stands for no image, its own embedding: as in a text."""
@@ -124,7 +141,7 @@ class ImageFeatures:
         """For the report."""
         shown, again = len(self._images), self._read - len(self._seen)
         said = f"{counted(shown, 'image')}, read by the vision tower in {counted(self._runs, 'run')}"
-        return f"{said}; {again:,} of them again, after a preemption" if again else said
+        return f"{said}; {again:,} were read again" if again else said
 
     def bytes_beside(self, step_tokens: int, memory: DeviceMemory) -> int:
         """Bytes that the tower and its features take beside a step of so many tokens. Reads the first images."""
@@ -132,8 +149,7 @@ class ImageFeatures:
             memory.trim()
             before = memory.used()
             memory.mark()
-            with torch.no_grad():
-                self._encode({self._order[0]})
+            self.read_first()
             peak = max(memory.peak().allocated - before.allocated, 0)
             read = sum(self._images[first].values for first in self._features)
             values = [image.values for image in self._images.values()]
@@ -141,16 +157,19 @@ class ImageFeatures:
             per_token = sum(level.shape[1] * level.dtype.itemsize for level in next(iter(self._features.values())))
             self._of_tower = int(peak * most / read), per_token
         tower, per_token = self._of_tower
-        return tower + 3 * step_tokens * per_token  # those of a step are packed, and scattered over its tokens
+        kept = min(_MOST_TOKENS_KEPT, sum(image.tokens for image in self._images.values()))
+        return tower + (kept + 3 * step_tokens) * per_token  # those of a step are packed, and scattered over its tokens
 
     # -- the tower -------------------------------------------------------------------------------------------------
 
     def _encode(self, needed: set[int]) -> None:
-        missing = sorted((first for first in needed if first not in self._features), key=self._place.__getitem__)
+        missing = sorted(
+            (first for first in needed if first not in self._features), key=lambda f: self._place.get(f, 0)
+        )
         while missing:
             some, values = [missing.pop(0)], 0
             values += self._images[some[0]].values
-            following = self._order[self._place[(missing or some)[-1]] + 1 :]
+            following = self._order[self._place.get((missing or some)[-1], len(self._order)) + 1 :]
             for first in [*missing, *(each for each in following if each not in self._seen)]:
                 image = self._images[first]
                 values += image.values

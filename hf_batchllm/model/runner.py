@@ -116,8 +116,10 @@ class ModelRunner:
             assert self.images is not None
             # A decode row may go on from such a token, too, which the host may not have seen yet.
             at = (tokens.input_ids == self.images.placeholder).nonzero().squeeze(1).cpu().numpy()
-            with self._compiled.applied():
-                images = self.images.of_step(batch.image_keys[at])
+            # The name alone: without a swap the adapters that are active on the model are, all along.
+            adapter = None if self.adapters is None else ("of a prompt", self.adapters.name)
+            with nullcontext() if self.adapters is None else self.adapters.applied(), self._compiled.applied():
+                images = self.images.of_step(batch.image_keys[at], adapter)
         context = self.backend.prepare(batch.attention)
         states = None
         if batch.states is not None:

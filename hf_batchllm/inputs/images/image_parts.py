@@ -26,10 +26,10 @@ def source_of(part: Mapping[str, Any]) -> Any:
     """What the part says of its image: an object, or a path, a URL or base64 as a string. None if nothing."""
     for name in ("image", "url", "path", "base64", "image_url"):
         given = part.get(name)
-        if isinstance(given, Mapping):  # as OpenAI has it
-            given = given.get("url")
+        if isinstance(given, Mapping):  # as OpenAI has it, or a dataset's column of images
+            given = next((given[each] for each in ("url", "bytes", "path") if given.get(each) is not None), None)
         if given is not None:
-            return given
+            return os.fspath(given) if isinstance(given, os.PathLike) else given
     return None
 
 
@@ -52,7 +52,7 @@ class UnreadableImage(Exception):
 
 
 def loaded(source: Any) -> Any:
-    """The image as PIL has it, in RGB."""
+    """The image as the processor gets it: an object of PIL's as it is, anything else in RGB."""
     from PIL import Image
     from transformers.image_utils import load_image
 
@@ -63,9 +63,13 @@ def loaded(source: Any) -> Any:
     try:
         if isinstance(source, bytes):
             source = base64.b64encode(source).decode()
+        elif hasattr(source, "read"):
+            source = base64.b64encode(source.read()).decode()
         elif is_array(source):
             source = Image.fromarray(_as_bytes(np.asarray(source)))
-        image: Any = load_image(source, timeout=_SECONDS_TO_LOAD)
+        as_it_is = isinstance(source, Image.Image)
+        image: Any = source if as_it_is else load_image(source, timeout=_SECONDS_TO_LOAD)
+        image.load()
     except UnreadableImage:
         raise
     except Exception as error:  # a file that is missing or cut off, a server that does not answer, a bomb of pixels
@@ -76,7 +80,7 @@ def loaded(source: Any) -> Any:
 
 
 def _is_a_missing_file(source: str) -> bool:
-    if source.startswith(("http://", "https://", "data:")):
+    if source.startswith(("http://", "https://", "data:", "file:")):
         return False
     return "." in source and not os.path.isfile(source)  # a picture in base64 has no dot
 

@@ -28,6 +28,7 @@ from .prompt_images import FIRST_KEY, EncodedChat, Image, PromptImages, PromptPl
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
 _SORT_PIXELS = ("InternVLProcessor",)
+_LAST_KEY = 2**31 - 1
 _PASS_A_PROCESSOR = "pass BatchGenerator(model, AutoProcessor.from_pretrained(...))"
 
 
@@ -43,7 +44,8 @@ class KnownImages:
     """Those that the chats of a call have shown so far."""
 
     def __init__(self) -> None:
-        self.by_source: dict[object, _Known] = {}
+        # With the source itself: an object that was gone could leave its id to another.
+        self.by_source: dict[object, tuple[_Known, Any]] = {}
         self.by_content: dict[bytes, _Known] = {}
 
 
@@ -81,13 +83,15 @@ class ImageReader:
         for chat in chats:
             row = reading.encoded(chat)
             if not self._same_as_processor and isinstance(row, EncodedChat):
-                reading.compare(chat, row)
-                self._same_as_processor = True
+                self._same_as_processor = reading.compare(chat, row)
+            reading.forget_pictures()
             yield row
 
     def key_of(self, digest: bytes, tokens: int) -> int:
         """The first of so many keys that follow each other."""
         if digest not in self._keys:
+            if self._next_key + tokens > _LAST_KEY:
+                raise UnreadableImage("more than can be told apart: make a new BatchGenerator for the rest of the list")
             self._keys[digest] = self._next_key
             self._next_key += tokens
         return self._keys[digest]
@@ -105,6 +109,8 @@ class _Reading:
         self._by_content = known.by_content
         self._shown: list[_Known] = []  # in the chat at hand
         self._stood_for: dict[int, Any] = {}  # what a small picture that goes through the processor stands for
+        self._settings = repr(processor.image_processor.to_dict())
+        self._pictures: dict[object, Any] = {}  # that the chat at hand has been the first to show
         self._ours = copy.copy(processor)
         self._ours._process_images = self._known_images
 
@@ -147,13 +153,21 @@ class _Reading:
         (ids,) = processor(text=[text], images=[images], **given)["input_ids"]
         return [int(token) for token in ids]
 
-    def compare(self, chat: Sequence[Any], ours: EncodedChat) -> None:
+    def compare(self, chat: Sequence[Any], ours: EncodedChat) -> bool:
         """The processor's own call must give the same tokens: a class may do more than all others do."""
-        if self._called(self._processor, chat, [loaded(source) for source in sources_of(chat)]) != ours.ids:
+        named = [_name_of(source) for source in sources_of(chat)]
+        if any(name not in self._pictures for name in named):
+            return False  # an earlier chat, that could not be encoded, has shown it first
+        pictures = [self._pictures[name] for name in named]
+        if self._called(self._processor, chat, pictures) != ours.ids:
             raise UnsupportedModelError(
                 f"{type(self._processor).__name__} makes other tokens of a chat with images than processors of "
                 "transformers do: that is not supported"
             )
+        return True
+
+    def forget_pictures(self) -> None:
+        self._pictures.clear()
 
     # -- images ----------------------------------------------------------------------------------------------------
 
@@ -161,15 +175,16 @@ class _Reading:
         """In the place of the processor's method of this name: the texts that stand for images."""
         for stand_in in _flat(images):
             source = self._stood_for[id(stand_in)]
-            # An object is known by itself: the chats of the call hold it.
-            named = source if isinstance(source, (str, bytes)) else id(source)
-            if (named, repr(options)) not in self._by_source:
-                self._by_source[named, repr(options)] = self._read(loaded(source), options)
-            self._shown.append(self._by_source[named, repr(options)])
+            named = _name_of(source), repr(options)
+            if named not in self._by_source:
+                picture = self._pictures[named[0]] = loaded(source)
+                self._by_source[named] = self._read(picture, options), source
+            self._shown.append(self._by_source[named][0])
         return {}, [known.text for known in self._shown]
 
     def _read(self, image: Any, options: dict[str, Any]) -> _Known:
-        digest = hashlib.blake2b(f"{image.size}{image.mode}{options!r}".encode(), digest_size=16)
+        beside = image.getpalette(), image.info.get("transparency")
+        digest = hashlib.blake2b(f"{image.size}{image.mode}{options!r}{beside!r}".encode(), digest_size=16)
         digest.update(image.tobytes())
         content = digest.digest()
         if content not in self._by_content:
@@ -179,7 +194,9 @@ class _Reading:
             tokens = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
             count = sum(token == self._model.placeholder for token in tokens)
             inputs = {name: torch.as_tensor(made[name]) for name in self._model.inputs if made.get(name) is not None}
-            first = self._reader.key_of(content, count)
+            # The owner may change what the processor makes of an image between two calls.
+            digest.update(f"{self._settings}{text}".encode())
+            first = self._reader.key_of(digest.digest(), count)
             self._by_content[content] = _Known(Image(first, count, inputs), text)
         return self._by_content[content]
 
@@ -195,6 +212,10 @@ class _Reading:
             attention_mask=torch.ones_like(tokens),
         )
         return PromptPlaces(places[:, 0].numpy().astype(np.int32), int(behind.item()))
+
+
+def _name_of(source: Any) -> object:
+    return source if isinstance(source, (str, bytes)) else id(source)
 
 
 def _flat(images: Any) -> list[Any]:
