@@ -70,6 +70,7 @@ def test_tokens_are_those_of_generate(family: str, device: str) -> None:
     assert "get_image_features" not in vars(model.model)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava", "idefics3"])
@@ -171,6 +172,7 @@ def test_a_token_of_images_that_stands_for_none(device: str) -> None:
     assert result.token_ids == [alone[0, 4:].tolist(), *generated(family, [chat], 6, device)]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "idefics3"])
 def test_answers_of_tokens_of_images(family: str, steps: int, device: str) -> None:
@@ -212,6 +214,7 @@ def test_who_takes_no_images() -> None:
         BatchGenerator(model_of("llava"), processor_of("llava")).generate([user({"type": "audio"})], **OPTIONS)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1"])
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "idefics3"])
 def test_pictures_of_other_modes_go_to_the_processor_as_they_are(family: str, mode: str) -> None:
