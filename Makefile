@@ -36,6 +36,8 @@ INSTALLED_DEMO := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some containers set this. Tests start dozens of processes, and each of them would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-ray test-gpu fuzz lint ruff types test-oldest sweep sweep-oldest kernel-page pictures dist clean
 .DELETE_ON_ERROR:

@@ -1,7 +1,8 @@
 """What all tests share: no test asks the model hub for anything, and tests marked ``gpu`` need a CUDA device.
 
-With CASES=some in the environment, as in `make test`, tests marked ``some_cases`` run a part of their cases: the half,
-of twelve or more a third. Which ones depends on their names alone, so a case that is added hardly changes the others.
+With CASES=some in the environment, as in `make test`, tests marked ``some_cases`` run a part of their cases: a third,
+of eight or more a quarter, of 24 or more a sixth (``support_cases``). Which ones depends on their names alone, so a
+case that is added hardly changes the others.
 """
 
 import gc
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingf
 
 import pytest
 from hypothesis import settings
+from support_cases import SOME, share
 
 # A property test on a busy machine is slow now and then; pytest-timeout catches one that hangs.
 settings.register_profile("default", deadline=None)
@@ -34,7 +36,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(trylast=True)  # of the cases that -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("CASES") == "some":
+    if SOME:
         _leave_out_cases(config, items)
     _one_for_all_that_need_a_gpu(config, items)
 
@@ -46,9 +48,8 @@ def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     gone: set[pytest.Item] = set()
     for cases in tests.values():
-        share = 3 if len(cases) >= 12 else 2
         by_name = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        gone.update(by_name[-(-len(cases) // share) :])
+        gone.update(by_name[share(len(cases)) :])
     items[:] = [item for item in items if item not in gone]
     config.hook.pytest_deselected(items=list(gone))
 

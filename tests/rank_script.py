@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support_cases import SOME
 from support_families import build, random_prompts
 from support_letter_tokenizers import letter_tokenizer
 from transformers import GenerationConfig, LogitsProcessor
@@ -46,8 +47,11 @@ Case = Callable[[RankGenerator, BatchGenerator], Any]
 
 
 def same_answers(gen: RankGenerator, one: BatchGenerator) -> Any:
-    for kind, prompts in PROMPTS.items() if len(gen) == 2 else [("nested", PROMPTS["nested"])]:
-        for name, options in OPTIONS.items():
+    kinds = PROMPTS if len(gen) == 2 else {"nested": PROMPTS["nested"]}
+    for place, (kind, prompts) in enumerate(kinds.items()):
+        for number, (name, options) in enumerate(OPTIONS.items()):
+            if SOME and len(kinds) > 1 and (place + number) % 2:  # each kind with half of the options, and vice versa
+                continue
             given: dict[str, Any] = {"max_new_tokens": 7, "progress": False, **options}
             ours, wanted = gen.generate(prompts, **given), one.generate(prompts, **given)
             assert [row.token_ids for row in ours] == [row.token_ids for row in wanted], (kind, name)

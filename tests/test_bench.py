@@ -102,6 +102,7 @@ SMALLER_MIXTURES = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("name", "asked"),
     [

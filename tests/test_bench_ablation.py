@@ -85,6 +85,7 @@ def proved(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return watched
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("short_of_memory", [False, True])
 def test_no_token_changes(name: str, short_of_memory: bool, model: Any, all_on: Run, proved: list[Any]) -> None:
@@ -106,6 +107,7 @@ def test_prefixes_first(model: Any, all_on: Run) -> None:
     assert run(model, "same-step", WORK.prompts(101), max_batch_tokens=50).beside_prefixes == 0
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("budget", [1, 7, 36, 500])
 @pytest.mark.parametrize("kind", ["one group", "nested", "the same"])
 def test_prefixes_first_gets_on_whatever_the_list(kind: str, budget: int, model: Any) -> None:

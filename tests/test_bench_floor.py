@@ -97,6 +97,7 @@ def test_experts_that_are_linear_layers_in_a_list_have_no_floor() -> None:
         Shape.of(model)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "name",
     ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoeshared", "ernie4_5_moe", "glm4_moe", "gemma4_moe"],

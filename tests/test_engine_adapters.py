@@ -49,6 +49,7 @@ def test_one_for_all(name: str | None) -> None:
     assert_each("lora", GIVEN, [name] * len(GIVEN), generate("lora", GIVEN, name))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("seed", range(6))
 def test_any_assignment(seed: int, watched: list[Any]) -> None:
     rng = random.Random(seed)

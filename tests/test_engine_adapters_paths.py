@@ -20,6 +20,7 @@ from support_adapters import (
     thrice,
     wrapped,
 )
+from support_cases import up_to
 from support_device_loop import Replay, run_over_twins
 from support_families import reference_generate
 from support_fused import FORWARDS
@@ -225,6 +226,7 @@ def test_a_streamer(capsys: pytest.CaptureFixture[str]) -> None:
 CRITICAL = ("contextlib.py", "call.py", "runner.py", "adapter_swap.py")
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("files", [CRITICAL, ("adapter_swap.py",)], ids=["critical", "swap"])
 def test_at_any_line(files: tuple[str, ...]) -> None:
     model = wrapped(lora(modules_to_save=["lm_head"]), lora(["o_proj"]))
@@ -240,7 +242,7 @@ def test_at_any_line(files: tuple[str, ...]) -> None:
     expected = [row.token_ids for row in call()]
     before, every = fingerprint(model), Stop(0, files)
     every.during(call)
-    for at in random.Random(len(files)).sample(range(1, every.count), 10):
+    for at in random.Random(len(files)).sample(range(1, every.count), up_to(10)):
         stop = Stop(at, files)
         for row in stop.during(call):
             assert row.token_ids == expected[row.index], stop.place

@@ -96,6 +96,7 @@ def scores_of(rng: random.Random, width: int) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
 def test_searches_side_by_side_go_as_transformers_has_each_go_alone(early_stopping: bool | str, penalty: float) -> None:

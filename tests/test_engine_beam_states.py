@@ -58,6 +58,7 @@ def test_with_little_memory_prompts_wait_and_begin_anew(family: str, slots: int,
     assert result.report is not None and result.report.finished == len(result)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", CARRYING)
 def test_prefixes_are_kept_and_found(family: str) -> None:
     model = build(family)

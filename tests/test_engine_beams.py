@@ -117,6 +117,7 @@ def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [
@@ -167,6 +168,7 @@ def least(prompts: list[list[int]], size: int) -> int:
     return own + OPTIONS["num_beams"] * -(-(OPTIONS["max_new_tokens"] - 1) // size)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("size", [1, 3, 64])
 @pytest.mark.parametrize("more", [0, 2, 9])
 def test_with_little_memory_prompts_wait_and_begin_anew(size: int, more: int) -> None:

@@ -71,6 +71,7 @@ def test_rows_that_end_at_any_step_of_a_burst(
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("seed", range(2))
 def test_limits_of_their_own_and_little_memory(seed: int, watched: list[Any], graphs: list[DecodeGraphs]) -> None:
     """Rows that are as long as they may become leave in the middle; pages that are short make bursts shorter."""
@@ -128,6 +129,7 @@ def test_a_row_that_has_ended_reads_and_writes_nothing_more(
     assert max(idle) > 3
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "repetition_penalty": 1.3, "min_new_tokens": 5}])
 def test_sampled_tokens_are_the_same_in_bursts_of_any_length(
     options: dict[str, Any], graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
@@ -154,6 +156,7 @@ def test_a_stream_left_within_a_burst(watched: list[Any], graphs: list[DecodeGra
     assert_parity("llama", prompts, result, 20)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gpt_oss", "mixtral", "gemma2"]))
 @pytest.mark.parametrize("count", [11, 16])
 def test_idle_rows_are_finite(

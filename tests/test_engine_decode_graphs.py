@@ -26,6 +26,7 @@ pytestmark = plain
 NEW_TOKENS = 12
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("family", "page_size_and_steps"), each_config_with_some([(4, 3), (4, 16), (16, 8), (16, 3)], 2)
 )

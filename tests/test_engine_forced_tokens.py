@@ -58,6 +58,7 @@ def steps_of(results: list[BatchResult]) -> tuple[int, int]:
     return ours.steps, theirs.steps
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_the_same_tokens_in_fewer_steps(scheduler: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:

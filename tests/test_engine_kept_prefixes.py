@@ -111,6 +111,7 @@ def fresh(model: Any) -> list[list[int]]:
     return BatchGenerator(model, **CONFIG).generate(GIVEN, max_new_tokens=4).token_ids
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_calls(change: str) -> None:
     model = model_of_its_own()
@@ -124,6 +125,7 @@ def test_a_change_between_two_calls(change: str) -> None:
     assert generator.generate(GIVEN, max_new_tokens=4).report.cached_tokens == 24
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("change", ["weights", "heads", "columns", "module", "number", "hook", "train"])
 @pytest.mark.filterwarnings("ignore:no prefixes are kept of a call")

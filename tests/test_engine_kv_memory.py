@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support_attention_twins import TWINS
+from support_cases import up_to
 from support_families import build
 from support_interrupts import Stop
 from support_kernels import plain
@@ -84,6 +85,7 @@ def test_what_no_rehearsal_shows_is_left_room_for(device: Device, monkeypatch: p
     assert picking_bytes(10, 97, 0, copies=0, by_host=True) > 5 * 4 * 10 * 97
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("each", [0, 500, 5000, 50_000])
 def test_steps_grow_with_the_sequences_that_the_cache_holds(
     each: int, device: Device, monkeypatch: pytest.MonkeyPatch
@@ -362,7 +364,7 @@ def test_an_interrupt_anywhere_about_memory(device: Device) -> None:
                 return stop, interrupted
 
     lines = once(0)[0].count
-    for at in random.Random(1).sample(range(1, lines), 8):
+    for at in random.Random(1).sample(range(1, lines), up_to(8)):
         stop, outcome = once(at)
         assert isinstance(outcome, GenerationInterrupted), stop.place
         device.failures = 0

@@ -120,6 +120,7 @@ def wider_head(model: Any) -> None:
     model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=True).eval()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("change", [other_class, all_rows, wider_head])
 @pytest.mark.parametrize("same", [False, True], ids=["new generator", "same generator"])
 def test_a_model_that_has_changed_is_looked_at_again(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_device_loop import run_over_twins
 from support_families import build
 
@@ -81,6 +82,7 @@ def near(got: Any, expected: Any) -> bool:
     return bool(got == expected)
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings(NOTICE)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("most", [7, 2])
@@ -95,7 +97,7 @@ FAILURES = st.frozensets(st.integers(0, 8).map(lambda number: 2 * number + 1), m
 
 
 @pytest.mark.filterwarnings(NOTICE, "ignore:`scheduler` has no effect")
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=up_to(7), deadline=None)
 @given(
     way=st.sampled_from(sorted(WAYS)),
     at=FAILURES,
@@ -217,6 +219,7 @@ def fail_behind(where: str, at: set[int], set_attribute: Callable[..., None]) ->
     return calls
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings(NOTICE)
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_launched_ahead_are_taken_back(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

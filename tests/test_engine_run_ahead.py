@@ -52,6 +52,7 @@ def test_tokens_are_those_of_generate(
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("depth", [2, 3, 8])
 @pytest.mark.parametrize("family", family_params(["llama", "gemma2"]))
 def test_requests_that_end_at_any_step(family: str, depth: int, watched: list[Any], engines: list[Engine]) -> None:
@@ -64,6 +65,7 @@ def test_requests_that_end_at_any_step(family: str, depth: int, watched: list[An
     assert result.report.computed_tokens == generator.plan(prompts).computed_tokens
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "depth"), [("llama", 2), ("gemma2", 6), ("gpt_oss", 6)])
 def test_preempted_requests_are_computed_again_from_tokens_that_were_seen(
     family: str, depth: int, watched: list[Any]
@@ -97,6 +99,7 @@ def test_what_needs_the_host_is_not_run_ahead(engines: list[Engine], monkeypatch
     assert [engine.depth for engine in engines] == [1, 4]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -72,6 +72,7 @@ def test_every_setting_gives_the_same_tokens(family: str, depth: int, device: st
         assert tokens[:sure] == expected[: min(sure, len(tokens))]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3"]))
 def test_samples_of_a_prompt_have_noise_of_their_own(family: str, device: str, watched: list[Any]) -> None:
     """Whatever row of a step they run in; and the same as if fewer prompts stood in the list behind them."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_families import build, random_prompts
 from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
 from support_score import KINDS_OF_ATTENTION, Ids, assert_right, questions
@@ -35,6 +36,7 @@ def score(contexts: Any, continuations: Any = None, family: str = FAMILY, **opti
 # -- as a plain forward gives them -----------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "config"), each_config_with_some(CUTS, 1, KINDS_OF_ATTENTION))
 @pytest.mark.usefixtures("watched")
 def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> None:
@@ -43,7 +45,7 @@ def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> 
 
 
 @given(tries(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 3, 5, 16, 512]), st.integers(0, 3), st.data())
-@settings(max_examples=25)
+@settings(max_examples=up_to(25))
 def test_texts_grown_on_one_another(
     texts: list[Ids], page_size: int, budget: int, fee: int, data: st.DataObject
 ) -> None:
@@ -55,6 +57,7 @@ def test_texts_grown_on_one_another(
     assert_right(FAMILY, contexts, several, result)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "page_size"), [("llama", 8), ("gemma3", 1)])
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.usefixtures("watched")

@@ -59,6 +59,7 @@ def test_each_shared_token_is_run_once(family: str) -> None:
     assert_parity(family, prompts, result, NEW_TOKENS)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 @pytest.mark.parametrize("slots", [7, 10])
 def test_few_slots_change_nothing(family: str, slots: int, watched: list[Any]) -> None:
@@ -104,6 +105,7 @@ def test_memory_for_no_state_is_an_error_that_says_so(family: str) -> None:
         generator.generate(nested(), max_new_tokens=NEW_TOKENS, progress=False)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_kept_prefixes_are_found_at_their_ends(family: str) -> None:
     model, head = build(family), draw(1, 60)
@@ -135,6 +137,7 @@ class Careless(GroupScheduler):
         self._at_work_now = _Never()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_schedulers_need_not_know_of_states(family: str) -> None:
     prompts = nested()
@@ -142,6 +145,7 @@ def test_schedulers_need_not_know_of_states(family: str) -> None:
         assert_parity(family, prompts, generator.generate(prompts, max_new_tokens=NEW_TOKENS), NEW_TOKENS)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_samples_begin_with_the_state_of_their_prompt(family: str) -> None:
     prompts = random_prompts(random.Random(3), 97, "nested", 4)

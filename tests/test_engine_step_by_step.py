@@ -129,6 +129,7 @@ def test_the_host_works_while_the_device_does(steps: int | None, device: str, mo
     assert ahead == (steps is None) and happened.count("run") >= 7
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("what", "when", "new", "steps"),
     [

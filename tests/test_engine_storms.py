@@ -68,6 +68,7 @@ def test_a_storm_of_ends(family: str, drawn: dict[str, Any], device: str, watche
     assert results[-1].report.idle_tokens > 0
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("depth", [2, 8, 32])
 def test_limits_that_lie_anywhere(depth: int, device: str, watched: list[Any]) -> None:
     """Every prompt may grow to the same length, so each has a limit of its own; nothing runs beyond a known end."""

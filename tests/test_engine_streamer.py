@@ -47,6 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "length"))
 def test_a_streamer_is_told_what_generate_tells_it(options: dict[str, Any]) -> None:
     padded = {"input_ids": torch.tensor([[0, 0, *PROMPT]]), "attention_mask": torch.tensor([[0, 0] + [1] * 5])}

@@ -88,6 +88,7 @@ def test_an_exception_that_is_kept_holds_no_memory(
     generator.close()  # merged weights stay so until then
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("keep_prefixes", [0, 4])
 def test_an_error_of_a_hook_leaves_its_frames_and_the_models_to_be_looked_at(

@@ -18,6 +18,7 @@ from typing import Any
 import pandas
 import pytest
 import torch
+from support_cases import up_to
 from support_families import build
 from support_word_tokenizer import word_tokenizer
 from tqdm import tqdm
@@ -27,7 +28,7 @@ from hf_batchllm import BatchGenerator, FileReport, run_file
 from hf_batchllm.errors import FilesError, InputFileError, OutputBusyError, OutputWriteError, RunChangedError
 
 FAMILY = "llama"
-KILLS = int(os.environ.get("KILLS", "20"))  # a hundred take half a minute
+KILLS = int(os.environ.get("KILLS", up_to(20)))  # a hundred take half a minute
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "seed": 5, "progress": False}
 
 

@@ -24,6 +24,7 @@ from hf_batchllm.sampling.host_sampler import HostSampler
 SEED = 12  # all kinds and most relations within a few small cases
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_some_cases(first: int) -> None:
     for number in range(first, first + 4):

@@ -32,6 +32,7 @@ def assert_as_it_is(model: Any, **config: Any) -> None:
     assert result.token_ids == [reference_generate(model, prompt, max_new_tokens=4) for prompt in GIVEN]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_active_stays_active(kind: str) -> None:
     assert_as_it_is(build(kind))

@@ -109,6 +109,7 @@ def test_float64_is_on_the_host(there: torch.device) -> None:
 # -- calls -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba"])
 def test_greedy_is_what_generate_gives(mps: torch.device, family: str) -> None:
     prompts = mixed_prompts(2 if family == "llama" else 1)
@@ -163,6 +164,7 @@ def test_calls_give_what_they_give_on_a_cpu(monkeypatch: pytest.MonkeyPatch, kin
         assert_alike(BatchGenerator(brought(model, device)), BatchGenerator(model), **CASES[case])
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("case", ["penalty", "sampled", "mixed"])
 def test_with_steps_launched_ahead(mps: torch.device, case: str) -> None:
     model = build("llama")
@@ -212,6 +214,7 @@ class Scaled(nn.Module):
         return 1.25 * self.inner(states)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("owners", [False, True])
 def test_kept_prefixes_are_found_again_and_dropped_with_other_weights(mps: torch.device, owners: bool) -> None:
     model: Any = brought(build("llama"), mps)
@@ -237,6 +240,7 @@ def test_a_run_over_files_knows_its_model(mps: torch.device) -> None:
 # -- large vocabularies ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "warpers",
     [
@@ -258,6 +262,7 @@ def test_tokens_of_a_large_vocabulary(mps: torch.device, warpers: list[Any], spr
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_the_cache_has_the_size_that_the_device_says(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     prompts = [[1 + number, *DOCUMENT] for number in range(40)]

@@ -134,6 +134,7 @@ def kernel() -> Iterator[Kernel]:
         kernel.end()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("step", [1, 12])
 def test_what_had_finished_is_had_in_the_next_cell(kernel: Kernel, step: int) -> None:
     kernel.check(f"gen = new_generator(); pausing({step})")
@@ -196,6 +197,7 @@ def test_a_stream_that_has_a_name_stays_open_until_it_is_closed(kernel: Kernel) 
     kernel.check("stream.close(); assert_as_before(gen); gen.close()")
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("ended", ["interrupted", "failed"])
 def test_close_gives_everything_back_whatever_ipython_keeps(kernel: Kernel, ended: str) -> None:
     kernel.check("""

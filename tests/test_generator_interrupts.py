@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import support_interrupts
 import torch
+from support_cases import up_to
 from support_families import build
 from support_interrupts import CRITICAL, GIVEN, OPTIONS, Stop, interrupted_or_whole
 from support_parity import assert_parity
@@ -57,14 +58,13 @@ def assert_as_before(generator: BatchGenerator, before: Any, expected: dict[int,
     assert tokens(result) == expected
 
 
-@pytest.mark.some_cases
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("files", [(), CRITICAL], ids=["anywhere", "critical"])
 def test_at_any_line(files: tuple[str, ...], keep: int, expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make(keep)
     every = Stop(0, files)
     every.during(lambda: generator.generate(GIVEN, **OPTIONS))
-    for at in random.Random(len(files) + keep).sample(range(1, every.count), 12):
+    for at in random.Random(len(files) + keep).sample(range(1, every.count), up_to(12)):
         stop = Stop(at, files)
         outcome = stop.during(lambda: interrupted_or_whole(generator))
         assert isinstance(outcome, GenerationInterrupted) == bool(stop.place)  # fewer lines are run on kept prefixes
@@ -76,7 +76,7 @@ def test_at_any_line_of_a_stream(expected: dict[int, list[int]]) -> None:
     before, generator = fingerprint(build(FAMILY)), make()
     every = Stop(0, CRITICAL)
     every.during(lambda: list(generator.stream(GIVEN, **OPTIONS)))
-    for at in random.Random(3).sample(range(1, every.count), 12):
+    for at in random.Random(3).sample(range(1, every.count), up_to(12)):
         done: list[Generation] = []
         with pytest.raises(KeyboardInterrupt):
             Stop(at, CRITICAL).during(lambda done=done: done.extend(generator.stream(GIVEN, **OPTIONS)))
@@ -90,7 +90,7 @@ def test_at_any_line_of_making_one() -> None:
     before, random_state = fingerprint(build(FAMILY)), torch.get_rng_state()
     every = Stop(0, files)
     every.during(make)
-    for at in random.Random(6).sample(range(1, every.count), 15):
+    for at in random.Random(6).sample(range(1, every.count), up_to(15)):
         with pytest.raises(KeyboardInterrupt):
             Stop(at, files).during(make)
         assert fingerprint(build(FAMILY)) == before
@@ -105,8 +105,9 @@ def test_by_a_signal_at_random_moments(expected: dict[int, list[int]]) -> None:
     generator.generate(GIVEN, **OPTIONS)
     duration = time.perf_counter() - began
     rng = random.Random(20)
-    for moment in range(12):
-        delay = duration * (moment + rng.random()) / 12
+    moments = up_to(12)
+    for moment in range(moments):
+        delay = duration * (moment + rng.random()) / moments
         outcome: Any = []
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         try:

@@ -59,6 +59,7 @@ def test_after_a_call_the_model_is_as_it_was(watched: list[Any]) -> None:
     assert fingerprint(build(FAMILY)) == before
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pytest.mark.parametrize("keep", [0, 4])
 def test_after_an_exception(after: int, keep: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +73,7 @@ def test_after_an_exception(after: int, keep: int, watched: list[Any], monkeypat
     assert_untouched(generator, before, watched if not keep else [])
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("after", random.Random(5).sample(range(1, 19), 12))
 def test_after_an_interrupt_what_had_finished_is_kept(
     after: int, watched: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -139,6 +141,7 @@ def questions(text: list[int], count: int = 3, seed: int = 9) -> list[list[int]]
     return [[*text, *(rng.randrange(3, 97) for _ in range(3 + index))] for index in range(count)]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("page_size", [1, 7, 64])
 def test_a_kept_prefix_is_not_computed_again(page_size: int, watched: list[Any]) -> None:
     text = document(1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_families import build
 from support_letter_tokenizers import letter_tokenizer
 from support_options import ANY, DRAWN, SEED, WITH, _prompts, _tokens
@@ -66,6 +67,7 @@ def test_an_option_by_itself(name: str, family: str) -> None:
         assert check(family, prompts, {"max_new_tokens": 8, name: value}) >= 3
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", [*ANY, *DRAWN])
 def test_an_option_by_itself_with_sampling(name: str) -> None:
     for value in (ANY | DRAWN)[name]:
@@ -78,7 +80,7 @@ def _some(table: dict[str, list[Any]], most: int) -> st.SearchStrategy[dict[str,
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: st.sampled_from(table[name]) for name in chosen}))
 
 
-@settings(max_examples=15)
+@settings(max_examples=up_to(15))
 @given(
     st.sampled_from(FAMILIES),
     st.integers(0, 1000),
@@ -97,7 +99,7 @@ _SETTINGS = st.tuples(_some(ANY, 2), st.one_of(st.none(), _some(DRAWN, 2)))
 _ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")  # of the call, not of a config
 
 
-@settings(max_examples=15)
+@settings(max_examples=up_to(15))
 @given(st.integers(0, 1000), st.lists(_SETTINGS, min_size=4, max_size=4))
 def test_each_prompt_has_its_own_settings(
     seed: int, chosen: list[tuple[dict[str, Any], dict[str, Any] | None]]

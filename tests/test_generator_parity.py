@@ -97,6 +97,7 @@ def test_the_model_runs_over_exactly_the_planned_tokens(family: str) -> None:
             assert plan.computed_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gpt_oss"]))
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(

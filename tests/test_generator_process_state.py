@@ -48,6 +48,7 @@ _ELSEWHERE = ("greedy", "tensors of beams")
 _CASES = [(state, call) for state in STATES for call in (CALLS if state in _EVERYWHERE else _ELSEWHERE)]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("state", "call"), _CASES)
 def test_a_state_changes_nothing(state: str, call: str) -> None:
     family = WINDOWED if call in ("greedy", "kept prefixes") else "llama"

@@ -59,6 +59,7 @@ def _one_by_one(kind: str, state_of: Callable[[int], AbstractContextManager[Any]
     return sorted((facts(row) for row in rows), key=lambda row: row[0])
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["greedy", "beams"])
 @pytest.mark.parametrize("state", _ENTERED)

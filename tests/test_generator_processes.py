@@ -84,6 +84,7 @@ def test_a_fork_while_a_stream_is_open() -> None:
     assert there == [row.token_ids for row in stream]
 
 
+@pytest.mark.some_cases
 @_forks
 @pytest.mark.parametrize("seconds", [0.2, 1.5])
 def test_a_fork_while_another_thread_runs_a_step(seconds: float) -> None:

@@ -68,6 +68,7 @@ def test_an_option(name: str, real: Real, together: dict[str, Generation]) -> No
     _assert_as_alone(name, together[name], real, options)
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_option_of_a_call(name: str, real: Real) -> None:

@@ -65,6 +65,7 @@ def likely_eos() -> list[int]:
 # -- as generate gives it --------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_left_padded_rows_are_what_generate_gives(family: str, seed: int) -> None:
@@ -76,6 +77,7 @@ def test_left_padded_rows_are_what_generate_gives(family: str, seed: int) -> Non
     assert torch.equal(got, expected)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "both"])
 def test_padding_on_the_right_does_not_get_into_the_text(family: str, side: str) -> None:
@@ -88,6 +90,7 @@ def test_padding_on_the_right_does_not_get_into_the_text(family: str, side: str)
     assert torch.equal(got, torch.cat([ids, expected[:, left.shape[1] :]], dim=1))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -40,6 +40,7 @@ from hf_batchllm.sampling.host_sampler import HostSampler
 # -- the examples of transformers' documentation ---------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -52,7 +52,7 @@ def test_the_report_stays_on_the_model(model: Any, inputs: dict[str, Any]) -> No
         assert report is model.generate.last_report and report.new_tokens > 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given.generate(**inputs, max_new_tokens=2, cache_implementation="paged")  # not served
+            given.generate(**inputs, max_new_tokens=2, trust_remote_code=True)  # not served
         assert given.last_report is None
         given.generate(**inputs, max_new_tokens=1)
     assert given.last_report.new_tokens < report.new_tokens

@@ -79,6 +79,7 @@ def reasons() -> Iterator[list[str]]:
 # -- what is served --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", KINDS)
 def test_every_rollout_is_served_with_the_weights_of_its_step(name: str, tmp_path: Path) -> None:
     def reward(completion_ids: Any, **rest: Any) -> list[float]:

@@ -118,6 +118,7 @@ DEAF = [
 ]
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize(("group", "kernel", "option", "instead"), DEAF)
 def test_a_kernel_that_does_not_listen_is_found(

@@ -106,6 +106,7 @@ class Case:
         return reference(self.q, self.k, self.v, self.scale, **kwargs, sinks=self.sinks if sinks else None)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("dense_scores", [1 << 25, 64])
 @pytest.mark.parametrize("block", range(10))
 def test_attend(block: int, dense_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,7 @@ def test_attend(block: int, dense_scores: int, monkeypatch: pytest.MonkeyPatch) 
             assert_close(out, case.expected(sinks=True)[0], case.dtype, f"case {seed} with sinks")
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("block", range(5))
 def test_attend_each(block: int) -> None:
     for seed in range(1000 + 20 * block, 1000 + 20 * block + 20):

@@ -52,6 +52,7 @@ def check(variant: Variant, seed: int, rows: int = 9, most: int = 70, suffixes: 
     check_decode(ct, decode_case(seed, variant, rows=rows, most=most, suffixes=suffixes), DEVICE)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees(seed: int) -> None:
@@ -80,6 +81,7 @@ def test_shapes(heads: int, kv_heads: int, qk_dim: int, v_dim: int) -> None:
     check(Variant(heads, kv_heads, qk_dim, v_dim, 16, F32), 6, rows=6)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("window", [1, 20, 50])
 def test_window(window: int) -> None:

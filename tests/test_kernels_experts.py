@@ -210,6 +210,7 @@ def test_products(name: str, lies: str, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype]
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("rows", [4, 30, 90, 200])
 def test_products_of_each_size_of_tile(rows: int) -> None:

@@ -34,6 +34,7 @@ def plain_case(case: int) -> PrefillCase:
     return prefill_case(case, PLAIN[case % 10], chunks=5, most=[10, 60, 100][case % 3])
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("case", range(PLAIN_CASES))
 def test_twin(case: int) -> None:
@@ -52,6 +53,7 @@ def check(variant: Variant, seed: int, chunks: int = 4, most: int = 60, tile: in
     check_prefill(pt, prefill_case(seed, variant, chunks=chunks, most=most), tile, DEVICE)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_random_chunks(seed: int) -> None:
@@ -63,6 +65,7 @@ def test_half_precision() -> None:
     check(replace(SMALL, dtype=F16), 11)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "qk_dim", "v_dim"), [(7, 1, 16, 16), (6, 2, 24, 16), (2, 2, 32, 16), (3, 1, 16, 40)]
@@ -72,6 +75,7 @@ def test_shapes(heads: int, kv_heads: int, qk_dim: int, v_dim: int) -> None:
     check(Variant(heads, kv_heads, qk_dim, v_dim, 16, F32), 6, chunks=2)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("window", [1, 20, 500])
 def test_window(window: int) -> None:
@@ -85,6 +89,7 @@ def test_softcap_and_sinks() -> None:
     check(replace(SMALL, window=5, softcap=1.5, sinks=True), 9)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("tile", [16, 64])
 def test_tiles(tile: int) -> None:

@@ -91,6 +91,7 @@ def sees_of(readers: Readers) -> dict[int, tuple[int, int]]:
     }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("gate", [0, 3, 8, np.inf])
 @pytest.mark.parametrize("seed", range(150))
 def test_each_row_meets_each_of_its_keys_once(seed: int, gate: float) -> None:

@@ -224,6 +224,7 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
     assert torch.equal(seen, bits_of(tokens, vocabulary))
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", [1, 31, 4096, 5003])
 @pytest.mark.parametrize("seed", range(4))

@@ -43,6 +43,7 @@ def check_greedy(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
         assert got.tolist() == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", VOCABULARIES[:7])
 @pytest.mark.parametrize("seed", range(4))
@@ -76,6 +77,7 @@ def check_gumbel(seed: int, vocabulary: int, dtype: torch.dtype, most: int) -> N
         assert gap(logits[row].double() / temperature, given, row, int(got[row]), int(want[row])) < 3e-5
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", [1, 37, 4096, 5003])
 @pytest.mark.parametrize("seed", range(3))

@@ -129,6 +129,7 @@ def test_delta_rules(case: str, dtype: torch.dtype, by_key: bool, normalise: boo
     compare(rule, twin, given, case, 4 * TOLERANCE[dtype], normalise=normalise)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 16), (FLOAT16, 64)], ids=str)
 def test_delta_rules_over_long_spans(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,7 @@ def test_delta_rules_over_long_spans(dtype: torch.dtype, size: int, monkeypatch:
     compare(rule, twin, given, "long", 4 * TOLERANCE[dtype], normalise=True)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 16), (FLOAT16, 32), (FLOAT16, 64)], ids=str)
 def test_a_delta_rule_over_equal_keys(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +184,7 @@ def test_state_spaces(case: str, dtype: torch.dtype, limit: tuple[float, float])
         compare(space, twin, given | bare, case, 4 * TOLERANCE[dtype], limit=limit)
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize(("dtype", "size"), [(FLOAT32, 64), (BFLOAT16, 64), (FLOAT16, 32)], ids=str)
 def test_state_spaces_over_long_spans(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +196,7 @@ def test_state_spaces_over_long_spans(dtype: torch.dtype, size: int, monkeypatch
     compare(space, twin, given, "long", 4 * TOLERANCE[dtype])
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("lengths", [[1, 63, 1], [64, 1], [1, 1, 1, 65]], ids=str)
 def test_state_spaces_as_a_model_hands_them(lengths: list[int]) -> None:

@@ -45,6 +45,7 @@ def left_by(
     return ((scores.float() >= low[:, None]) & (scores.float() <= high[:, None]) & (scores > -INF)).cpu()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -65,6 +65,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "spread"])
 @pytest.mark.parametrize("options", OPTIONS, ids=brief)
@@ -256,6 +257,7 @@ WARPED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize(("options", "draws"), [(WARPED[0], 3_000), (WARPED[2], 2_000)])
 def test_draws_follow_what_is_left(options: dict[str, Any], draws: int) -> None:
@@ -321,6 +323,7 @@ def check_looking_back(seed: int, vocabulary: int, dtype: torch.dtype, most: int
     assert torch.equal(got.cpu().nan_to_num(nan=123.0), want.nan_to_num(nan=123.0))
 
 
+@pytest.mark.some_cases
 @kernel
 @pytest.mark.parametrize("vocabulary", [1, 31, 64, 4096, 5003])
 @pytest.mark.parametrize("seed", range(4))

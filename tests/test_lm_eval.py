@@ -204,6 +204,7 @@ def both(contexts: list[str], each: dict[str, Any], **given: Any) -> list[str]:
     return found
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "each",
     [

@@ -148,6 +148,7 @@ def changed(ids: list[int], position: int) -> list[int]:
 # ---------------------------------------------------------------------------------- the zoo is fit for parity tests
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params())
 def test_attention_decides(name: str) -> None:
     """What comes early moves the last logits as far as the windows reach, and not at all beyond."""
@@ -209,6 +210,7 @@ def test_random_prompts(kind: str) -> None:
 # --------------------------------------------------------------- what transformers hands to an attention function
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params(ATTENDING))
 def test_the_arguments_say_it_all(name: str) -> None:
     """The model's own logits come out, though no mask went in; packed sequences do not notice each other."""
@@ -230,6 +232,7 @@ def test_the_arguments_say_it_all(name: str) -> None:
         assert getattr(call.module, "is_causal", True)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params())
 def test_each_argument_counts(name: str) -> None:
     """An attention function that ignores a window, a soft-cap, a sink or the scale does not pass by luck."""

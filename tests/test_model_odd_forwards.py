@@ -42,6 +42,7 @@ def keeps_every_row(forward: Any, *args: Any, logits_to_keep: Any = 0, **more: A
     return forward(*args, **more)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", SHARED])
 @pytest.mark.parametrize("made", [of_subclass, on_the_model])
 def test_a_forward_that_passes_everything_on_is_served(made: Any, family: str) -> None:

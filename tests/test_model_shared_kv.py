@@ -63,6 +63,7 @@ def test_preemption_small_steps_and_kept_prefixes(
         assert result.report.computed_tokens < generator.plan(prompts).computed_tokens
 
 
+@pytest.mark.some_cases
 @sharing
 def test_steps_launched_ahead_and_replayed(family: str, device: str) -> None:
     prompts = mixed_prompts(2)
@@ -71,6 +72,7 @@ def test_steps_launched_ahead_and_replayed(family: str, device: str) -> None:
     assert_best(device, family, prompts, result, 24)
 
 
+@pytest.mark.some_cases
 @sharing
 def test_beams_and_scores(family: str) -> None:
     run_beams(random_case(random.Random(family), [family]))

@@ -281,6 +281,7 @@ def test_what_treats_each_token_by_itself_is_served_without_a_word(name: str) ->
         assert tokens(BatchGenerator(model)) == tokens_alone(model)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trials_keep_to_the_positions_that_a_model_knows(family: str, dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ def generate(family: str, prompts: list[list[int]], new_tokens: int, **config: A
         return generator.generate(prompts, max_new_tokens=new_tokens)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3", "gpt_oss", "qwen3_next"]))
 @pytest.mark.parametrize("kind", ["prefix", "nested", "window", "mixed"])
 def test_tokens_are_those_of_generate(family: str, kind: str, varlen: dict[str, int]) -> None:

@@ -109,6 +109,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize(("known", "setting"), WAYS)
 def test_routers(known: Router, setting: str, dtype: torch.dtype) -> None:
@@ -173,6 +174,7 @@ def without_addresses(model: Any) -> Any:
 WITHOUT_FUSED_LAYERS = [name for name in FAMILIES_OF_EXPERTS if name not in WITH_EXPERTS]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(WITHOUT_FUSED_LAYERS))
 def test_tokens(family: str, fusing: list[int]) -> None:
     """Through the engine; and nothing is left in the model."""

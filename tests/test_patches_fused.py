@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support_attention_twins import twins as twins
+from support_cases import up_to
 from support_families import CARRYING, build, family_params
 from support_fused import (
     FORWARDS,
@@ -87,6 +88,7 @@ def test_bits_of_all_but_the_experts(
     assert fusing
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3", "cohere2"]))
 def test_bits_of_half_precision(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model(family).half()
@@ -248,7 +250,7 @@ def test_interrupts_at_any_line(fusing: list[int], monkeypatch: pytest.MonkeyPat
         before = fingerprint(model)
         every = Stop(0, files)
         every.during(lambda: interrupted_or_whole(generator))
-        for at in random.Random(5).sample(range(1, every.count), 12):
+        for at in random.Random(5).sample(range(1, every.count), up_to(12)):
             stop = Stop(at, files)
             stop.during(lambda: interrupted_or_whole(generator))
             assert stop.place

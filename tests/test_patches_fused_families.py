@@ -147,6 +147,7 @@ BROADCAST: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "cohere2"])
 @pytest.mark.parametrize("shape", BROADCAST)
 def test_hooks_may_give_what_is_broadcast(

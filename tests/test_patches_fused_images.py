@@ -23,6 +23,7 @@ def without_addresses(model: Any) -> Any:
     return modules, {name: (each[0], *each[2:]) for name, each in tensors.items()}, rest
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", FUSED_IMAGE_TEXT)
 def test_tokens_and_what_is_left(name: str, fusing: list[int]) -> None:
     model = IMAGE_TEXT[name]()
@@ -35,6 +36,7 @@ def test_tokens_and_what_is_left(name: str, fusing: list[int]) -> None:
         assert row.token_ids == reference_generate(model, prompt, max_new_tokens=5), prompt
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUSED_IMAGE_TEXT)
 def test_bits(name: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,7 @@ class TestEveryRow:
             train(each)
         assert_equal(values(model), values(plain))
 
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_nothing_is_left(self, family: str, fusing: list[int]) -> None:
         model = an_owners(family)
@@ -144,6 +145,7 @@ class TestEveryRow:
         generator.close()
         assert seen(model) == before
 
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_an_interrupt_in_the_midst_of_it(self, family: str) -> None:
         model, fusions = an_owners(family), []
@@ -169,6 +171,7 @@ class TestEveryRow:
             fusions[-1].unmerge()
             assert seen(model) == before, stop.place
 
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("family", family_params(SOME_ROWS))
     def test_an_interrupt_while_forwards_are_put_in_place(self, family: str) -> None:
         model = an_owners(family)

@@ -93,6 +93,7 @@ class TestEveryFamily:
         assert_parity(family, PROMPTS, run(build(family), PROMPTS, NEW_TOKENS, max_batch_tokens=40), NEW_TOKENS)
         assert fusing and min(fusing) >= len(list(gated_norms(build(family))))
 
+    @pytest.mark.some_cases
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_bits(self, family: str, dtype: torch.dtype, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         """Of these norms alone."""

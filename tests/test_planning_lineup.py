@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 
 from hf_batchllm.inputs.prompts import Prompt
 from hf_batchllm.planning.lineup import Lineup, line_up, pages_at_once
@@ -70,7 +71,7 @@ def assert_stands_on_its_own_tokens(request: Request, row: Sequence[int]) -> Non
     assert reached == request.start
 
 
-@settings(max_examples=300)
+@settings(max_examples=up_to(300))
 @given(rows=PROMPTS, fee=st.integers(0, 3), page_size=st.integers(1, 5), new=st.integers(1, 5))
 def test_requests_stand_on_what_the_plan_says(rows: list[list[int]], fee: int, page_size: int, new: int) -> None:
     prompts = prompts_of(rows)
@@ -96,7 +97,7 @@ def all_at_once(lineup: Lineup, cache: PagedCache) -> None:
         cache.reserve(request, request.max_length)
 
 
-@settings(max_examples=300)
+@settings(max_examples=up_to(300))
 @given(rows=PROMPTS, fee=st.integers(0, 3), page_size=st.integers(1, 5), new=st.integers(1, 9), more=PROMPTS)
 def test_the_pages_asked_for_hold_the_whole_list(
     rows: list[list[int]], fee: int, page_size: int, new: int, more: list[list[int]]
@@ -130,7 +131,7 @@ def test_no_more_pages_are_asked_for_than_the_list_takes() -> None:
     assert pages([[1] * 12 + [2], [1] * 12 + [3]], 4) == 3 + 2 * 2
 
 
-@settings(max_examples=300)
+@settings(max_examples=up_to(300))
 @given(
     calls=st.lists(PROMPTS, min_size=2, max_size=4),
     keep=st.integers(1, 6),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_scheduler_runs import PAGE_SIZES, Drive, Job, bare_minimum, jobs_strategy
 
 from hf_batchllm.planning.memory_forecast import Lifetimes
@@ -43,7 +44,7 @@ def to_their_limits(jobs: list[Job]) -> list[Job]:
 SPARE = st.sampled_from([0, 1, 2, 5, 20])
 
 
-@settings(max_examples=200)
+@settings(max_examples=up_to(200))
 @given(jobs=jobs_strategy(), page_size=PAGE_SIZES, spare=SPARE, budget=st.sampled_from([10, 11, 17, 10_000]))
 def test_where_lengths_are_known_nobody_is_preempted(jobs: list[Job], page_size: int, spare: int, budget: int) -> None:
     """Nor where a prompt takes several steps, beside decode rows that all go on."""
@@ -69,7 +70,7 @@ class PreemptsBesideOthers(KnowsLengths):
         super()._preempt(request)
 
 
-@settings(max_examples=200)
+@settings(max_examples=up_to(200))
 @given(
     calls=st.lists(jobs_strategy(most=6), min_size=2, max_size=3),
     page_size=PAGE_SIZES,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_families import build
 from support_scheduler_runs import BUDGETS, PAGE_SIZES, Drive, Job, bare_minimum, jobs_strategy
 
@@ -29,7 +30,7 @@ class GatheringScheduler(GroupScheduler):
 SCHEDULERS = [GroupScheduler, GatheringScheduler, FifoScheduler]
 
 
-@settings(max_examples=400)
+@settings(max_examples=up_to(400))
 @given(
     jobs=jobs_strategy(),
     page_size=PAGE_SIZES,
@@ -48,7 +49,7 @@ def test_everything_is_run_once_and_ends(
     assert drive.tokens == drive.needed + cache.lost_tokens
 
 
-@settings(max_examples=400)
+@settings(max_examples=up_to(400))
 @given(
     calls=st.lists(jobs_strategy(most=6), min_size=2, max_size=4),
     page_size=PAGE_SIZES,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_html import report_of, view_of
 
 from hf_batchllm.errors import PromptError
@@ -61,7 +62,7 @@ def segment_prefixes(plan, rows):
     return [tuple(rows[segment.prompt][: segment.end]) for segment in plan.segments]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=up_to(400), deadline=None)
 @given(rows=PROMPTS, fee=st.integers(0, 5))
 def test_plan_is_the_cheapest_of_all_subsets_of_the_tree(rows, fee):
     plan = plan_sharing(as_prompts(rows), min_shared_tokens=fee)
@@ -174,7 +175,7 @@ def check_plan(plan, rows, keys):
     assert plan.depth == max((sum(index in below for below in members) for index in range(len(rows))), default=0)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=up_to(250), deadline=None)
 @given(data=st.data(), rows=PROMPTS, fee=st.integers(0, 3), share=st.booleans())
 def test_plan_is_consistent(data, rows, fee, share):
     keys = data.draw(st.lists(KEYS, min_size=len(rows), max_size=len(rows)))
@@ -198,7 +199,7 @@ def test_plan_is_consistent(data, rows, fee, share):
     assert plan.order.tolist() == [index for group in sorted(groups, key=rank) for index in group]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=up_to(200), deadline=None)
 @given(rows=PROMPTS, fee=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
 def test_input_order_does_not_matter(rows, fee, shuffle):
     def shape(plan, given_rows):
@@ -341,6 +342,7 @@ def test_chain_of_ever_longer_prompts():
     assert costly.computed_tokens > plan.computed_tokens
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("fee", [0, 32, 5000, 10**6])
 @pytest.mark.parametrize("shape", ["chain", "comb of pairs", "all at one node", "random"])
 def test_large_trees_take_no_recursion_and_no_quadratic_time(shape, fee):

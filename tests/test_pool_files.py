@@ -53,6 +53,7 @@ def written(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("window", [1 << 20, 900])
 def test_the_same_bytes(window: int, pool: GeneratorPool, one: BatchGenerator, tmp_path: Path) -> None:
     records = lines()

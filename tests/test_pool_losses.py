@@ -77,6 +77,7 @@ def wanted_after() -> BatchResult:
         return one.generate(PROMPTS, CONFIGS, seed=3, progress=False)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("how", "processes"), [(signal.SIGKILL, 3), (signal.SIGSEGV, 2)])
 def test_a_process_is_killed(how: signal.Signals, processes: int) -> None:
     with none_left_behind() as started, GeneratorPool(Load(slow=SLOW), gpus=["cpu"] * processes) as pool:
@@ -131,6 +132,7 @@ def test_a_step_hangs() -> None:
             assert pool.generate(PROMPTS, **GIVEN) == wanted()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")]
 )
@@ -254,6 +256,7 @@ print(*[worker.process_id for worker in pool._crew.workers], flush=True)
 RUNS = "pool.generate([[5, number] for number in range(90)] * 200, max_new_tokens=50, progress=False)"
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("how", ["SIGKILL", "error"])
 def test_no_process_is_left_where_this_one_ends(how: str, tmp_path: Path) -> None:
     then = {

@@ -165,6 +165,7 @@ def test_a_copy_of_the_process_cannot_use_the_pool(pool: GeneratorPool, monkeypa
         pool.generate(PROMPTS, max_new_tokens=1)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_what_a_worker_has_forked_ends_with_it(how: str, tmp_path: Path) -> None:
     """And does not keep its end from being noticed."""

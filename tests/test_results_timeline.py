@@ -209,6 +209,7 @@ def test_each_step_as_it_was(scheduler: str, pages: int, facts: list[tuple[int, 
     assert (report.recomputed_tokens > 0) == (pages == 24)
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("pages", [300, 28])
 def test_bursts(pages: int, device_loop: None, facts: list[tuple[int, ...]]) -> None:

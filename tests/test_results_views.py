@@ -179,6 +179,7 @@ TIMELINES = {
 }
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES.keys())
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
 def test_every_report_is_a_small_page(timeline, finished):

@@ -46,6 +46,7 @@ def test_text_of_users_is_shown_and_not_run():
     assert len(texts) == 3 and all(TEXT in text for text in texts)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     ("host", "dark", "dark_desktop", "ground"),
     [
@@ -95,6 +96,7 @@ def test_a_style_sheet_of_another_output_does_not_show_what_is_left_of_a_view():
     assert told(host_page(left + output), script) == [1, 0, 0, 1]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("width", [1000, 400, 320])
 def test_nothing_sticks_out_or_lies_over_another(width):
     output = "".join(view._repr_html_() for view in views("A document that begins, and goes on for a while. " * 4))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import up_to
 from support_families import FAMILIES, build, random_prompts
 from support_parity import CUTS, counted_tokens, each_config_with_some, pages_of_memory, tries, watched  # noqa: F401
 
@@ -79,12 +80,13 @@ def test_shared_or_not_and_cut_anywhere(family: str, config: dict[str, Any]) -> 
 
 
 @given(tries(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 3, 5, 16, 512]), st.integers(0, 3))
-@settings(max_examples=25)
+@settings(max_examples=up_to(25))
 def test_prompts_grown_on_one_another(prompts: list[list[int]], page_size: int, budget: int, fee: int) -> None:
     result = generate(FAMILY, prompts, 2, page_size=page_size, max_batch_tokens=budget, min_shared_tokens=fee)
     assert_right(FAMILY, result)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("family", "page_size"), [("llama", 8), ("gemma3", 1)])
 @pytest.mark.usefixtures("watched")
 def test_what_was_given_up_and_computed_again(family: str, page_size: int) -> None:
@@ -135,6 +137,7 @@ def test_they_are_of_raw_logits_whatever_is_done_to_them() -> None:
     )
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("k", [0, 1, 100, 101, 1000])
 def test_how_many(k: int) -> None:
     prompts = mixed_prompts(2, 7)

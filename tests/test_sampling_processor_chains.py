@@ -116,6 +116,7 @@ NEGATIVE = torch.randint(97, (5, 6), generator=torch.Generator().manual_seed(2))
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1], *[[1] * 6] * 3, [0, 1, 1, 1, 1, 1]])
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["", "negative prompts"])
 @pytest.mark.parametrize("options", [{}, {**SAMPLED, "num_return_sequences": 2, "top_k": 9}], ids=brief)
 def test_guidance(negative: torch.Tensor | None, options: dict[str, Any], trace: Trace) -> None:

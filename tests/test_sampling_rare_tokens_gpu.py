@@ -59,6 +59,7 @@ def test_the_kernel_draws_from_all_of_a_large_vocabulary(exponent: float, temper
     assert_follows((logits.double() / temperature).softmax(0).numpy(), counts)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 0, "temperature": 0.7, "repetition_penalty": 1.0}])
 def test_whole_calls_draw_from_all_of_a_large_vocabulary(options: dict[str, Any], device: str) -> None:
     """Each row of each step is one more draw from the same distribution, however steps are launched."""

@@ -73,6 +73,7 @@ def assert_as_generate(got: Any, ids: torch.Tensor, mask: torch.Tensor, eos: set
     return ended.T
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("options", [{"do_sample": True, "seed": 3, **each} for each in SAMPLED] + GREEDY, ids=str)
 def test_tensors_are_those_of_generate(by_device: str, options: dict[str, Any], steps: int) -> None:

@@ -46,6 +46,7 @@ GREEDY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["llama", "gemma3", "gpt_oss", "opt"]))
 @pytest.mark.parametrize("options", GREEDY, ids=" ".join)
 def test_greedy_on_left_padded_rows(family: str, options: dict[str, Any]) -> None:
@@ -90,6 +91,7 @@ def test_sampled_along_our_own_tokens(options: dict[str, Any], samples: int) -> 
         torch.testing.assert_close(got.logits[step][run], expected.logits[step][run], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.some_cases
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("config", [{"max_batch_tokens": 3}, {"page_size": 1}, {"scheduler": "fifo"}], ids=str)
 def test_steps_of_any_make_up(config: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ def test_ends_that_only_the_host_sees(steps: int, device: str, watched: list[Any
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(("steps", "scheduler"), [(2, "groups"), (8, "fifo")])
 def test_pages_of_an_ended_row_are_written_by_it_only_before_their_next_owner_comes(
     steps: int, scheduler: str, device: str, watched: list[Any]

@@ -22,6 +22,7 @@ from hf_batchllm.errors import OptionValueError
 pytestmark = [plain, pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "makes",
     [bool, lambda ends: torch.tensor([ends]), lambda ends: torch.tensor(ends)],

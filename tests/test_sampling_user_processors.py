@@ -154,6 +154,7 @@ def test_a_factory_is_called_once_for_each_sequence(trace: Trace) -> None:
     assert_each_as_alone(result, trace, options_of)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -91,7 +91,9 @@ class ImageReader:
         """The first of so many keys that follow each other."""
         if digest not in self._keys:
             if self._next_key + tokens > _LAST_KEY:
-                raise UnreadableImage("that is one too many to tell apart: make a new BatchGenerator for the rest of the list")
+                raise UnreadableImage(
+                    "that is one too many to tell apart: make a new BatchGenerator for the rest of the list"
+                )
             self._keys[digest] = self._next_key
             self._next_key += tokens
         return self._keys[digest]

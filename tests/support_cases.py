@@ -1,0 +1,18 @@
+"""How much of a test is run: with CASES=some in the environment, as in `make test`, a part of its cases."""
+
+from __future__ import annotations
+
+import os
+
+SOME = os.environ.get("CASES") == "some"
+
+
+def share(cases: int) -> int:
+    """So many of the cases of a test marked ``some_cases``: a third, of eight or more a quarter, of 24 or more a
+    sixth."""
+    return -(-cases // (6 if cases >= 24 else 4 if cases >= 8 else 3))
+
+
+def up_to(number: int) -> int:
+    """For a test that draws cases by itself: so many of them, or with CASES=some a third."""
+    return -(-number // 3) if SOME else number
