@@ -1,8 +1,8 @@
 """What all tests share: no test asks the model hub for anything, and tests marked ``gpu`` need a CUDA device.
 
-With CASES=some in the environment, as in `make test`, tests marked ``some_cases`` run a part of their cases: a third,
-of eight or more a quarter, of 24 or more a sixth (``support_cases``). Which ones depends on their names alone, so a
-case that is added hardly changes the others.
+With CASES=some in the environment, as in `make test`, tests marked ``some_cases`` run a part of their cases: a quarter,
+of 24 or more a sixth, one at least (``support_cases``). Which ones depends on their names alone, so a case that is
+added hardly changes the others.
 """
 
 import gc

@@ -8,9 +8,8 @@ SOME = os.environ.get("CASES") == "some"
 
 
 def share(cases: int) -> int:
-    """So many of the cases of a test marked ``some_cases``: a third, of eight or more a quarter, of 24 or more a
-    sixth."""
-    return -(-cases // (6 if cases >= 24 else 4 if cases >= 8 else 3))
+    """So many of the cases of a test marked ``some_cases``: a quarter, of 24 or more a sixth, and one at least."""
+    return -(-cases // (6 if cases >= 24 else 4))
 
 
 def up_to(number: int) -> int:

@@ -416,6 +416,7 @@ def test_an_unknown_shape_is_named() -> None:
         load_model(None, "lama", torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_the_shapes_can_be_made(name: str) -> None:
     assert load_model(None, name, torch.device("meta"), torch.bfloat16).config.vocab_size

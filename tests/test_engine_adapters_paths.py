@@ -186,6 +186,7 @@ def test_what_runs_the_model_between_steps_has_the_adapter() -> None:
             assert row.token_ids == reference_generate(model, row.prompt_token_ids, **options)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("options", [{}, {"guidance_scale": 2.5}])
 def test_beams(options: dict[str, Any]) -> None:
     model = wrapped(lora(), lora(["gate_proj", "o_proj"]))

@@ -77,6 +77,7 @@ class Fifth(StoppingCriteria):
         return ids[:, -1] % 5 == 0
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -312,8 +312,10 @@ def test_a_beam_that_parts_has_all_that_a_beam_has() -> None:
     made, parted = Branch(0, np.arange(5, dtype=np.int32), 9), group.beams[1]
     names = [name for kind in Branch.__mro__ for name in getattr(kind, "__slots__", ())]
     own = {"base", "computed", "generated", "lost_end", "pages", "read_end", "root", "start"}
-    assert all(getattr(parted, name) is getattr(made, name) for name in set(names) - own - {"prompt_ids"})
-    assert all(hasattr(parted, name) for name in names) and parted.prompt_ids is group.root.prompt_ids
+    of_prompt = {"prompt_ids", "prompt_keys"}
+    assert all(getattr(parted, name) is getattr(made, name) for name in set(names) - own - of_prompt)
+    assert all(hasattr(parted, name) for name in names)
+    assert all(getattr(parted, name) is getattr(group.root, name) for name in of_prompt)
     assert (parted.root, parted.base, parted.start, parted.generated) == (group.root, group.beams[0], 6, [7, 7])
 
 

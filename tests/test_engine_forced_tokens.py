@@ -69,6 +69,7 @@ def test_the_same_tokens_in_fewer_steps(scheduler: str, options: Any, monkeypatc
     assert all(row.text.startswith('{"first name":"') for row in results[0])
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
 def test_layers_of_every_kind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window, and a state that is carried from token to token."""
@@ -93,6 +94,7 @@ def test_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jumped < plain
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options",
     [{"logprobs": 0}, {"stop_strings": "da"}, {"bad_words_ids": [[50, 51]]}, {"no_repeat_ngram_size": 40}],

@@ -260,6 +260,7 @@ def test_a_rehearsal_changes_nothing(device: Device, steps: list[int], watched: 
     assert all(cache.free_pages == cache.num_pages for cache in watched)
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward", "training"])
 def test_models_that_would_notice_are_not_rehearsed(kind: str, device: Device, steps: list[int]) -> None:

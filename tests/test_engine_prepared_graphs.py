@@ -89,6 +89,7 @@ def test_where_the_host_picks_few_serve_all(made: list[int], monkeypatch: pytest
     assert made == [96, 64] and len(without) == 1, (made, without)  # 96 while the prompts of the rest are computed
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("behind", [False, True])
 def test_where_the_host_picks_sizes_do_not_hang_on_timing(
     behind: bool, made: list[int], monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def restride_weights(model: Any) -> None:
     weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("change", [add_hook, replace_weights, restride_weights])
 def test_graphs_of_a_model_that_has_changed_are_not_replayed(
     change: Any, graphs: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def test_few_slots_change_nothing(family: str, slots: int, watched: list[Any]) -
     assert cache.slots.free == cache.slots.count < len(prompts) + 4, "there were enough for all"
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("new", [1, 40])
 def test_a_prefix_is_worth_the_place_of_its_state(new: int) -> None:
     """Where memory is short a prefix takes a sequence's place: the more so, the more steps its readers run."""
@@ -187,6 +188,7 @@ class Scaled(torch.nn.Linear):
         return super().forward(x) * 0.5
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["qwen3_5", "falcon_h1", "lfm2", "mamba2", "zamba"]))
 def test_an_owners_code_that_treats_every_token_alike_is_served(family: str) -> None:
     model = FAMILIES_OF_ALL[family]()
@@ -199,6 +201,7 @@ def test_an_owners_code_that_treats_every_token_alike_is_served(family: str) -> 
     assert made == [reference_generate(model, prompt, max_new_tokens=4) for prompt in prompts]
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", family_params(["qwen3_next", "mamba2"]))
 def test_no_call_has_more_memory_than_it_may(family: str) -> None:
     """Kept prefixes, pages and slots need not stand in the proportion that the next call wants."""

@@ -151,6 +151,7 @@ def test_merged_weights_are_taken_apart_whatever_keeps_the_exception(
     assert all(whole.expired() for whole in wholes)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "place", ["model.runner.ModelRunner.forward", "model.triton_attention.KernelAttention._attend_rows"]
 )

@@ -115,6 +115,7 @@ def test_rows_that_peft_gives_to_different_adapters_go_its_way() -> None:
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("kind", ["lora", "transformers"])
 def test_a_pipeline(kind: str) -> None:
     model = copy.deepcopy(build(kind))
@@ -139,6 +140,7 @@ def test_a_plan_says_what_a_call_will_compute() -> None:
         generator.plan(given, adapter="c")
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("kept", [0, 8])
 def test_scores(kept: int) -> None:
     kind, choices = "lora", [[1, 2], [3], [4, 5, 6]]

@@ -75,6 +75,7 @@ def test_inference_mode_is_left_after_the_first_result(kind: str) -> None:
     assert_same(ours, _all_at_once(kind))
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("others", [nullcontext, *_AUTOCAST.values()])
 @pytest.mark.parametrize("kind", ["greedy", "beams"])
 def test_a_call_keeps_the_autocast_that_it_began_under(kind: str, others: State) -> None:
@@ -97,6 +98,7 @@ def test_an_error_in_a_step_gives_the_callers_autocast_back() -> None:
         hook.remove()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("keep", [0, 4])
 @pytest.mark.parametrize("state", ["inference mode", "bfloat16", "meta"])
 def test_calls_in_and_out_of_a_state(state: str, keep: int) -> None:

@@ -187,6 +187,7 @@ def test_ends_of_several_rows(model: Any, options: dict[str, Any]) -> None:
 # -- what goes to the original ---------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @pytest.mark.filterwarnings("ignore:there are hooks on")
 @pytest.mark.parametrize("error", [ValueError("a hook's"), TypeError("a hook's"), RuntimeError("none left")])
 @pytest.mark.parametrize("step", [1, 3])

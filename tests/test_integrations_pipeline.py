@@ -113,6 +113,7 @@ def test_stop_sequences() -> None:
         assert len({len(answer[0]["generated_text"]) for answer in got}) > 1
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "make",
     [

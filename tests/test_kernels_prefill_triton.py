@@ -198,6 +198,7 @@ def test_everything_occurs_often(which: str) -> None:
 # -- the lists ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases
 @plain
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 @pytest.mark.parametrize("seed", range(20))

@@ -111,6 +111,7 @@ def test_each_row_meets_each_of_its_keys_once(seed: int, gate: float) -> None:
         assert len(ranges.row_begin) == len(readers.unit), "nothing is shared"
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("seed", range(100))
 def test_chunks_read_their_whole_page_table_in_order(seed: int) -> None:
     units, readers = random_tree(seed)

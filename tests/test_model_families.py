@@ -349,6 +349,7 @@ def test_nothing_speaks_against_a_family(name: str) -> None:
     assert observe(build(name)).reasons() == set()
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("name", family_params(table=REFUSED))
 def test_what_speaks_against_a_refused_model_can_be_seen(name: str) -> None:
     family = REFUSED[name]

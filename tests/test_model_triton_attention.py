@@ -162,6 +162,7 @@ def test_the_kernels_are_refused_without_a_gpu() -> None:
         BatchGenerator(build("llama"), backend="triton")
 
 
+@pytest.mark.some_cases
 @pytest.mark.skipif(not INTERPRETED, reason="is run by test_kernels_interpreted")
 @pytest.mark.parametrize("family", family_params(["gpt_oss", "deepseek_v3"]))
 def test_kernels_interpreted_kernels_give_the_tokens_of_generate(family: str, watched: list[Any]) -> None:

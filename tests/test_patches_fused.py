@@ -190,6 +190,7 @@ def test_hooks_on_all_modules_see_all_of_them(fusing: list[int]) -> None:
     assert not fusing and "LlamaRMSNorm" in calls
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "granite"])
 def test_adapters_may_give_another_type(family: str, fusing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm then goes the long way."""

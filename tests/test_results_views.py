@@ -418,6 +418,7 @@ assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("module", [path.stem for path in VIEWS.glob("[a-z]*.py")])
 def test_each_view_can_be_imported_first(module):
     code = f"import hf_batchllm.results.views.{module}"

@@ -58,6 +58,7 @@ def run(made_of: type, folder: Path, **options: Any) -> tuple[list[Any], list[An
     return seen, train(made)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize(
     "options", [{"tools": [look_up]}, {"environment_factory": Library}], ids=["tools", "environment"]
 )

@@ -152,6 +152,7 @@ def test_what_is_no_list_of_criteria(given: Any, message: str) -> None:
         generator.generate([[5, 6]], max_new_tokens=3, stopping_criteria=given)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt()])
 def test_what_a_criterion_raises_comes_out(error: BaseException, device: str, watched: list[Any]) -> None:
     def raises(ids: torch.Tensor, scores: Any, **rest: Any) -> bool:
