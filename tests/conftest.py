@@ -1,8 +1,8 @@
 """What all tests share: no test asks the model hub for anything, and tests marked ``gpu`` need a CUDA device.
 
 With CASES=some in the environment, as in `make test`, tests marked ``some_cases`` run a part of their cases: a quarter,
-of 24 or more a sixth, one at least (``support_cases``). Which ones depends on their names alone, so a case that is
-added hardly changes the others.
+of 24 or more a sixth, one at least (``support_cases``); of ``some_cases("name")`` such a part for each value of the
+parameter ``name``. Which ones depends on their names alone, so a case that is added hardly changes the others.
 """
 
 import gc
@@ -42,10 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tests: dict[str, list[pytest.Item]] = {}
+    tests: dict[tuple[str, ...], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("some_cases") and not item.get_closest_marker("gpu"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        mark = item.get_closest_marker("some_cases")
+        if mark and not item.get_closest_marker("gpu"):
+            each = [str(item.callspec.params[name]) for name in mark.args]  # type: ignore[attr-defined]
+            tests.setdefault((item.nodeid.partition("[")[0], *each), []).append(item)
     gone: set[pytest.Item] = set()
     for cases in tests.values():
         by_name = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))

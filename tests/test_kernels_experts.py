@@ -53,7 +53,7 @@ def assert_same_rows(ours: RowsOfExperts, theirs: RowsOfExperts) -> None:
 # -- routing ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases
+@pytest.mark.some_cases("name")
 @kernel
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("tokens", [1, 37])
@@ -185,7 +185,7 @@ def run(kernels: Any, routing: Any, given: list[Any], experts: int, gating: Gati
     return kernels.sum_of_shares(kernels.down_products(made, down, down_bias, rows), shares)
 
 
-@pytest.mark.some_cases
+@pytest.mark.some_cases("name")
 @kernel
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
 @pytest.mark.parametrize("lies", ["as it is", "turned"])

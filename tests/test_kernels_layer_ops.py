@@ -60,7 +60,7 @@ def check_rope(seed: int, shape: tuple[Any, ...], dtype: torch.dtype, most: int)
     compare(ours, twin, given, exact="q_weight" not in given)
 
 
-@pytest.mark.some_cases
+@pytest.mark.some_cases("shape")
 @kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", ROPE)
