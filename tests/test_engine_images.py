@@ -82,6 +82,7 @@ def test_where_steps_end_in_the_middle_of_an_image(family: str, tokens: int, ste
         assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, device)
 
 
+@pytest.mark.some_cases
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_where_memory_is_short(family: str, scheduler: str, device: str) -> None:

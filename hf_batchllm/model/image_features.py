@@ -133,7 +133,7 @@ class ImageFeatures:
         """For a placeholder that stands for no image, its own embedding: as in a text."""
         known = next(iter(self._features.values()))
         embedding = self.inner.get_input_embeddings()
-        token = torch.full((count,), self.placeholder, device=known[0].device)
+        token = torch.full((count,), self.placeholder, dtype=torch.long, device=known[0].device)
         return [embedding(token).to(known[0].dtype), *(level.new_zeros(count, level.shape[1]) for level in known[1:])]
 
     @property

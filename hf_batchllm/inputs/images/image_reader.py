@@ -195,7 +195,8 @@ class _Reading:
             )
             tokens = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
             count = sum(token == self._model.placeholder for token in tokens)
-            inputs = {name: torch.as_tensor(made[name]) for name in self._model.inputs if made.get(name) is not None}
+            taken = [name for name in self._model.inputs if made.get(name) is not None]
+            inputs = {name: torch.as_tensor(made[name], device="cpu") for name in taken}
             # The owner may change what the processor makes of an image between two calls.
             digest.update(f"{self._settings}{text}".encode())
             first = self._reader.key_of(digest.digest(), count)
@@ -205,7 +206,7 @@ class _Reading:
     def _places(self, ids: list[int], images: Sequence[Image]) -> PromptPlaces | None:
         if not self._model.has_places:
             return None
-        tokens = torch.tensor([ids])
+        tokens = torch.tensor([ids], device="cpu")
         grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
         places, behind = self._model.inner.get_rope_index(
             input_ids=tokens,
@@ -213,7 +214,7 @@ class _Reading:
             image_grid_thw=grids,
             attention_mask=torch.ones_like(tokens),
         )
-        return PromptPlaces(places[:, 0].numpy().astype(np.int32), int(behind.item()))
+        return PromptPlaces(places[:, 0].cpu().numpy().astype(np.int32), int(behind.item()))
 
 
 def _name_of(source: Any) -> object:
