@@ -31,13 +31,13 @@ class CallMemory:
         config: BatchConfig,
         images: ImageFeatures | None,
     ) -> None:
-        self._images = images
         self._job = job
         self._plan = plan
         self._outputs = outputs
         self._use = use
         self._kv = kv
         self._config = config
+        self._images = images
         self._vocabulary = use.architecture.vocab_size
 
     @cached_property

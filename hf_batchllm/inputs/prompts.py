@@ -30,7 +30,7 @@ from .images.prompt_images import EncodedChat, PromptImages, PromptPlaces
 from .long_prompts import shortened, warn_of_cuts
 from .not_prompts import A_PROMPT_IS, PADDED_TENSOR, why_not_a_list
 from .preparing import tokenizing_bar
-from .prompt_options import names_for_each, options_of_each
+from .prompt_options import PromptOptions, names_for_each, options_of_each
 from .token_ids import ID_LIMIT, BadPrompt, NoTokens, OutsideVocabulary, packed_ids
 
 if TYPE_CHECKING:  # planning reads this module, and never imports torch
@@ -151,19 +151,12 @@ def check_prompts(
                 continue
             take(indices, _encoded([given[index] for index in indices], loaded, encode))
         if images is not None and pictured:
-            known = images.none_so_far()
-            why_not = missing if loaded is None else images.why_not(lambda: loaded)
-            for indices, encoder in in_groups(given, pictured, each) if why_not is None else ():
-                shown = images.encoded(loaded, [given[index] for index in indices], encoder, known)
-                with tokenizing_bar(len(indices)) as told:
-                    for index, row in zip(indices, shown, strict=True):
-                        take([index], [row if isinstance(row, BadPrompt) else row.ids])
-                        checked[index], why = _pictured(checked[index], row)
-                        if why is not None:
-                            problems[index] = why
-                        told(1)
-            if why_not is not None:
-                problems.update((index, f"shows an image, and {why_not}") for index in pictured)
+            why_not = missing if loaded is None else images.why_not(loaded)
+            for index, row in _encoded_with_images(given, pictured, each, loaded, images, why_not):
+                take([index], [row if isinstance(row, BadPrompt) else row.ids])
+                checked[index], why = _with_images(checked[index], row)
+                if why is not None:
+                    problems[index] = why
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
             named = f"{'the prompt of ' if notices.has_names else ''}{notices.places([empty])}"
@@ -177,7 +170,28 @@ def check_prompts(
     return checked, problems
 
 
-def _pictured(prompt: Prompt | None, encoded: EncodedChat | BadPrompt) -> tuple[Prompt | None, str | None]:
+def _encoded_with_images(
+    given: Sequence[Any],
+    pictured: Sequence[int],
+    options: Sequence[PromptOptions],
+    processor: Any,
+    images: ImageReader,
+    why_not: str | None,
+) -> Iterator[tuple[int, EncodedChat | BadPrompt]]:
+    """Each chat of these places. ``why_not``: why none of them can be encoded."""
+    if why_not is not None:
+        yield from ((index, BadPrompt(f"shows an image, and {why_not}")) for index in pictured)
+        return
+    known = images.none_so_far()
+    for indices, encoder in in_groups(given, pictured, options):
+        rows = images.encoded(processor, [given[index] for index in indices], encoder, known)
+        with tokenizing_bar(len(indices)) as told:
+            for index, row in zip(indices, rows, strict=True):
+                yield index, row
+                told(1)
+
+
+def _with_images(prompt: Prompt | None, encoded: EncodedChat | BadPrompt) -> tuple[Prompt | None, str | None]:
     """The prompt with its images, or why it cannot be run."""
     if prompt is None or isinstance(encoded, BadPrompt):
         return None, None

@@ -30,6 +30,8 @@ def unknown_option(name: str, model: GenerativeModel) -> UnsupportedOptionError:
         return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
     if name in inspect.signature(model.forward).parameters or name in TransformersKwargs.__annotations__:
         why = f"is an input of {type(model).__name__} that is not supported: prompts are text or token ids"
+        if name.startswith(("pixel_values", "image_")):
+            why += ", or chats with images (docs/images.md)"
         return UnsupportedOptionError(name, why)
     near = difflib.get_close_matches(name, TABLE, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""

@@ -36,6 +36,7 @@ class ImageFeatures:
         self._order = list(self._images)
         self._place = {key: place for place, key in enumerate(self._order)}
         self._firsts = np.array(sorted(self._images), dtype=np.int64)
+        self._lasts = np.array([first + self._images[first].tokens - 1 for first in self._firsts.tolist()], np.int64)
         self._features: dict[int, list[torch.Tensor]] = {}  # the features, then those for deeper layers
         self._readers: Counter[int] = Counter()  # units that have yet to be computed to the image's end
         self._seen: set[int] = set()  # images that have been encoded at least once
@@ -82,12 +83,9 @@ class ImageFeatures:
     def _ends_in(self, keys: np.ndarray) -> list[int]:
         """The first keys of images whose last token is among these."""
         keys = keys[keys >= FIRST_KEY]
-        firsts = self._firsts[np.searchsorted(self._firsts, keys, "right") - 1]
-        return [
-            int(first)
-            for first, key in zip(firsts, keys, strict=True)
-            if key - first == self._images[int(first)].tokens - 1
-        ]
+        places = np.searchsorted(self._lasts, keys)
+        found: list[int] = self._firsts[places[self._lasts[places] == keys]].tolist()
+        return found
 
     def of_step(self, keys: np.ndarray, adapter: object = None) -> Any:
         """The features of a step's placeholders, in their order, in the form in which the model expects them.

@@ -9,10 +9,7 @@ import numpy as np
 import torch
 
 from ...model.batch import ModelBatch
-from ...model.runner import ModelRunner
 from ...planning.requests_and_prefixes import Request
-from .decode_graphs import DecodeGraphs
-from .seats import Seats
 from .steps_as_graphs import StepsAsGraphs
 from .still_running import StillRunning
 
@@ -20,17 +17,8 @@ from .still_running import StillRunning
 class GraphLauncher(StepsAsGraphs, ABC):
     """A ``Launcher`` whose steps run in that way."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        seats: Seats,
-        graphs: DecodeGraphs | None,
-        device: torch.device,
-        owners_code: bool = False,
-    ) -> None:
-        super().__init__(runner, seats, graphs, device, owners_code)
-        self._still_running: StillRunning | None = None  # of the requests that `start` was given last
-        self._end_of_latest: torch.cuda.Event | None = None  # the step that was launched last
+    _still_running: StillRunning | None = None  # of the requests that `start` was given last
+    _end_of_latest: torch.cuda.Event | None = None  # the step that was launched last
 
     def start(self, requests: Sequence[Request], most_rows: int) -> None:
         super().start(requests, most_rows)

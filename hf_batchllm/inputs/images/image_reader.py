@@ -62,17 +62,16 @@ class ImageReader:
     def none_so_far() -> KnownImages:
         return KnownImages()
 
-    def why_not(self, processor: Callable[[], Any]) -> str | None:
+    def why_not(self, processor: Any) -> str | None:
         """Why chats with images cannot be run, in words that follow "and"; None if they can.
 
-        ``processor``: gives what the user passed as tokenizer.
+        ``processor``: what the user passed as tokenizer.
         """
         why = why_no_images(self._model)
         if why is not None:
             return why
-        given = processor()
-        if not isinstance(given, ProcessorMixin) or getattr(given, "image_processor", None) is None:
-            return f"{type(given).__name__} makes no images of them: {_PASS_A_PROCESSOR}"
+        if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_processor", None) is None:
+            return f"{type(processor).__name__} makes nothing of images: {_PASS_A_PROCESSOR}"
         return None
 
     def encoded(
