@@ -112,7 +112,7 @@ def _attend_items(
     for i in tl.range(begin * BOXES, full * BOXES):
         next_page, _, _ = read_entry(entries, tl.minimum((i + 1) // BOXES, end - 1))
         acc, peak, total = attend_box(
-            acc, peak, total, query, k_pages, v_pages, page, 0, 0, i % BOXES * BOX, 0, 0, False,
+            acc, peak, total, query, k_pages, v_pages, page, 0, 0, i % BOXES * BOX, 0, 0, 0, False,
             kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, CAUSAL, WINDOW, True,
             PAGE, KV_HEADS, DESCRIPTORS,
         )  # fmt: skip
@@ -122,7 +122,8 @@ def _attend_items(
         next_page, next_tokens, next_first = read_entry(entries, tl.minimum((i + 1) // BOXES, end - 1))
         # Only its length bounds a row's view of its own pages: the list may hold pages that it has yet to reach.
         acc, peak, total = attend_box(
-            acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, length, line_length, True,
+            acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, length,
+            line_length - WINDOW, line_length, True,
             kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, CAUSAL, WINDOW, False,
             PAGE, KV_HEADS, DESCRIPTORS,
         )  # fmt: skip

@@ -124,7 +124,8 @@ def _hide_tokens(
     scores,  # [M, BOX]
     start,  # the page's token at which the box was read
     offset,  # the token at which it belongs
-    sees,  # [M]  a line sees the page's tokens below this one (with CAUSAL), at most WINDOW of them
+    sees_from,  # [M]  a line sees the page's tokens from this one on (with a WINDOW)
+    sees_to,  # [M]  and those below this one (with CAUSAL)
     BOX: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -132,9 +133,9 @@ def _hide_tokens(
     token = start + tl.arange(0, BOX)
     visible = (token >= offset)[None, :]
     if CAUSAL:
-        visible = visible & (token[None, :] < sees[:, None])
+        visible = visible & (token[None, :] < sees_to[:, None])
     if WINDOW > 0:
-        visible = visible & (token[None, :] >= sees[:, None] - WINDOW)
+        visible = visible & (token[None, :] >= sees_from[:, None])
     return tl.where(visible, scores, float("-inf"))
 
 
@@ -173,7 +174,8 @@ def attend_box(
     first,
     offset,  # of the box in its page
     reach,  # the position up to which some line sees
-    sees_to,  # [M]  the position up to which a line sees
+    sees_from,  # [M]  the position from which a line sees, if there is a WINDOW
+    sees_to,  # [M]  the position up to which it sees
     hides,  # whether some line does not see all of the box
     kv_head,
     scale,
@@ -184,7 +186,7 @@ def attend_box(
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    WHOLE: tl.constexpr,  # every line sees the whole page: tokens, first, reach, sees_to and hides are ignored
+    WHOLE: tl.constexpr,  # every line sees the whole page: tokens, first, reach, hides and what a line sees are ignored
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,  # whether K and V are read by the copy engine
@@ -197,7 +199,7 @@ def attend_box(
     v_box = _load_box(v_pages, page, start, kv_head, BOX, V_DIM, PAGE, KV_HEADS, WHOLE, DESCRIPTORS)
     scores = _score_box(query, k_box, scale, softcap, SOFTCAP)
     if not WHOLE and hides:
-        scores = _hide_tokens(scores, start, offset, sees_to - first, BOX, CAUSAL, WINDOW)
+        scores = _hide_tokens(scores, start, offset, sees_from - first, sees_to - first, BOX, CAUSAL, WINDOW)
     factor = scale
     if SOFTCAP:
         factor = 1.0

@@ -32,6 +32,8 @@ def attend_chunks(
         sees_from = sees_to - (window or EVERYTHING)
         assert rows * (q.shape[1] // k_pages.shape[2]) <= work.tile, "an item of more lines than its tile has"
         here = slice(row, row + rows)
+        if work.sees_to is not None:
+            sees_to = work.sees_to[here]
         attended, lse = _attend_pages(q[here], k_pages, v_pages, entries, sees_from, sees_to, scale, softcap)
         if sinks is not None:
             apply_sinks(attended, lse, sinks)

@@ -2,7 +2,8 @@
 
 A chunk is a run of query rows of one unit, at consecutive positions. It reads the pages of the shared prefixes below
 its unit and the pages of the unit itself, as a decode row does. But it has enough rows of its own for the products to
-take most of the time: chunks share no reading, are not cut along the keys, and write no partial results.
+take most of the time: chunks share no reading, are not cut along the keys, and write no partial results. In some models
+a token of an image sees all of the image: a list then says up to where each row sees.
 
 Query rows and the heads that share a KV head are packed into tiles, as for decode. A tile then holds few positions, so
 that little is wasted on the diagonal and at a chunk's end. An *item* is one tile of rows, with one block for each KV
@@ -89,6 +90,7 @@ def _attend_chunks(
     n_items,
     entries,
     sinks,  # [heads]
+    further,  # [rows]  the position up to which each row sees, with TWO_WAY
     scale,
     softcap,
     BLOCK_M: tl.constexpr,
@@ -96,6 +98,7 @@ def _attend_chunks(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    TWO_WAY: tl.constexpr,  # whether some row sees further than to itself
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -120,6 +123,9 @@ def _attend_chunks(
     full_from = tl.load(record + 6)
     full_to = tl.load(record + 7)
     pages = tl.load(record + 8)
+    reach = position + rows
+    if TWO_WAY:
+        reach = tl.load(record + 9)
     # Checked after the record is loaded, so that all these loads are under way together.
     if (item >= tl.load(n_items)) | (first_line >= rows * GROUP):
         return
@@ -128,6 +134,10 @@ def _attend_chunks(
     query, line_row, head, place, valid = load_query(
         q, row, rows, first_line, kv_head, BLOCK_M, GROUP, KV_HEADS, QK_DIM
     )
+    sees_to = position + line_row + 1
+    sees_from = sees_to - WINDOW
+    if TWO_WAY:
+        sees_to = tl.load(further + row + line_row, mask=valid, other=0)
     acc = tl.zeros([BLOCK_M, block_of(V_DIM)], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -142,8 +152,8 @@ def _attend_chunks(
         next_page, next_tokens, next_first = read_entry(entries, ahead + tl.where(ahead < shorts, short, rest))
         hides = (i < full_from * BOXES) | (i >= full_to * BOXES)
         acc, peak, total = attend_box(
-            acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, position + rows,
-            position + line_row + 1, hides, kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, True, WINDOW, False,
+            acc, peak, total, query, k_pages, v_pages, page, tokens, first, i % BOXES * BOX, reach,
+            sees_from, sees_to, hides, kv_head, scale, softcap, BOX, QK_DIM, V_DIM, SOFTCAP, True, WINDOW, False,
             PAGE, KV_HEADS, DESCRIPTORS,
         )  # fmt: skip
         page, tokens, first = next_page, next_tokens, next_first
@@ -177,6 +187,7 @@ def attend_chunks(
     scale, cap = in_log2(scale, softcap)
     chosen = options or launch_options(1, qk_dim, v_dim, q.element_size())
     if lines == chosen.get("wide"):
+        assert work.sees_to is None, "the kernel for Hopper cards is causal"
         hopper = for_hopper()
         assert hopper is not None
         hopper.attend_chunks(
@@ -190,8 +201,10 @@ def attend_chunks(
     card = card_on(q.device)
     _attend_chunks[(len(work.items) * slices * kv_heads,)](
         q, by_page(k_pages), by_page(v_pages), out,
-        work.items, work.count, work.entries, out if sinks is None else sinks, scale, cap,
+        work.items, work.count, work.entries, out if sinks is None else sinks,
+        work.count if work.sees_to is None else work.sees_to, scale, cap,
         BLOCK_M=lines, SLICES=slices, WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        TWO_WAY=work.sees_to is not None,
         GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads, PAGE=page_size, QK_DIM=qk_dim, V_DIM=v_dim,
         LONGEST_BOX=card.prompts(max(qk_dim, v_dim), q.element_size()).box, DESCRIPTORS=card.descriptors,
         num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],

@@ -15,7 +15,7 @@ import torch
 PAGE_SIZES = (16, 32, 64, 128)  # that the Triton kernels take
 TILES = (16, 64)  # lines of a decode tile: query rows x the heads that share a KV head
 ITEM_FIELDS = 8  # row, rows, begin, full, end, part, causal, and a spare: a record is one 32-byte sector
-CHUNK_FIELDS = 12  # row, rows, position, short, shorts, rest, full_from, full_to, pages, and three spare
+CHUNK_FIELDS = 12  # row, rows, position, short, shorts, rest, full_from, full_to, pages, reach, and two spare
 ENTRY_FIELDS = 4  # page, tokens, first, and one spare
 # A large prefill tile pays from this many blocks on, with this many pages for each, and this share of lines in use.
 WIDE_BLOCKS, WIDE_PAGES, WIDE_FILLED = 200, 6, 0.75
@@ -308,6 +308,9 @@ class Chunks:
     page: np.ndarray  # [pages]
     tokens: np.ndarray  # [pages]  valid ones; all of the page where the unit may still grow into it
     first: np.ndarray  # [pages]  position of the page's first token; ascends within a chunk
+    # [rows of the batch]  the position up to which each row sees, which never falls from row to row of a chunk. None:
+    # each sees what is before it, and itself.
+    sees_to: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -318,20 +321,20 @@ class PrefillWork:
     count: torch.Tensor  # [1] int32, the number of items
     entries: torch.Tensor  # [entries, ENTRY_FIELDS] int32
     tile: int  # lines: query rows x the heads that share a KV head
+    sees_to: torch.Tensor | None = None  # [rows of the batch] int32, as in ``Chunks``
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefillWork:
         """In one copy."""
-        sizes = [-(-part.numel() // _ALIGN) * _ALIGN for part in (self.count, self.items, self.entries)]
+        parts = [self.count, self.items, self.entries, *([] if self.sees_to is None else [self.sees_to])]
+        sizes = [-(-part.numel() // _ALIGN) * _ALIGN for part in parts]
         packed = torch.from_numpy(np.zeros(sum(sizes), dtype=np.int32))
-        for part, place in zip((self.count, self.items, self.entries), packed.split(sizes), strict=True):
+        for part, place in zip(parts, packed.split(sizes), strict=True):
             place[: part.numel()] = part.flatten()
-        count, items, entries = sent(packed, device, non_blocking).split(sizes)
-        return PrefillWork(
-            items[: self.items.numel()].view(self.items.shape),
-            count[:1],
-            entries[: self.entries.numel()].view(self.entries.shape),
-            self.tile,
+        there = sent(packed, device, non_blocking).split(sizes)
+        count, items, entries, *sees_to = (
+            place[: part.numel()].view(part.shape) for part, place in zip(parts, there, strict=True)
         )
+        return PrefillWork(items, count, entries, self.tile, *sees_to)
 
 
 def build_prefill(
@@ -345,7 +348,7 @@ def build_prefill(
     wide: int | None = None,  # a larger tile, to be used if that pays
     kv_heads: int = 1,  # only to decide about `wide`
 ) -> PrefillWork:
-    if wide is not None:
+    if wide is not None and chunks.sees_to is None:  # the kernel of large tiles is causal
         wider = build_prefill(chunks, group=group, page_size=page_size, tile=wide, window=window, capacity=capacity)
         in_wide = wider.items[: int(wider.count)].numpy()
         filled = in_wide[:, 1].sum() * group >= WIDE_FILLED * wide * len(in_wide)
@@ -364,11 +367,14 @@ def build_prefill(
     rows = np.minimum(tile_rows, chunks.row_end[chunk] - row)
     low = chunks.position[chunk] + offset
     high = low + rows - 1
-    reach = window or int(high.max(initial=0)) + 1
-    low_from, high_from = np.maximum(0, low - reach + 1), np.maximum(0, high - reach + 1)  # what these rows see first
+    back = window or int(high.max(initial=0)) + 1
+    low_from, high_from = np.maximum(0, low - back + 1), np.maximum(0, high - back + 1)  # what these rows see first
+    low_to, high_to = low + 1, high + 1  # and up to where
+    if chunks.sees_to is not None:
+        low_to, high_to = chunks.sees_to[row], chunks.sees_to[row + rows - 1]
 
     ends = chunks.first + chunks.tokens
-    stride = int(max(ends.max(initial=0), high.max(initial=0))) + 2
+    stride = int(max(ends.max(initial=0), high_to.max(initial=0))) + 2
 
     def pages_upto(which: np.ndarray, at: np.ndarray, last: np.ndarray) -> np.ndarray:
         """For each item, the number of pages with ``at <= last``, counting all pages of earlier chunks."""
@@ -378,11 +384,11 @@ def build_prefill(
     # Keys may come in any order. Partly filled pages stand apart, so that pages seen whole by a whole tile are one run.
     short = chunks.tokens < page_size
     shorts_begin = pages_upto(short, ends, low_from)
-    shorts = pages_upto(short, chunks.first, high) - shorts_begin
+    shorts = pages_upto(short, chunks.first, high_to - 1) - shorts_begin
     begin = pages_upto(~short, ends, low_from)
-    full_end = pages_upto(~short, ends, low + 1)
+    full_end = pages_upto(~short, ends, low_to)
     full_begin = np.minimum(pages_upto(~short, chunks.first, high_from - 1), full_end)
-    pages = shorts + pages_upto(~short, chunks.first, high) - begin
+    pages = shorts + pages_upto(~short, chunks.first, high_to - 1) - begin
     rest = begin - shorts + int(short.sum())  # a page that is not short stands at `rest` + its number in the item
     full_from, full_to = shorts + full_begin - begin, shorts + full_end - begin
     entries = np.zeros((max(1, len(owner)), ENTRY_FIELDS), dtype=np.int32)
@@ -390,11 +396,12 @@ def build_prefill(
         entries[: len(owner), field] = np.concatenate([values[short], values[~short]])
     items = np.zeros((capacity * len(chunk), CHUNK_FIELDS), dtype=np.int32)
     longest_first = np.argsort(-pages, kind="stable")
-    for field, values in enumerate((row, rows, low, shorts_begin, shorts, rest, full_from, full_to, pages)):
+    for field, values in enumerate((row, rows, low, shorts_begin, shorts, rest, full_from, full_to, pages, high_to)):
         items[: len(chunk), field] = values[longest_first]
     return PrefillWork(
         torch.from_numpy(items),
         torch.tensor([len(chunk)], dtype=torch.int32, device="cpu"),
         torch.from_numpy(entries),
         tile,
+        None if chunks.sees_to is None else torch.from_numpy(chunks.sees_to.astype(np.int32)),
     )

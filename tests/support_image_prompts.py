@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from support_families import _GATED_DELTA, _GEMMA4
 from support_family_models import Family, randomise
 from support_image_text_families import _EXPERTS, _QWEN_VISION, _TEXT, _THREE_POSITIONS, _VISION
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -44,6 +45,7 @@ class Pictured:
     of_processor: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
     folder: str = ""  # of the processor's class, if it is not the model's
+    drawn: dict[str, Any] = field(default_factory=dict)  # how its weights are, as ``Family`` has it
 
 
 def _qwen(
@@ -64,6 +66,10 @@ def _qwen(
     )
 
 
+_LLAVA_PIXELS = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+_PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
+_GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 4}
+_HYBRID = _GATED_DELTA | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _DEEP = _QWEN_TOWER | {"depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36}
 PICTURED = {
     "llava": Pictured(
@@ -74,7 +80,7 @@ PICTURED = {
         "CLIPImageProcessorPil",
         "<image>",
         ["<image>"],
-        {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        _LLAVA_PIXELS,
         {"patch_size": 16, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
     ),
     "qwen2_vl": _qwen(
@@ -84,6 +90,16 @@ PICTURED = {
     ),
     "qwen2_5_vl": _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", _QWEN_TOWER | {"window_size": 64}),
     "qwen3_vl": _qwen("qwen3_vl", "Qwen3VLProcessor", _DEEP),
+    "qwen3_5": _qwen(
+        "qwen3_5", "Qwen3VLProcessor", _QWEN_TOWER | {"depth": 2, "num_position_embeddings": 36}, _HYBRID, "qwen3_vl"
+    ),
+    "qwen3_5_moe": _qwen(
+        "qwen3_5_moe",
+        "Qwen3VLProcessor",
+        _QWEN_TOWER | {"depth": 2, "num_position_embeddings": 36},
+        _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 32},
+        "qwen3_vl",
+    ),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLProcessor", _DEEP, _EXPERTS, folder="qwen3_vl"),
     "glm4v": Pictured(
         "glm4v",
@@ -118,6 +134,56 @@ PICTURED = {
         {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
         {"image_seq_len": 1},
     ),
+    "smolvlm": Pictured(
+        "smolvlm",
+        {"model_type": "llama"},
+        _VISION,
+        "SmolVLMProcessor",
+        "SmolVLMImageProcessorPil",
+        "<image>",
+        [*_IDEFICS, "<video>"],
+        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+        {"image_seq_len": 1, "video_processor": types.SimpleNamespace(num_frames=1, fps=1)},
+    ),
+    "llava_next": Pictured(
+        "llava_next",
+        {"model_type": "llama"},
+        _VISION | {"model_type": "clip_vision_model", "num_hidden_layers": 2},
+        "LlavaNextProcessor",
+        "LlavaNextImageProcessorPil",
+        "<image>",
+        ["<image>"],
+        _LLAVA_PIXELS | _PINPOINTS,
+        {"patch_size": 16, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+        _PINPOINTS,
+    ),
+    # Its images are longer than its windows.
+    "gemma3": Pictured(
+        "gemma3",
+        _GEMMA,
+        _VISION | {"patch_size": 8},
+        "Gemma3Processor",
+        "Gemma3ImageProcessorPil",
+        "<start_of_image>",
+        ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        {"size": {"height": 32, "width": 32}},
+        {"image_seq_length": 16},
+        {"mm_tokens_per_image": 16, "boi_token_index": _WORDS + 1, "eoi_token_index": _WORDS + 2},
+        drawn={"embed": 0.1},
+    ),
+    "gemma4": Pictured(
+        "gemma4",
+        _GEMMA | _GEMMA4 | {"vocab_size_per_layer_input": 120, "use_bidirectional_attention": "vision"},
+        _VISION | {"patch_size": 4, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        "Gemma4Processor",
+        "Gemma4ImageProcessorPil",
+        "<image_soft_token>",
+        ["<image_soft_token>", "<|video|>", "<start_of_image>", "<end_of_image>", "<start_of_audio>", "<end_of_audio>"],
+        {"patch_size": 4, "max_soft_tokens": 70},
+        {"image_seq_length": 70, "feature_extractor": None, "video_processor": None},
+        {"video_token_id": _WORDS + 1, "audio_token_id": _WORDS + 9, "audio_config": None},
+        drawn={"embed": 0.1, "scale": {"q_norm": 0.5, "k_norm": 0.5}},
+    ),
     "mistral3": Pictured(
         "mistral3",
         {"model_type": "mistral"},
@@ -133,6 +199,8 @@ PICTURED = {
     ),
 }
 _SPECIAL = {"<img>": "start_image_token", "</img>": "end_image_token", "<IMG_CONTEXT>": "context_image_token"}
+_SPECIAL |= {"<start_of_image>": "boi_token", "<end_of_image>": "eoi_token", "<image_soft_token>": "image_token"}
+_SPECIAL |= {"<start_of_audio>": "boa_token", "<end_of_audio>": "eoa_token"}
 
 
 @cache
@@ -151,7 +219,7 @@ def model_of(family: str, device: str = "cpu") -> Any:
         torch.default_generator.manual_seed(0)
         auto: Any = AutoModelForImageTextToText
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    randomise(model, Family(family, family, {}))
+    randomise(model, Family(family, family, {}, **known.drawn))
     return model.to(device)
 
 
@@ -176,7 +244,7 @@ def processor_of(family: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known.tokens])
     named = {name: token for token, name in _SPECIAL.items() if token in known.tokens}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=named)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=named, pad_token="w0")
     if family == "internvl":
         fast.video_token = "<video>"
     try:
@@ -194,6 +262,8 @@ def processor_of(family: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Without torchvision there are no processors of videos, nor the classes that arguments are compared with.
         patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
+        if hasattr(sys.modules[cls.__module__], "num2words"):  # for videos, and wanted by all
+            patch.setattr(sys.modules[cls.__module__], "num2words", True)
         return cls(image_processor=pixels, tokenizer=fast, chat_template=template, **known.of_processor)
 
 

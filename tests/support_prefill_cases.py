@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +68,8 @@ class PrefillCase:
         out = tensors.q.new_full((self.rows, variant.heads, variant.v_dim), NAN)
         k, v = tensors.k.flatten(0, 1), tensors.v.flatten(0, 1)
         for rows, at, slots, positions in self.each_chunk():
-            seen = positions[None] <= at[:, None]
+            sees_to = at + 1 if self.chunks.sees_to is None else self.chunks.sees_to[rows]
+            seen = positions[None] < sees_to[:, None]
             seen &= positions[None] > at[:, None] - (variant.window or 1 << 40)
             where = torch.from_numpy(slots).to(k.device)
             mask = torch.from_numpy(seen).to(k.device)
@@ -76,8 +77,11 @@ class PrefillCase:
         return out
 
 
-def prefill_case(seed: int, variant: Variant, *, chunks: int, most: int) -> PrefillCase:
-    """Chunks under no, one or two prefixes with ragged ends, which some of them share, at any place in their unit."""
+def prefill_case(seed: int, variant: Variant, *, chunks: int, most: int, two_way: bool = False) -> PrefillCase:
+    """Chunks under no, one or two prefixes with ragged ends, which some of them share, at any place in their unit.
+
+    ``two_way``: with runs of rows in them that see all of the run, as tokens of an image do in some models.
+    """
     rng = np.random.default_rng(seed)
     pages = PageList(variant.page)
     row_begin, row_end, position, reads = [], [], [], []
@@ -125,7 +129,25 @@ def prefill_case(seed: int, variant: Variant, *, chunks: int, most: int) -> Pref
         tokens=flat[:, 1],
         first=flat[:, 2],
     )
+    if two_way:
+        built = replace(built, sees_to=_with_runs(built, row + 1, rng, kinds))
     return PrefillCase(variant, built, reads, row + 1, len(scattered), seed, kinds)
+
+
+def _with_runs(chunks: wl.Chunks, rows: int, rng: np.random.Generator, kinds: Counter[str]) -> np.ndarray:
+    """Up to where each row of the batch sees; 0 for rows of no chunk."""
+    sees_to = np.zeros(rows, dtype=np.int64)
+    for begin, end, first in zip(chunks.row_begin, chunks.row_end, chunks.position, strict=True):
+        sees_to[begin:end] = np.arange(first, first + end - begin) + 1
+        row = int(begin)
+        while row < end:
+            run = min(int(rng.integers(1, 40)), int(end) - row)
+            if rng.random() < 0.5:
+                sees_to[row : row + run] = first + row - begin + run
+                kinds["runs"] += run > 1
+                kinds["runs to the end"] += run > 1 and row + run == end
+            row += run
+    return sees_to
 
 
 def check_prefill(

@@ -16,6 +16,7 @@ from support_kernels import plain
 
 from hf_batchllm import BatchGenerator, PromptError
 from hf_batchllm.model import image_features
+from hf_batchllm.planning.scheduler import FifoScheduler
 
 pytestmark = plain
 OPTIONS: dict[str, Any] = {"eos_token_id": None, "do_sample": False, "progress": False}
@@ -83,8 +84,38 @@ def test_where_steps_end_in_the_middle_of_an_image(family: str, tokens: int, ste
 
 
 @pytest.mark.some_cases
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 17, 24])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_images_that_are_not_cut(family: str, tokens: int, steps: int, device: str) -> None:
+    """Their tokens see each other both ways, so each is computed in one step, however small steps are to be."""
+    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 16 if device == "cuda" else 2}
+    config |= {"max_batch_tokens": tokens, "steps_per_sync": steps}
+    with BatchGenerator(model_of(family, device), processor_of(family), **config) as generator:
+        assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, device)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl"])
+def test_in_plain_pytorch(family: str) -> None:
+    config: dict[str, Any] = {"min_shared_tokens": 2, "page_size": 4, "max_batch_tokens": 19, "backend": "torch"}
+    with BatchGenerator(model_of(family), processor_of(family), **config) as generator:
+        assert generator.generate(CHATS, max_new_tokens=10, **OPTIONS).token_ids == expected(family, "cpu")
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("gemma3", 17), ("gemma4", 71)])
+def test_a_scheduler_that_cuts_an_image(family: str, tokens: int) -> None:
+    class Cuts(FifoScheduler):
+        _whole_images = staticmethod(lambda unit, count, step: count)
+
+    config: dict[str, Any] = {"max_batch_tokens": tokens, "scheduler": Cuts()}
+    generator = BatchGenerator(model_of(family), processor_of(family), **config)
+    with pytest.raises(RuntimeError, match=r"chunk_end\(begin, end\)"):
+        generator.generate(CHATS * 4, max_new_tokens=2, **OPTIONS)
+
+
+@pytest.mark.some_cases
 @pytest.mark.parametrize("scheduler", ["groups", "fifo"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
 def test_where_memory_is_short(family: str, scheduler: str, device: str) -> None:
     """Preempted prompts are computed again, with images that have been dropped by then."""
     model, chats = model_of(family, device), CHATS[:3] * 4
@@ -125,7 +156,7 @@ def test_equal_ids_with_different_images_share_nothing(device: str) -> None:
     assert result.token_ids == generated(family, chats, 6, device)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3"])
 def test_kept_prefixes(family: str, device: str) -> None:
     """An image of an earlier call is found again, and another one is not taken for it."""
     model = model_of(family, device)
@@ -146,7 +177,7 @@ def test_kept_prefixes(family: str, device: str) -> None:
         assert result.token_ids == generated(family, chats, 6, device)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "gemma4"])
 def test_samples_beams_and_penalties(family: str, device: str) -> None:
     model, processor = model_of(family, device), processor_of(family)
     with BatchGenerator(model, processor, min_shared_tokens=2, page_size=16) as generator:

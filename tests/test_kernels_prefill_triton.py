@@ -42,6 +42,14 @@ def test_twin(case: int) -> None:
     check_prefill(prefill_torch, made, max([16, 64, 128][case % 3], made.variant.group), "cpu")
 
 
+@pytest.mark.some_cases
+@plain
+@pytest.mark.parametrize("case", range(60))
+def test_twin_where_rows_see_further(case: int) -> None:
+    made = prefill_case(case, PLAIN[case % 10], chunks=5, most=[10, 60, 100][case % 3], two_way=True)
+    check_prefill(prefill_torch, made, max([16, 64, 128][case % 3], made.variant.group), "cpu")
+
+
 # -- the kernel under the interpreter ------------------------------------------------------------------------------
 
 SMALL = Variant(4, 2, 16, 16, 16, F32)
@@ -87,6 +95,17 @@ def test_softcap_and_sinks() -> None:
     check(replace(SMALL, softcap=1.5), 9)
     check(replace(SMALL, sinks=True), 9)
     check(replace(SMALL, window=5, softcap=1.5, sinks=True), 9)
+
+
+@pytest.mark.some_cases
+@kernel
+@pytest.mark.parametrize("window", [None, 7, 30])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_rows_that_see_further(tile: int, window: int | None) -> None:
+    """As in an image whose tokens see each other both ways."""
+    case = prefill_case(17, replace(SMALL, window=window), chunks=4, most=60, two_way=True)
+    assert case.kinds["runs"] > 2
+    check_prefill(pt, case, tile, DEVICE)
 
 
 @pytest.mark.some_cases
@@ -145,6 +164,15 @@ def test_native(case: int) -> None:
     check_prefill(pt, made, tile, DEVICE, options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(2 * len(NATIVE)))
+def test_native_where_rows_see_further(case: int) -> None:
+    variant = NATIVE[case % len(NATIVE)]
+    made = prefill_case(case, variant, chunks=5, most=[200, 400][case // len(NATIVE)], two_way=True)
+    tile = pt.launch_options(variant.group, variant.qk_dim, variant.v_dim, variant.dtype.itemsize)["tile"]
+    check_prefill(pt, made, tile, DEVICE)
+
+
 @plain
 @pytest.mark.parametrize(
     ("chunks", "rows", "takes"), [(8, 1000, True), (1, 500, False), (9, 400, False), (40, 70, False)]
@@ -160,6 +188,8 @@ def test_large_tiles_where_they_pay(chunks: int, rows: int, takes: bool) -> None
     )  # fmt: skip
     work = wl.build_prefill(layout, group=4, page_size=64, tile=64, wide=192, kv_heads=8)
     assert work.tile == (192 if takes else 64)
+    further = replace(layout, sees_to=np.tile(np.arange(rows) + 1, chunks))
+    assert wl.build_prefill(further, group=4, page_size=64, tile=64, wide=192, kv_heads=8).tile == 64
 
 
 @plain

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..config import BatchConfig
+from ..inputs.prompts import longest_uncut
 from ..model.image_features import ImageFeatures
 from ..model.kv_storage import KVStorage
 from ..model.model_in_use import ModelInUse
@@ -48,7 +49,8 @@ class CallMemory:
             budget = tokens_in_a_step(self._use.model, self._use.device, self._kv.within_reach())
         config, job = self._config, self._job
         in_order = config.scheduler == "groups" and not config.keep_prefixes and job.adapters is None
-        return self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)
+        most = self._outputs.most_tokens(budget, self._vocabulary, self._plan.sharing if in_order else None)
+        return max(most, longest_uncut(self._plan.prompts))
 
     def open(self) -> tuple[PagedCache, KVStorage]:
         """The cache of the call, as large as the call can use and as memory allows."""

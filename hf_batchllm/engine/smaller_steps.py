@@ -75,8 +75,9 @@ class SmallerSteps:
             put_back(failed)
         while self._parts:
             part = self._still_to_run(self._parts.popleft())
-            if self.most is not None and part.tokens > self.most:
-                self._parts.extendleft(reversed(parts_of(part, self.most)))
+            smaller = [part] if self.most is None or part.tokens <= self.most else parts_of(part, self.most)
+            if len(smaller) > 1:
+                self._parts.extendleft(reversed(smaller))
             elif part.tokens:
                 return part
             elif self._parts:  # states that its rows were not alone to read
@@ -97,7 +98,7 @@ class SmallerSteps:
             )
             return False
         self._tried.append(step.tokens)
-        if self._tried[-2:] == [1, 1]:
+        if self._tried[-2:-1] == [step.tokens]:  # one token, or an image that is not to be cut
             tried = ", ".join(f"{tokens:,}" for tokens in dict.fromkeys(self._tried))
             error.add_note(
                 f"Steps of fewer and fewer tokens were tried ({tried}), and none fits into the memory that is left on "
@@ -162,7 +163,10 @@ def apart(step: Step) -> list[Step]:
 
 
 def parts_of(step: Step, most: int) -> list[Step]:
-    """``step`` in parts of at most ``most`` tokens, in its order: a prefix comes before the units on it."""
+    """``step`` in parts of at most ``most`` tokens, in its order: a prefix comes before the units on it.
+
+    An image whose tokens see each other both ways is not cut, whatever its size.
+    """
     parts: list[Step] = []
     room = 0
 
@@ -180,9 +184,14 @@ def parts_of(step: Step, most: int) -> list[Step]:
         begin = chunk.begin
         while begin < chunk.end:
             into = part()
-            end = min(chunk.end, begin + room)
+            end = chunk.unit.chunk_end(begin, min(chunk.end, begin + room))
+            if end == begin:  # an image that is not to be cut: it comes into a part of its own
+                if into.tokens:
+                    room = 0
+                    continue
+                end = chunk.unit.shortest_chunk_end(begin)
             into.chunks.append(Chunk(chunk.unit, begin, end))
-            room -= end - begin
+            room = max(0, room - (end - begin))
             begin = end
     parts[0].copies = step.copies  # all states are copied before any of them moves on
     return parts

@@ -58,11 +58,21 @@ class Prompt:
     def places(self) -> PromptPlaces | None:
         return None if self.images is None else self.images.places
 
+    @property
+    def two_way(self) -> np.ndarray | None:
+        return None if self.images is None else self.images.two_way
+
     def with_key(self, key: Hashable) -> Prompt:
         return Prompt(self.ids, key, self.images)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def longest_uncut(prompts: Sequence[Prompt]) -> int:
+    """The most tokens that have to be computed in one step: an image's, where they see each other both ways."""
+    runs = [prompt.two_way for prompt in prompts if prompt.two_way is not None and len(prompt.two_way)]
+    return max((int((each[:, 1] - each[:, 0]).max()) for each in runs), default=0)
 
 
 def prepare_prompts(prompts: Any, **options: Any) -> list[Prompt]:

@@ -7,7 +7,7 @@ settings of torch and of the environment (TF32).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -86,8 +86,11 @@ def decode(where: Where, shape: Shape, chunk: int = 1, brief: bool = False) -> N
     near(results[0], results[1])
 
 
-def prompts(where: Where, shape: Shape) -> None:
-    """Two chunks on a prefix and one without, through each tile that the card has."""
+def prompts(where: Where, shape: Shape, two_way: bool = False) -> None:
+    """Two chunks on a prefix and one without, through each tile that the card has.
+
+    ``two_way``: the first twenty rows of each see all of these, as an image's do in some models.
+    """
     from ..kernels import prefill_triton
 
     own = np.array([70, 21, 90])
@@ -95,10 +98,13 @@ def prompts(where: Where, shape: Shape) -> None:
     begins = np.cumsum(own) - own
     readers = Readers(np.arange(1, 4), begins, own, own + np.array([_PREFIX, _PREFIX, 0]))
     chunks = make_chunks(units, readers, page_size=shape.page_size)
+    if two_way:
+        at = np.concatenate([np.arange(first, first + rows) for first, rows in zip(chunks.position, own, strict=True)])
+        chunks = replace(chunks, sees_to=np.maximum(at + 1, np.repeat(chunks.position + 20, own)))
     given = _tensors(where, shape, units, int(own.sum()), own)
     options = prefill_triton.launch_options(shape.group, shape.qk_dim, shape.v_dim, shape.dtype.itemsize)
     same: dict[str, Any] = {"window": shape.window, "softcap": shape.softcap, "options": options}
-    for tile in {options["tile"], options.get("wide", options["tile"])}:
+    for tile in {options["tile"], options["tile"] if two_way else options.get("wide", options["tile"])}:
         work = build_prefill(
             chunks, group=shape.group, page_size=shape.page_size, tile=tile, window=shape.window
         ).to(where.device)  # fmt: skip
@@ -234,6 +240,7 @@ def cases(where: Where) -> dict[str, Callable[[], None]]:
         made[f"many short items, {name}"] = partial(decode, where, shapes[name], brief=True)
     plain = next(iter(shapes.values()))
     made["KV cache, norms of q, k and v"] = partial(writing, where, plain, more=True)
+    made["prompts with images seen both ways"] = partial(prompts, where, shapes["head 256"], two_way=True)
     for turn in layer_ops_torch.TURNS:
         made[f"KV cache, half turned as in {turn}"] = partial(writing, where, plain, turn, part=0.5)
     return made

@@ -83,6 +83,14 @@ class Span:
 
 
 @dataclass(frozen=True)
+class TwoWay:
+    """Where tokens of an image see all of the image, also what is behind them."""
+
+    sees_to: np.ndarray  # [tokens]  the position up to which each token sees
+    only_with_window: bool  # whether that is so only in layers with a sliding window
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """What attention needs to know of a step. All but the slots stays on the host.
 
@@ -99,6 +107,21 @@ class AttentionBatch:
     rows: int  # how many of the spans, and of the tokens, are decode rows
     page_size: int
     growth: np.ndarray | None = None  # [rows]  tokens that a row gains while the batch is run again; None: it runs once
+    two_way: TwoWay | None = None  # only if some token sees further than to itself
+
+    def sees_to(self, window: int | None) -> np.ndarray | None:
+        """As ``TwoWay`` has it, in layers with this window. None: each token sees what is before it, and itself."""
+        if self.two_way is None or (self.two_way.only_with_window and window is None):
+            return None
+        return self.two_way.sees_to
+
+    @cached_property
+    def has_two_way(self) -> np.ndarray:  # [spans] bool
+        """Which spans have tokens that see further than to themselves."""
+        if self.two_way is None:
+            return np.zeros(len(self.span_begin), dtype=bool)
+        further: np.ndarray = np.maximum.reduceat(self.two_way.sees_to - self.positions, self.span_begin) > 1
+        return further
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -141,6 +164,7 @@ class BatchBuilder:
     ``carries_states``: whether the model has layers that carry a state from token to token.
     ``wanted``: gives the parts of a chunk whose logits are asked for, sampled or not.
     ``placeholder``: the id of tokens that images take; None where no prompt has any.
+    ``two_way``: as ``ImageModel`` has it.
     """
 
     def __init__(
@@ -152,8 +176,10 @@ class BatchBuilder:
         wanted: Callable[[Chunk], Sequence[Chunk]] | None = None,
         carries_states: bool = False,
         placeholder: int | None = None,
+        two_way: str | None = None,
     ) -> None:
         self.placeholder = placeholder
+        self.two_way = two_way
         self.page_size = page_size
         self.carries_states = carries_states
         self.most_times = most_times
@@ -166,9 +192,7 @@ class BatchBuilder:
     def build(self, step: Step) -> ModelBatch:
         rows, count = len(step.rows), len(step.chunks)
         # Short chunks first, otherwise in their order: neighbours in the plan stay neighbours.
-        order = sorted(
-            range(count), key=lambda index: step.chunks[index].end - step.chunks[index].begin > self.short_chunk
-        )
+        order = sorted(range(count), key=lambda index: self._is_long(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         self.built_prefixes |= any(isinstance(chunk.unit, Prefix) for chunk in chunks)
         places = places_below([*step.rows, *(chunk.unit for chunk in chunks)])
@@ -226,12 +250,33 @@ class BatchBuilder:
                 rows,
                 self.page_size,
                 None if burst is None else np.minimum(burst.times, burst.left) - 1,
+                None if self.two_way is None else self._seen(every_position, rows, chunks),
             ),
             burst,
             list(asked),
             states,
             image_keys,
         )
+
+    def _is_long(self, chunk: Chunk) -> bool:
+        return chunk.end - chunk.begin > self.short_chunk or chunk.unit.has_two_way(chunk.begin, chunk.end)
+
+    def _seen(self, positions: np.ndarray, rows: int, chunks: Sequence[Chunk]) -> TwoWay | None:
+        """``positions``: [tokens]; decode rows come first."""
+        sees_to, further, begin = positions + 1, False, rows
+        for chunk in chunks:
+            unit, runs = chunk.unit, chunk.unit.two_way
+            if runs is not None and unit.has_two_way(chunk.begin, chunk.end):
+                if unit.chunk_end(chunk.begin, chunk.end) != chunk.end:
+                    raise RuntimeError(
+                        f"the scheduler ended a chunk at position {chunk.end}, inside of an image whose tokens see all "
+                        "of it: ask `chunk.unit.chunk_end(begin, end)` where a chunk may end"
+                    )
+                for first, last in runs[(runs[:, 0] >= chunk.begin) & (runs[:, 1] <= chunk.end)].tolist():
+                    sees_to[begin + first - chunk.begin : begin + last - chunk.begin] = last
+                further = True
+            begin += chunk.end - chunk.begin
+        return TwoWay(sees_to, self.two_way == "layers with a window") if further else None
 
     def _without_keys(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The ids that the model takes, and ``ModelBatch.image_keys``."""

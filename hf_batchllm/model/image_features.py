@@ -62,6 +62,10 @@ class ImageFeatures:
     def placeholder(self) -> int:
         return self._model.placeholder
 
+    @property
+    def two_way(self) -> str | None:
+        return self._model.two_way
+
     def expect(self, requests: Sequence[Request]) -> None:
         """These will be computed, and what they stand on."""
         for unit in units_below(requests):

@@ -77,6 +77,7 @@ class ModelInUse:
     def builder(self, most_times: int = 0, wanted: Callable[[Chunk], Sequence[Chunk]] | None = None) -> BatchBuilder:
         """Makes batches for the latest runner. ``most_times`` and ``wanted`` as BatchBuilder has them."""
         assert self.runner is not None
+        images = self.runner.images
         return BatchBuilder(
             self._config.page_size,
             pin_memory=self.device.type == "cuda",
@@ -84,7 +85,8 @@ class ModelInUse:
             most_times=most_times,
             wanted=wanted,
             carries_states=bool(self.architecture.states),
-            placeholder=None if self.runner.images is None else self.runner.images.placeholder,
+            placeholder=None if images is None else images.placeholder,
+            two_way=None if images is None else images.two_way,
         )
 
     def drop_runner(self) -> None:

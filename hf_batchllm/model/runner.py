@@ -151,7 +151,7 @@ class ModelRunner:
             assert self.images is not None
             self._images_swap = ImageFeaturesSwap(self.images.inner)
             known = self._images_swap.applied(images)
-            given["pixel_values"] = input_ids.new_empty(0, dtype=self.images.inner.dtype)  # only whether there are any
+            given["pixel_values"] = input_ids.new_zeros(1, dtype=self.images.inner.dtype)  # only whether there are any
         with (
             self._swap.applied(ATTENTION_NAME),
             adapted,

@@ -48,12 +48,13 @@ class RowsPart:
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A chunk of a prompt, which reads its own keys, causally."""
+    """A chunk of a prompt, which reads its own keys."""
 
     begin: int
     end: int
     keys: torch.Tensor | slice
-    mask: torch.Tensor | None  # [rows, keys]  for a sliding window shorter than the chunk
+    mask: torch.Tensor | None  # [rows, keys]  for a sliding window shorter than the chunk, and without ``causal``
+    causal: bool  # whether a row sees only what is before it, and itself
 
 
 class Scratch:
@@ -112,7 +113,7 @@ class CascadePlan:
         for chunk in chunk_parts:
             k, v = gather("k", k_cache, chunk.keys), gather("v", v_cache, chunk.keys)
             own = slice(chunk.begin, chunk.end)
-            out[own], lse[own] = attend(q[own], k, v, scale, causal=True, mask=chunk.mask, softcap=softcap)
+            out[own], lse[own] = attend(q[own], k, v, scale, causal=chunk.causal, mask=chunk.mask, softcap=softcap)
         for shared in shared_parts:
             k, v = gather("k", k_cache, shared.keys), gather("v", v_cache, shared.keys)
             span = slice(shared.begin, shared.end)
@@ -189,13 +190,19 @@ class CascadePlan:
     ) -> tuple[list[RowsPart], list[ChunkPart], list[SharedPart]]:
         batch = self.batch
         chunks = []
-        for span in batch.spans[batch.rows :]:
+        sees_to = batch.sees_to(window)
+        for place, span in enumerate(batch.spans[batch.rows :], batch.rows):
             size = span.end - span.begin
             slots = batch.units.slots(span.unit, span.position, span.position + size, batch.page_size)
             mask = None
             if window is not None and size > window:
                 mask = torch.ones(size, size, dtype=torch.bool, device=self.device).triu(1 - window)
-            chunks.append(ChunkPart(span.begin, span.end, self._keys(slots), mask))
+            causal = sees_to is None or not batch.has_two_way[place]
+            if sees_to is not None and not causal:
+                seen = np.arange(size) < (sees_to[span.begin : span.end] - span.position)[:, None]
+                seen_too = to_device(seen, self.device)
+                mask = seen_too if mask is None else mask & seen_too
+            chunks.append(ChunkPart(span.begin, span.end, self._keys(slots), mask, causal))
         shared = [
             part
             for (begin, end), pieces in self._shared.items()

@@ -1,15 +1,15 @@
 """The backend over the attention kernels: a step's work lists, made once for all layers that attend alike.
 
 Decode rows and prompt chunks of a few tokens go through the cascade: a prefix that several of them read is read once.
-Longer chunks have enough rows of their own, and go through the prefill kernel. A layer of a shape that the kernels
-cannot do runs in plain PyTorch, with a warning.
+Longer chunks have enough rows of their own, and go through the prefill kernel, as do chunks with images whose tokens
+see each other both ways. A layer of a shape that the kernels cannot do runs in plain PyTorch, with a warning.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -201,7 +201,7 @@ class StepWork(WorkSource):
         self.multiprocessors = multiprocessors
         self._unit, self._begin = batch.span_unit, batch.span_begin
         self._end, self._position = batch.span_end, batch.span_position
-        long = self._end - self._begin > SHORT_CHUNK
+        long = (self._end - self._begin > SHORT_CHUNK) | batch.has_two_way
         self._short = int(long.argmax()) if long.any() else len(long)  # spans before the first long chunk
         self.rows = int(self._end[self._short - 1]) if self._short else 0  # tokens of these spans
         self.has_chunks = self._short < len(long)
@@ -249,6 +249,7 @@ class StepWork(WorkSource):
         if key not in self._chunk_lists:
             page_size = self.batch.page_size
             chunks = make_chunks(self._units, self._readers(slice(self._short, None)), page_size=page_size)
+            chunks = replace(chunks, sees_to=self.batch.sees_to(window))
             work = build_prefill(
                 chunks, group=group, page_size=page_size, tile=tile, window=window, wide=wide, kv_heads=kv_heads
             )

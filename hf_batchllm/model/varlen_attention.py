@@ -174,6 +174,8 @@ class VarlenAttention:
         # All new K and V are written before anything is read: a suffix may attend to a prefix computed beside it.
         q = write_in_torch(call, k_cache, v_cache, self.plan.batch.slots)
         reason = refusal(q, v_cache.shape[-1], call.softcap)
+        if self.plan.batch.sees_to(call.window) is not None:
+            reason = f"{_MODULE} knows no images whose tokens see each other both ways"
         if reason is not None:
             name = type(call.layer).__name__
             self.backend.notices(

@@ -20,6 +20,9 @@ class BaseScheduler(ABC):
 
     Where layers of the model carry a state from token to token, ``cache.slots`` is not None: each unit with pages has a
     slot, too. A request lacks ``cache.missing_slots(request)`` of them, and ``cache.slots.free`` are free.
+
+    Where ``unit.two_way`` is not None, tokens of an image see each other both ways, and no chunk may end inside of one:
+    ask ``unit.chunk_end(begin, end)``, and if that is ``begin``, ``unit.shortest_chunk_end(begin)``.
     """
 
     preemptions: int = 0

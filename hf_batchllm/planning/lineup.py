@@ -90,7 +90,9 @@ def line_up(
     for segment in plan.segments:
         prompt = prompts[segment.prompt]
         below = prefixes[segment.parent] if segment.parent >= 0 else None
-        prefix = Prefix(prompt.keys, segment.start, segment.end, key=prompt.key, places=prompt.places)
+        prefix = Prefix(
+            prompt.keys, segment.start, segment.end, key=prompt.key, places=prompt.places, two_way=prompt.two_way
+        )
         limit = segment.end
         if most is not None:
             first = int(rank[segment.prompt])
@@ -112,6 +114,7 @@ def line_up(
             can_stop=stops[place],
             keys=prompt.keys,
             places=prompt.places,
+            two_way=prompt.two_way,
         )
         if isinstance(request, Branch) and widths is not None:
             request.width = widths[place]

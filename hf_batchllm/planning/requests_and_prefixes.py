@@ -20,9 +20,13 @@ NO_SLOT = -1
 class Unit:
     """Tokens ``[start, ...)`` of one sequence, and the pages that hold their K and V."""
 
-    __slots__ = ("base", "computed", "key", "lost_end", "pages", "places", "read_end", "refs", "slot", "start")
+    __slots__ = (
+        "base", "computed", "key", "lost_end", "pages", "places", "read_end", "refs", "slot", "start", "two_way",
+    )  # fmt: skip
 
-    def __init__(self, start: int, key: Hashable, places: PromptPlaces | None = None) -> None:
+    def __init__(
+        self, start: int, key: Hashable, places: PromptPlaces | None = None, two_way: np.ndarray | None = None
+    ) -> None:
         # The position of the first own token. Set when the unit is made, and moved on where a kept prefix holds more.
         self.start = start
         # The unit that holds the tokens before `start`; None if there are none. Set by the cache.
@@ -31,6 +35,9 @@ class Unit:
         self.key = key
         # Where tokens stand for RoPE, if images make that differ from their position. Set when the unit is made.
         self.places = places
+        # int64 [runs, 2]  runs of the sequence whose tokens see all of the run: images, in some models. No chunk ends
+        # inside of one. Set when the unit is made.
+        self.two_way = two_way
         # K and V before this position are in the pages, or will be after the steps made so far. Set by the scheduler.
         self.computed = start
         # K and V before this position have been in the pages once; those from `computed` on are lost. Set by the cache.
@@ -76,6 +83,31 @@ class Unit:
             unit = unit.base
         return True
 
+    def chunk_end(self, begin: int, end: int) -> int:
+        """The furthest position up to ``end`` at which a chunk from ``begin`` may end; ``begin`` if there is none."""
+        run = self._run_at(end)
+        return end if run is None else max(begin, run[0])
+
+    def shortest_chunk_end(self, begin: int) -> int:
+        """The first position at which a chunk from ``begin`` may end."""
+        run = self._run_at(begin + 1)
+        return begin + 1 if run is None else run[1]
+
+    def has_two_way(self, begin: int, end: int) -> bool:
+        """Whether some of the tokens at positions ``[begin, end)`` see further than to themselves."""
+        runs = self.two_way
+        return runs is not None and bool(((runs[:, 0] < end) & (runs[:, 1] > begin)).any())
+
+    def _run_at(self, end: int) -> tuple[int, int] | None:
+        """The run that a chunk up to ``end`` would cut."""
+        if self.two_way is None:
+            return None
+        at = int(np.searchsorted(self.two_way[:, 1], end, side="right"))  # the first that ends behind it
+        if at == len(self.two_way) or self.two_way[at, 0] >= end:
+            return None
+        first, last = self.two_way[at].tolist()
+        return first, last
+
     def prefixes(self) -> list[tuple[Prefix, int]]:
         """The ancestors that are shared prefixes. Of a request that is no beam, these are all ancestors."""
         return [(unit, end) for unit, end in self.ancestors() if isinstance(unit, Prefix)]
@@ -91,10 +123,16 @@ class Prefix(Unit):
     __slots__ = ("end", "ids", "kept", "running")
 
     def __init__(
-        self, ids: np.ndarray, start: int, end: int, key: Hashable = None, places: PromptPlaces | None = None
+        self,
+        ids: np.ndarray,
+        start: int,
+        end: int,
+        key: Hashable = None,
+        places: PromptPlaces | None = None,
+        two_way: np.ndarray | None = None,
     ) -> None:
         assert 0 <= start <= end <= len(ids)
-        super().__init__(start, key, places)
+        super().__init__(start, key, places, two_way)
         # The sequence from position 0 on, at least up to `end`, as ``Prompt.keys``. Set when the prefix is made.
         self.ids = ids
         # The position after the last own token. Set when the prefix is made; the cache may cut it to `read_end`.
@@ -156,10 +194,11 @@ class Request(Unit):
         can_stop: bool = True,
         keys: np.ndarray | None = None,
         places: PromptPlaces | None = None,
+        two_way: np.ndarray | None = None,
     ) -> None:
         assert 0 <= start < len(prompt_ids), "a request owns at least its last prompt token"
         assert max_new_tokens > 0
-        super().__init__(start, key, places)
+        super().__init__(start, key, places, two_way)
         # These nine are set when the request is made.
         self.index = index  # the prompt's place in the list
         self.sample = sample  # which of the prompt's num_return_sequences
@@ -319,7 +358,7 @@ class Branch(Request):
         branch.base, branch.pages, branch.slot, branch.refs = None, [], NO_SLOT, 0
         branch.key, branch.index, branch.sample, branch.rank = self.key, self.index, self.sample, self.rank
         branch.prompt_ids, branch.prompt_tokens = self.prompt_ids, self.prompt_tokens
-        branch.prompt_keys, branch.places = self.prompt_keys, self.places
+        branch.prompt_keys, branch.places, branch.two_way = self.prompt_keys, self.places, self.two_way
         branch.max_new_tokens, branch.can_stop = self.max_new_tokens, self.can_stop
         branch.generated, branch.pending, branch.seat = tokens, 0, 0
         branch.finish_reason = branch.score = None

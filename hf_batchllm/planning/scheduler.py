@@ -159,6 +159,8 @@ class QueueScheduler(BaseScheduler):
             parts[:0] = request.ancestors()
         for unit, end in parts:
             count = min(end - unit.computed, budget - used)
+            if unit.two_way is not None and count > 0:
+                count = self._whole_images(unit, count, step)
             if count > 0 and carries_states:
                 # It begins with a state that is only known when the step is over in which the unit below ends.
                 if unit.computed == unit.start and unit.state_source in self._at_work_now:
@@ -171,6 +173,13 @@ class QueueScheduler(BaseScheduler):
             if unit.computed < end:
                 break
         return used
+
+    @staticmethod
+    def _whole_images(unit: Unit, count: int, step: Step) -> int:
+        """Of ``count`` tokens as many as end where a chunk may end. In an empty step there are some, come what may."""
+        begin = unit.computed
+        whole = unit.chunk_end(begin, begin + count) - begin
+        return whole if whole or step.rows or step.chunks else unit.shortest_chunk_end(begin) - begin
 
     def _row(self, request: Request, step: Step) -> None:
         step.rows.append(request)

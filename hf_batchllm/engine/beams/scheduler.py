@@ -141,7 +141,7 @@ class BeamScheduler(QueueScheduler):
             return len(beams)
         has_prompt = group.root.todo == 0
         for unit in group.without_logits:
-            if used == budget:
+            if used >= budget:
                 break
             if has_prompt and unit.todo == 1:
                 self._row(unit, step)

@@ -10,19 +10,26 @@ from torch import nn
 
 from ..base_model import base_model
 
-# Their text attends to images as to text, one token after the other, and they take what `get_image_features` gives in
-# the place of placeholders. Each is tested against `generate`.
+# They take what `get_image_features` gives in the place of placeholders. Each is tested against `generate`.
 _SERVED = (
+    "gemma3",
+    "gemma4",
     "glm4v",
     "idefics3",
     "internvl",
     "llava",
+    "llava_next",
     "mistral3",
     "qwen2_5_vl",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "smolvlm",
 )  # fmt: skip
+# In these a token of an image sees all of the image, also what is behind it.
+_TWO_WAY = {"gemma3": "all layers", "gemma4": "layers with a window"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class ImageModel:
     inner: Any
     placeholder: int  # the id of a token that stands for a part of an image
     inputs: frozenset[str]  # what `get_image_features` takes
+    two_way: str | None  # in which layers a token of an image sees all of the image; None: it sees what is before it
 
     @property
     def has_places(self) -> bool:
@@ -59,7 +67,14 @@ def image_model(model: nn.Module) -> ImageModel:
     if placeholder is None:
         placeholder = inner.config.image_token_index
     parameters = inspect.signature(module.get_image_features).parameters
-    return ImageModel(module, int(placeholder), frozenset(parameters) - {"kwargs"})
+    return ImageModel(module, int(placeholder), frozenset(parameters) - {"kwargs"}, _two_way(inner))
+
+
+def _two_way(inner: Any) -> str | None:
+    kind = inner.config.model_type
+    if kind == "gemma4" and inner.config.get_text_config().use_bidirectional_attention != "vision":
+        return None  # smaller ones read images as text
+    return _TWO_WAY.get(kind)
 
 
 def _module_of(model: Any) -> Any:

@@ -130,8 +130,13 @@ class _Reading:
                 f"{sum(known.image.tokens for known in self._shown):,}: is such a token written in a text?"
             )
         shown = tuple(known.image for known in self._shown)
+        two_way = None
+        if self._model.two_way is not None:
+            two_way, why = _runs(at, shown, len(ids))
+            if why is not None:
+                return BadPrompt(why)
         keys[at] = np.concatenate([image.first_key + np.arange(image.tokens) for image in shown])
-        return EncodedChat(ids, PromptImages(keys, shown, self._places(ids, shown)))
+        return EncodedChat(ids, PromptImages(keys, shown, self._places(ids, shown), two_way))
 
     def _ids(self, chat: Sequence[Any]) -> list[int]:
         from PIL import Image as Pictures
@@ -214,6 +219,24 @@ class _Reading:
             attention_mask=torch.ones_like(tokens),
         )
         return PromptPlaces(places[:, 0].cpu().numpy().astype(np.int32), int(behind.item()))
+
+
+def _runs(at: np.ndarray, images: Sequence[Image], tokens: int) -> tuple[np.ndarray, str | None]:
+    """Begin and end of each run of placeholders [runs, 2], and why they cannot be served.
+
+    at: [placeholders]  the places of all of them
+    """
+    breaks = np.flatnonzero(np.diff(at) > 1)
+    runs = np.stack([at[np.append(0, breaks + 1)], at[np.append(breaks, len(at) - 1)] + 1], axis=1)
+    first = np.cumsum([image.tokens for image in images])[:-1]  # placeholders with which the next image begins
+    if (at[first] == at[first - 1] + 1).any():
+        return (
+            runs,
+            "shows two images with nothing between them, so that each would see the other: that is not supported",
+        )
+    if runs[-1, 1] == tokens:
+        return runs, "ends with an image: in this model something must follow, as its template has it"
+    return runs[runs[:, 1] - runs[:, 0] > 1], None
 
 
 def _name_of(source: Any) -> object:

@@ -50,6 +50,8 @@ class PromptImages:
     keys: np.ndarray  # int32 [tokens]  the prompt's ids, but for those of images
     images: tuple[Image, ...]  # in the order in which they stand; one that stands twice is there twice
     places: PromptPlaces | None  # None: where their positions are
+    # int64 [runs, 2]  begin and end of each run of tokens that see all of the run, also what is behind them; None: none
+    two_way: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
