@@ -284,15 +284,20 @@ def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts]}]
 
 
+def inputs_of(family: str, chat: Any) -> dict[str, torch.Tensor]:
+    """What the processor makes of a chat."""
+    made = processor_of(family).apply_chat_template(
+        [chat], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    return {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+
+
 def generated(family: str, chats: Sequence[Any], new: int, device: str = "cpu", **options: Any) -> list[list[int]]:
     """By ``generate``, one chat at a time."""
-    model, processor = model_of(family, device), processor_of(family)
+    model = model_of(family, device)
     found = []
     for chat in chats:
-        made = processor.apply_chat_template(
-            [chat], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-        inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+        inputs = inputs_of(family, chat)
         rows = model.generate(
             **{name: value.to(device) for name, value in inputs.items()},
             **{"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options,

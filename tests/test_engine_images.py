@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_device_loop import device as device  # a fixture
-from support_image_prompts import PICTURED, generated, model_of, picture, processor_of, shows, user, words
+from support_image_prompts import PICTURED, generated, inputs_of, model_of, picture, processor_of, shows, user, words
 from support_kernels import plain
 
 from hf_batchllm import BatchGenerator, PromptError
@@ -261,10 +261,7 @@ def test_pictures_of_other_modes_go_to_the_processor_as_they_are(family: str, mo
 def test_after_generate_has_run_the_same_model(family: str) -> None:
     """It leaves transformers' own hooks in the tower, and works afterwards as it did before."""
     model, processor = copy.deepcopy(model_of(family)), processor_of(family)
-    made = processor.apply_chat_template(
-        [CHATS[0]], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    inputs = inputs_of(family, CHATS[0])
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     before = model.generate(**inputs, **options)
     with BatchGenerator(model, processor, keep_prefixes=2) as generator:
@@ -325,3 +322,43 @@ def test_features_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
     assert "were read again" in result.report.images
     assert result.token_ids == generated(family, chats, 4)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
+def test_scores_of_answers_to_images(family: str, device: str) -> None:
+    """Against transformers' own forward pass; the tower reads each image once."""
+    model, answers = model_of(family, device), ["w7", "w8 w9", "w8 w11 w12"]
+    with images_read(model) as runs, BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
+        scores = generator.score(CHATS, choices=answers, progress=False)
+    assert len(runs) <= 2, "two images of different sizes"
+    ids = [[int(word[1:]) for word in answer.split()] for answer in answers]
+    assert len(scores) == len(CHATS) * len(ids)
+    for score in scores:
+        tokens = ids[score.choice]
+        assert score.token_ids == tokens
+        want = log_probs_of(family, CHATS[score.index], tokens, device)
+        assert score.logprobs == pytest.approx(want[-len(tokens) :].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_log_probs_of_prompts_with_images(family: str, device: str) -> None:
+    with BatchGenerator(model_of(family, device), processor_of(family), min_shared_tokens=2, page_size=16) as generator:
+        result = generator.generate(CHATS, max_new_tokens=2, prompt_logprobs=1, **OPTIONS)
+    for chat, each in zip(CHATS, result, strict=True):
+        assert each.prompt_logprobs is not None
+        found = [entry[token] for token, entry in zip(each.prompt_token_ids, each.prompt_logprobs, strict=True) if entry]
+        assert found == pytest.approx(log_probs_of(family, chat, [], device).tolist(), abs=1e-4)
+
+
+def log_probs_of(family: str, chat: Any, answer: list[int], device: str) -> torch.Tensor:
+    """Of each token of a chat and an answer to it, but for the first, by transformers' own forward pass."""
+    model = model_of(family, device)
+    inputs = {name: value.to(device) for name, value in inputs_of(family, chat).items()}
+    chat_tokens = inputs["input_ids"].shape[1]
+    for name, value in inputs.items():  # ids, and beside them masks and kinds of tokens
+        if value.shape == (1, chat_tokens):
+            more = torch.tensor([answer], dtype=value.dtype, device=device)
+            inputs[name] = torch.cat([value, more if name == "input_ids" else more * 0 + (name == "attention_mask")], 1)
+    with torch.no_grad():
+        logits = model(**inputs).logits[0].float()
+    return logits.log_softmax(-1)[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0].cpu()

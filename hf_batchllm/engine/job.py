@@ -191,8 +191,6 @@ class JobChecks:
             why = length_problem(len(prompt.ids), limit, options, architecture, default_limit)
             if why is None and options.arguments.prompt_logprobs is not None:
                 why = id_without_logits(prompt.ids[1:], architecture)
-                if prompt.images is not None:
-                    why = "shows images, and `prompt_logprobs` is not supported with them: leave it out"
             if why is not None:
                 problems[index] = why
                 continue
@@ -236,7 +234,7 @@ class JobChecks:
         chat_options = checked_score_names(contexts, chat_options)
         check_on_error(on_error)
         self._warn_of_random_parts()
-        read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices)
+        read = Reading(self._tokenizer.required, architecture.vocab_size, chat_options, self._notices, self._images)
         wrong: dict[int, str] = {}  # adapters that the model does not have
         recorded = wrong if on_error == "record" else None
         adapters = partial(adapter_of_each, self._model, adapter, notices=self._notices, wrong=recorded)

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from ..inputs.images.prompt_images import FIRST_KEY
 from ..inputs.prompts import Prompt
 from ..model.transfers import start_copy_to_host, to_device
 from ..planning.requests_and_prefixes import Request, Unit
@@ -128,6 +129,7 @@ class PromptLogProbs:
         self._chains: dict[Request, list[tuple[_UnitLogProbs, int]]] = {}
         self._known: WeakValueDictionary[Unit, _UnitLogProbs] = WeakValueDictionary()
         self._to_come: deque[Callable[[], None]] = deque()  # what steps have found, and the host has not seen
+        self._placeholder = 0  # the id of tokens of images, if prompts show any
 
     def reach(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """No prompt begins with tokens at which logits are not needed."""
@@ -136,6 +138,8 @@ class PromptLogProbs:
     def start(self, requests: Sequence[Request]) -> None:
         """Take note of the call's requests, which are attached to their prefixes."""
         for request in requests:
+            if request.prompt_keys is not request.prompt_ids:
+                self._placeholder = int(request.prompt_ids[request.prompt_keys >= FIRST_KEY][0])
             prompt = request.prompt_tokens
             chain: list[tuple[_UnitLogProbs, int]] = []
             for unit, cut in [*request.ancestors(), (request, prompt)]:
@@ -174,6 +178,7 @@ class PromptLogProbs:
             askers.append(self._ask(part, begin, rows, tokens))
             begin += part.end - part.begin
         assert begin == len(logits)
+        tokens = [token if token < FIRST_KEY else self._placeholder for token in tokens]
         found = start_log_probs(logits, np.array(rows, dtype=np.int64), tokens, self.k)
         for asker in askers:  # only now: if memory runs out before, the parts are run again
             asker.known.seen = asker.part.end
@@ -193,7 +198,7 @@ class PromptLogProbs:
         self._to_come.append(take_down)
 
     def _ask(self, part: Chunk, begin: int, rows: list[int], tokens: list[int]) -> _Asker:
-        """Add the rows and tokens that a part asks for; its logits begin at row ``begin``."""
+        """Add the rows and tokens (in images, keys) that a part asks for; its logits begin at row ``begin``."""
         known = self._known[part.unit]
         # Rows whose next token the unit has itself.
         own = max(min(part.end, known.start + len(known.entries) - 1) - part.begin, 0)

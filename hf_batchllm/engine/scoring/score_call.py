@@ -116,7 +116,7 @@ def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarr
     by_key: dict[Hashable, list[int]] = {}
     for number, item in enumerate(items):
         by_key.setdefault(item.key, []).append(number)
-    packed = [np.ascontiguousarray(item.ids[:-1], np.int32).tobytes() for item in items]
+    packed = [np.ascontiguousarray(item.keys[:-1], np.int32).tobytes() for item in items]
     longest = np.arange(len(items))  # for each item, the item with the longest sequence that begins with its own
     for numbers in by_key.values():
         numbers.sort(key=packed.__getitem__)
@@ -128,7 +128,11 @@ def sequences_to_run(items: Sequence[ScoreItem]) -> tuple[list[Prompt], np.ndarr
     order = np.argsort(first)
     place = np.empty(len(items), np.int64)
     place[kept[order]] = np.arange(len(kept))
-    prompts = [Prompt(np.frombuffer(packed[number], np.int32), items[number].key) for number in kept[order].tolist()]
+    prompts = []
+    for number in kept[order].tolist():
+        item, keys = items[number], np.frombuffer(packed[number], np.int32)
+        images = None if item.images is None else replace(item.images, keys=keys)
+        prompts.append(Prompt(keys if images is None else item.ids[:-1], item.key, images))
     return prompts, place[longest]
 
 

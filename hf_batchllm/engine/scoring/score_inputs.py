@@ -13,6 +13,8 @@ from ...errors import OptionValueError, PromptError
 from ...inputs.as_passed import AsPassed, as_passed
 from ...inputs.chats import is_chat, warn_of_one_chat
 from ...inputs.ids_with_logits import id_without_logits
+from ...inputs.images.image_reader import ImageReader
+from ...inputs.images.prompt_images import PromptImages
 from ...inputs.not_prompts import why_not_a_list
 from ...inputs.prompt_lengths import position_problem
 from ...inputs.prompts import Prompt, as_list, check_prompts, read_all
@@ -39,6 +41,12 @@ class ScoreItem:
     first: int
     text: str | None  # the continuation, if it was passed as text
     key: Hashable = None  # only items with equal keys share K and V
+    images: PromptImages | None = None  # of context and continuation
+
+    @property
+    def keys(self) -> np.ndarray:  # int32 [tokens]
+        """As ``Prompt.keys``."""
+        return self.ids if self.images is None else self.images.keys
 
 
 @dataclass
@@ -88,6 +96,7 @@ class Reading:
     vocab_size: int
     chat_options: Mapping[str, Any]  # of contexts
     notices: Notices
+    images: ImageReader | None = None  # reads those of contexts
 
     def __call__(self, given: list[Any], special_tokens: bool = True) -> tuple[list[Prompt | None], dict[int, str]]:
         tokenizer = self.tokenizer if special_tokens else lambda: _without_special_tokens(self.tokenizer())
@@ -100,6 +109,7 @@ class Reading:
             vocab_size=self.vocab_size,
             notices=_NotOfEmpty(self.notices),
             options=self.chat_options,
+            images=self.images,
         )
 
 
@@ -306,7 +316,9 @@ def _continued(
             refuse(place, problems[number])
             continue
         ids = np.concatenate([context.ids, continuation.ids])
-        yield place, ScoreItem(*place, ids, len(context.ids), given if isinstance(given, str) else None, context.key)
+        images = None if context.images is None else context.images.followed_by(continuation.ids)
+        text = given if isinstance(given, str) else None
+        yield place, ScoreItem(*place, ids, len(context.ids), text, context.key, images)
 
 
 def _identity(given: Any) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +52,10 @@ class PromptImages:
     places: PromptPlaces | None  # None: where their positions are
     # int64 [runs, 2]  begin and end of each run of tokens that see all of the run, also what is behind them; None: none
     two_way: np.ndarray | None = None
+
+    def followed_by(self, ids: np.ndarray) -> PromptImages:
+        """Of a prompt that goes on with text. ids: int32 [tokens]"""
+        return replace(self, keys=np.concatenate([self.keys, ids]))
 
 
 @dataclass(frozen=True, eq=False)
