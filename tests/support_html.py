@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -39,6 +40,7 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str | None]] = []
         self.titles: list[str] = []
         self.rects = 0
+        self.images: list[bytes] = []
         self._open: list[str] = []
         assert not _ILLEGAL.search(html)
         html.encode("utf-8")
@@ -49,6 +51,12 @@ class Page(HTMLParser):
             ElementTree.fromstring(svg)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":  # of what is in the page itself, and never closed
+            (source,) = [value or "" for name, value in attrs if name == "src"]
+            assert source.startswith("data:image/jpeg;base64,"), source[:40]
+            self.images.append(base64.b64decode(source.partition(",")[2], validate=True))
+            self._seen("span", [each for each in attrs if each[0] != "src"])
+            return
         self._seen(tag, attrs)
         self._open.append(tag)
 

@@ -346,7 +346,9 @@ def test_log_probs_of_prompts_with_images(family: str, device: str) -> None:
         result = generator.generate(CHATS, max_new_tokens=2, prompt_logprobs=1, **OPTIONS)
     for chat, each in zip(CHATS, result, strict=True):
         assert each.prompt_logprobs is not None
-        found = [entry[token] for token, entry in zip(each.prompt_token_ids, each.prompt_logprobs, strict=True) if entry]
+        found = [
+            entry[token] for token, entry in zip(each.prompt_token_ids, each.prompt_logprobs, strict=True) if entry
+        ]
         assert found == pytest.approx(log_probs_of(family, chat, [], device).tolist(), abs=1e-4)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from .markup import clean, from_a_word, percent, seconds, several, shorter, text, to_a_word, view
 from .protocols import ShownGeneration, ShownGenerations
 from .report import BY_INDEX, interrupted, saved
+from .thumbnails import thumbnails
 
 _FIRST_ROWS, _LAST_ROWS = 15, 5  # shown; all rows if there are no more than these together
 _PROMPT_START, _PROMPT_END = 80, 100  # characters shown of a long prompt
 _PROMPT_TOKENS = 250  # decoded at each end of a long prompt
 _ANSWER_CHARACTERS = 320
 _TOOLTIP_CHARACTERS = 1000
+_RUN = 8  # equal tokens that follow each other
 _IDS_SHOWN, _IDS_IN_TOOLTIP = 24, 200  # token ids, where there is no text
 
 _NO_PROMPT = '<span class="hfb-dim">–</span>'
@@ -94,8 +97,15 @@ def _cells(generation: ShownGeneration, sampled: bool) -> str:
 
 
 def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
-    """The beginning and the end of a prompt: prompts that share much differ at their ends."""
+    """Its images, its beginning and its end: prompts that share much differ at their ends."""
+    pictures = thumbnails(generation.prompt) if isinstance(generation.prompt, list) else ""
+    return pictures + _words(generation, decode, bool(pictures))
+
+
+def _words(generation: ShownGeneration, decode: Decode | None, has_images: bool) -> str:
     ids, passed = list(generation.prompt_token_ids), generation.prompt
+    if has_images:
+        ids = _without_runs(ids)
     if not ids:  # it could not be run
         return _block(passed, _PROMPT_START + _PROMPT_END) if isinstance(passed, str) else _NO_PROMPT
     long = len(ids) > 2 * _PROMPT_TOKENS
@@ -115,6 +125,15 @@ def _prompt(generation: ShownGeneration, decode: Decode | None) -> str:
         f'<div title="{text(title)}"><div class="hfb-start hfb-dim" dir="auto">{begins}</div>'
         f'<div class="hfb-text hfb-clamp" dir="auto">… {ends}</div></div>'
     )
+
+
+def _without_runs(ids: Sequence[int]) -> list[int]:
+    """An image is one token many times over, which says no more than one."""
+    kept = []
+    for token, run in groupby(ids):
+        many = list(run)
+        kept += many if len(many) < _RUN else [token]
+    return kept
 
 
 def _both_ends(start: str, end: str) -> str:

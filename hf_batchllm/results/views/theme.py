@@ -151,6 +151,10 @@ _RULES = """
 .hfb .hfb-start{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:1;overflow:hidden;
  overflow-wrap:anywhere;white-space:pre-wrap;unicode-bidi:plaintext;text-align:start}
 .hfb .hfb-bad{color:var(--hfb-bad)}
+.hfb .hfb-images{display:flex;flex-wrap:wrap;gap:4px;align-items:center;margin:0 0 3px}
+.hfb .hfb-view img.hfb-thumb{height:36px;width:auto;max-width:84px;margin:0;border-radius:3px;
+ border:1px solid var(--hfb-line)}
+.hfb .hfb-image{font-size:11px;color:var(--hfb-dim);border:1px solid var(--hfb-line);border-radius:3px;padding:0 4px}
 .hfb .hfb-ids{font-family:var(--jp-code-font-family,var(--vscode-editor-font-family,monospace));font-size:11px;
  color:var(--hfb-dim);overflow-wrap:anywhere}
 .hfb .hfb-view .hfb-scores td{border-bottom:0}
