@@ -78,6 +78,17 @@ def test_rollouts(run: Any) -> None:
     assert len(rows) == 1 and 0 <= float(rows[0][1]) <= 1 and int(rows[0][2]) > 60
 
 
+def test_images(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["images.py"])
+    monkeypatch.setitem(sys.modules, "small_model", small_model)
+    monkeypatch.setitem(sys.modules, "small_image_model", examples_module("small_image_model"))
+    printed = run("images", stand_in=True)
+    assert "4 images, read by the vision tower in 1 run" in printed
+    assert "and the same tokens" in printed
+    assert printed.count("How many bars are there?") == 4
+    assert _percent(r"\((\d+)\.\d% saved\)", printed) > 50
+
+
 def _percent(pattern: str, printed: str) -> int:
     (found,) = re.findall(pattern, printed)
     return int(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -31,6 +32,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         load_once()  # unpacks it, which takes longer than a cell may
     folder = tmp_path_factory.mktemp("tour")
     (folder / "small_model.py").write_text("from support_real_model import load_stand_in as load\n", encoding="utf-8")
+    shutil.copy(PATH.parent / "small_image_model.py", folder)
     notebook = nbformat.read(PATH, as_version=4)
     client = nbclient.NotebookClient(
         notebook,
@@ -86,7 +88,18 @@ class TestExecuted:
             assert "Warning" not in str(outputs), f"in cell {name}"
 
     def test_what_is_a_picture_is_there_as_a_picture(self, executed: dict[str, list[Any]]) -> None:
-        for name in ("plan", "report", "result", "pandas", "compare", "samples", "scores", "files", "adapters"):
+        for name in (
+            "plan",
+            "report",
+            "result",
+            "pandas",
+            "compare",
+            "samples",
+            "scores",
+            "pictures",
+            "files",
+            "adapters",
+        ):
             (output,) = executed[name]
             assert "text/html" in output.data and "text/plain" in output.data, name
 
@@ -109,6 +122,8 @@ class TestExecuted:
         assert shown("pipeline").count("generated_text") == 4
         assert shown("best").count("'") == 2 * 3  # a subject for each page
         assert len(shown("beams").splitlines()) == 2 * 2
+        assert executed["pictures"][0].data["text/html"].count("<img ") == 4
+        assert "2 images, read by the vision tower in" in shown("pictures-report")
         assert [line.split()[-1] for line in shown("files").splitlines()[1:]] == ["4", "5", "6", "7"]
         assert "4 were done before, 0 now" in shown("files-again")
         assert [line.split()[1] for line in shown("adapters").splitlines()[1:]] == ["none", "loud"]
