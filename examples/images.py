@@ -83,7 +83,8 @@ def main() -> None:
     print(f"\n{seconds / len(chats):.2f} s for each of {len(chats)}; model.generate: {each:.2f} s, and {same}\n")
 
     for (title, question, _), answer in zip(asked, out, strict=True):
-        print(f"{title:16} {question:34} {(answer.text or '').strip().splitlines()[:1]}")
+        first_line = (answer.text or "").strip().partition("\n")[0]
+        print(f"{title:16} {question:34} {first_line}")
     if name is None:
         print("\nThis model sees nothing: its vision tower has random weights. Name one that does with --model.")
 
