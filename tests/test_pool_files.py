@@ -21,6 +21,7 @@ from hf_batchllm import BatchGenerator, FileReport, GeneratorPool, merge_shards,
 from hf_batchllm.cli.commands import dispatch
 from hf_batchllm.cli.messages import UsageError
 from hf_batchllm.config import BatchConfig, ConfigError
+from hf_batchllm.errors import FilesError
 
 quick_workers()
 
@@ -116,6 +117,15 @@ def test_parts_of_a_file(pool: GeneratorPool, one: BatchGenerator, tmp_path: Pat
     seed = json.loads((tmp_path / "parts.jsonl.run.json").read_text())["seed"]
     run_file(one, source, tmp_path / "whole.jsonl", seed=seed, **given)
     assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "parts.jsonl").read_bytes()
+
+
+def test_chats_are_text_alone(pool: GeneratorPool, tmp_path: Path) -> None:
+    part = {"type": "image", "image": "a.png"}
+    source = written(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": [part]}]}, {"prompt": "ab"}])
+    with pytest.raises(FilesError, match="images are not supported with a GeneratorPool"):
+        run_file(pool, source, tmp_path / "out.jsonl", image_folder=tmp_path)
+    assert run_file(pool, source, tmp_path / "out.jsonl", max_new_tokens=2, progress=False).errors == 1
+    assert "only text is supported" in (tmp_path / "out.jsonl").read_text().splitlines()[0]
 
 
 def test_warnings_name_lines(pool: GeneratorPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BatchLLMError
+from ..errors import BatchLLMError, FilesError
 from ..files.first_records import check_first_records, make_reader
 from ..files.records.prompt_records import ALL_FIELDS, OPENAI, RecordLayout
 from ..files.records.record_reader import RecordReader
@@ -17,6 +17,8 @@ from ..files.records.settings import GenerationSettings, read_assignments, read_
 from ..files.records.templates import Template, unescaped
 from ..files.store.sources import Source
 from ..inputs.chats import is_chat
+from ..inputs.images.image_parts import has_images
+from ..inputs.images.image_sources import ImageSources
 from .flag_names import flag_of
 from .grammar_flags import GRAMMAR_FLAGS, grammar_flags
 from .messages import UsageError
@@ -33,6 +35,7 @@ class FirstRecords:
     only_chats: bool  # the tokenizer needs a chat template, or all of them are errors
     name_adapters: bool = False
     place: str = ""  # of the first of them, as a person names it
+    only_images: bool = False  # all are chats with images: the model must take these
 
 
 def layout_from(asked: argparse.Namespace) -> RecordLayout:
@@ -64,10 +67,30 @@ def _template_text(given: str) -> str:
         raise UsageError(f"--template {given}: {why}") from None
 
 
+def images_from(asked: argparse.Namespace) -> ImageSources | None:
+    """Which images lines may show; None where chats are text alone."""
+    if asked.gpus:
+        for name, value in (("--image-folder", asked.image_folder), ("--image-urls", asked.image_urls)):
+            if value:
+                raise UsageError(
+                    f"{name} does not go with --gpus, as images are not supported there so far: run a part of the file "
+                    "on each GPU, with --shard"
+                )
+        return None
+    try:
+        return ImageSources(asked.image_folder, asked.image_urls)
+    except FilesError as error:
+        raise UsageError(str(error).replace("`image_folder`", "--image-folder")) from error
+
+
 def reader_from(
-    asked: argparse.Namespace, source: Source, layout: RecordLayout, base: GenerationSettings
+    asked: argparse.Namespace,
+    source: Source,
+    layout: RecordLayout,
+    base: GenerationSettings,
+    images: ImageSources | None = None,
 ) -> RecordReader:
-    reader = make_reader(source, layout, base, asked.dialect)
+    reader = make_reader(source, layout, base, asked.dialect, images)
     if reader.dialect == OPENAI:
         _refuse_with_batches(asked)
     return reader
@@ -95,6 +118,7 @@ def first_records(reader: RecordReader, source: Source, limit: int | None = None
         bool(records) and all(is_chat(each.prompt) and not each.settings.brings_template for each in records),
         any(each.settings.adapter is not None for each in records),
         source.where(records[0].number) if records else "",
+        bool(records) and all(is_chat(each.prompt) and has_images(each.prompt) for each in records),
     )
 
 

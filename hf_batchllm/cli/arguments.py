@@ -62,7 +62,9 @@ def run_parser() -> Parser:
         "--output-format", metavar="KIND", help="format of OUT: jsonl, csv, tsv or parquet (default: by its suffix)"
     )
     _add_model(parser.add_argument_group("the model"))
-    add_prompts(parser.add_argument_group("prompts"))
+    prompts = parser.add_argument_group("prompts")
+    add_prompts(prompts)
+    _add_images(prompts)
     _add_settings(parser.add_argument_group("answers (a line may have settings of its own)"))
     _add_results(parser.add_argument_group("results"))
     _add_course(parser.add_argument_group("the run"))
@@ -124,6 +126,19 @@ def add_prompts(group: Any) -> None:
         "--no-line-settings",
         action="store_true",
         help="treat fields named as settings (n, stop, seed, ...) as data, too",
+    )
+
+
+def _add_images(group: Any) -> None:
+    group.add_argument(
+        "--image-folder",
+        metavar="DIR",
+        help="read images whose path is in a line, from inside this folder alone (default: no file is read for a line)",
+    )
+    group.add_argument(
+        "--image-urls",
+        action="store_true",
+        help="fetch images whose http or https URL is in a line (default: nothing is)",
     )
 
 

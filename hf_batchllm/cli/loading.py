@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import BatchConfig
 from ..errors import BatchLLMError, ConfigError
 from ..files.records.settings import GenerationSettings
+from ..notices import warn_user
 from .argument_values import FirstRecords
 from .hub_names import check_hub_name
 from .messages import UsageError, reason
@@ -84,7 +85,8 @@ class Loader:
         stop_strings = self._base.options.get("stop_strings")
         needed = "prompts that are text" if self._first.have_texts else "stop strings" if stop_strings else ""
         chats = self._first.place if self._first.only_chats and not self._base.brings_template else None
-        load = ModelLoader(self._asked, self._adapters, needed, chats)
+        images = self._first.place if self._first.only_images else None
+        load = ModelLoader(self._asked, self._adapters, needed, chats, images)
         try:
             engine = RecordEngine(self._pool(load) if self._asked.gpus else self._generator(load))
         except UsageError:
@@ -117,13 +119,14 @@ class ModelLoader:
     """Loads the model and its tokenizer: in this process, or in each of a pool.
 
     needed: what needs a tokenizer, for the error. first_chat: the place of the first chat, where all prompts are chats
-    and none brings a template.
+    and none brings a template. first_image: the place of the first image, where all prompts show some.
     """
 
     asked: argparse.Namespace
     adapters: dict[str, str]
     needed: str
     first_chat: str | None
+    first_image: str | None
 
     def __call__(self, device: Any = None) -> tuple[Any, Any]:
         """``device``: None for the one that a process of a pool has."""
@@ -135,10 +138,20 @@ class ModelLoader:
                 import torch
 
                 torch.set_num_threads(asked.threads)
-            tokenizer = load_tokenizer(asked, self.needed)
+            for_images = _is_for_images(asked)
+            if self.first_image is not None and not for_images:
+                raise UsageError(
+                    f"--model {asked.model}: images are not supported for this model (docs/images.md lists those for "
+                    f"which they are), and the file shows some, from {self.first_image} on"
+                )
+            if for_images and not asked.gpus:  # a pool takes text alone
+                tokenizer = _load_processor(asked, self.needed, self.first_image)
+            else:
+                tokenizer = load_tokenizer(asked, self.needed)
             if self.first_chat is not None:
                 check_template(tokenizer, asked.tokenizer or asked.model, self.first_chat)
-            return with_adapters(load_model(asked, device), asked, self.adapters, device), tokenizer
+            model = load_model(asked, device, for_images)
+            return with_adapters(model, asked, self.adapters, device), tokenizer
 
 
 def check_tokenizer_name(name: str | None) -> None:
@@ -154,19 +167,61 @@ def load_tokenizer(asked: argparse.Namespace, needed: str) -> Any:
     """``needed``: what needs a tokenizer, for the error; "" if results may come without text. Its name was checked."""
     from transformers import AutoTokenizer
 
-    name = asked.tokenizer or asked.model
-    option = "--tokenizer" if asked.tokenizer else "--model"
-    if is_peft_folder(name) and not has_tokenizer(name):
-        name = base_of(name)
-    revision = {} if asked.tokenizer or getattr(asked, "revision", None) is None else {"revision": asked.revision}
+    option, name, given = _of_tokenizer(asked)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=asked.trust_remote_code, **revision)
+        return AutoTokenizer.from_pretrained(name, **given)
     except Exception as error:
         if not needed and asked.tokenizer is None:
             return None
         why = f"no tokenizer could be loaded: {_why(error)}"
         needs = f" ({needed} need one)" if needed else ""
         raise UsageError(f"{option} {name}: {why}{needs}") from error
+
+
+def _load_processor(asked: argparse.Namespace, needed: str, first_image: str | None) -> Any:
+    """Of a model for images. Where it cannot be loaded, and text is all that the first records have: a tokenizer."""
+    from transformers import AutoProcessor
+
+    option, name, given = _of_tokenizer(asked)
+    try:
+        return AutoProcessor.from_pretrained(name, **given)
+    except Exception as error:
+        why = f"{option} {name}: no processor for images could be loaded: {_why(error)}"
+        if first_image is not None:
+            raise UsageError(f"{why} (the file shows images, from {first_image} on)") from error
+        warn_user(f"{why}. A line that shows an image is an error")
+        return load_tokenizer(asked, needed)
+
+
+def _of_tokenizer(asked: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
+    """The option that says where the tokenizer is, where that is, and what else its loading is given."""
+    name = asked.tokenizer or asked.model
+    option = "--tokenizer" if asked.tokenizer else "--model"
+    if is_peft_folder(name) and not has_tokenizer(name):
+        name = base_of(name)
+    revision = {} if asked.tokenizer or getattr(asked, "revision", None) is None else {"revision": asked.revision}
+    return option, name, {"trust_remote_code": asked.trust_remote_code, **revision}
+
+
+def _is_for_images(asked: argparse.Namespace) -> bool:
+    """Whether images are served for the model, as far as its config tells."""
+    from transformers import AutoConfig
+
+    from ..inputs.images.image_models import takes_images
+
+    try:
+        config = AutoConfig.from_pretrained(**_of_model(asked))
+    except Exception:  # it is told where the model is loaded
+        return False
+    return takes_images(config.model_type)
+
+
+def _of_model(asked: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "pretrained_model_name_or_path": base_of(asked.model) if is_peft_folder(asked.model) else asked.model,
+        "trust_remote_code": asked.trust_remote_code,
+        **({} if asked.revision is None else {"revision": asked.revision}),
+    }
 
 
 def check_template(tokenizer: Any, name: str, first: str) -> None:
@@ -179,21 +234,14 @@ def check_template(tokenizer: Any, name: str, first: str) -> None:
         )
 
 
-def load_model(asked: argparse.Namespace, device: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def load_model(asked: argparse.Namespace, device: Any, for_images: bool = False) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    revision = {} if asked.revision is None else {"revision": asked.revision}
+    auto: Any = AutoModelForImageTextToText if for_images else AutoModelForCausalLM
     before = os.environ.get(_CONVERSION)
     os.environ[_CONVERSION] = "1"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            base_of(asked.model) if is_peft_folder(asked.model) else asked.model,
-            dtype=asked.dtype,
-            use_safetensors=True,
-            trust_remote_code=asked.trust_remote_code,
-            **revision,
-        )
-        return model.to(device).eval()
+        return auto.from_pretrained(dtype=asked.dtype, use_safetensors=True, **_of_model(asked)).to(device).eval()
     except Exception as error:
         why = _why(error)
         if "cannot be loaded with `safetensors`" in why:

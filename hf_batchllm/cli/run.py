@@ -18,7 +18,7 @@ from ..files.store.shards import read_shard
 from ..files.store.sources import open_source
 from ..files.store.stream_output import is_stream
 from ..installed_versions import missing_package
-from .argument_values import first_records, layout_from, reader_from, settings_from, size_from
+from .argument_values import first_records, images_from, layout_from, reader_from, settings_from, size_from
 from .arguments import run_parser
 from .config_flags import config_from
 from .exits import DONE, SOME_ERRORS, STOPPED, USAGE, interruptible
@@ -43,18 +43,25 @@ def main(arguments: Sequence[str]) -> int:
         place, kind = asked.target, asked.output_format
         try:
             config, adapters = config_from(asked), adapters_from(asked)
-            base, layout = settings_from(asked), layout_from(asked)
+            base, layout, images = settings_from(asked), layout_from(asked), images_from(asked)
             options = _run_options(asked, base.seed)
             _check_target(asked)
             if asked.gpus and asked.device != "auto":
                 raise UsageError("--gpus and --device both say where the model runs: keep one of them")
             source = open_source(asked.source, asked.format, note=console.note)
             try:
-                reader = reader_from(asked, source, layout, base)
+                reader = reader_from(asked, source, layout, base, images)
                 first = first_records(reader, source, asked.limit)
                 if adapters and base.adapter is None and not first.name_adapters:
                     console.warning(_WITHOUT_ADAPTER.format(first=next(iter(adapters))))
-                identity = run_identity(_model_identity(asked, adapters), layout, base, reader.dialect, asked.token_ids)
+                identity = run_identity(
+                    _model_identity(asked, adapters),
+                    layout,
+                    base,
+                    reader.dialect,
+                    asked.token_ids,
+                    **({} if images is None else images.identity),
+                )
                 place, kind = options.place(asked.target, source), options.format
                 with options.open_output(place, source, console.note) as output:
                     loader = Loader(asked, config, base, first, adapters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import InputFileError
+from ..inputs.images.image_sources import ImageSources
 from .records.json_records import RecordError, parse
 from .records.prompt_records import ALL_FIELDS, OPENAI, BadPromptRecord, PromptRecord, RecordLayout
 from .records.record_reader import RecordReader, dialect_of, repeated_ids
@@ -16,8 +17,14 @@ _LOOKED_AT = 20  # records read before a model is loaded
 _FIELDS_SHOWN = 8
 
 
-def make_reader(source: Source, layout: RecordLayout, base: GenerationSettings, dialect: str = "auto") -> RecordReader:
-    """``dialect``: PLAIN, OPENAI, or "auto": as the first records look."""
+def make_reader(
+    source: Source,
+    layout: RecordLayout,
+    base: GenerationSettings,
+    dialect: str = "auto",
+    images: ImageSources | None = None,
+) -> RecordReader:
+    """``dialect``: PLAIN, OPENAI, or "auto": as the first records look. ``images``: which ones chats may show."""
     if dialect == "auto":
         dialect = dialect_of(source.records(range(min(source.count, _LOOKED_AT))))
     return RecordReader(
@@ -28,6 +35,7 @@ def make_reader(source: Source, layout: RecordLayout, base: GenerationSettings, 
         where=source.where,
         repeated=repeated_ids(_numbered(source)) if dialect == OPENAI else {},
         problems=source.problems,
+        images=images,
     )
 
 

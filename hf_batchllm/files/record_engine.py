@@ -17,7 +17,9 @@ from ..generator import BatchGenerator
 from ..inputs.adapters import active_adapters
 from ..inputs.base_model import base_model
 from ..inputs.config_names import with_known_names
+from ..inputs.images.image_reader import ImageReader
 from ..inputs.long_prompts import context_of
+from ..inputs.prompts import check_prompts
 from ..model.weights_fingerprint import fingerprint
 from ..pool.generator_pool import GeneratorPool
 from ..results.generations import Generation
@@ -25,6 +27,8 @@ from ..results.run_report import RunReport
 from .records.line_configs import LineConfig, line_config
 from .records.setting_names import NAMES
 from .records.settings import GenerationSettings
+
+_LARGE = (4096, 4096)  # pixels of a picture that processors make smaller
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,12 @@ class RecordEngine:
     def tokenizer(self) -> Any:
         """For the texts of tokens; None if there is none on this machine."""
         return self.ask(_tokenizer)
+
+    @cached_property
+    def most_of_an_image(self) -> int:
+        """Bytes of memory that the processor makes of a picture, however large it is; 0 if it makes none."""
+        most: int = self.ask(_most_of_an_image)
+        return most
 
     def known_config(self, config: GenerationConfig) -> GenerationConfig:
         """``config`` with names from elsewhere in the words of transformers."""
@@ -117,6 +127,15 @@ def _facts(generator: BatchGenerator) -> ModelFacts:
 
 def _tokenizer(generator: BatchGenerator) -> Any:
     return generator._tokenizer.found()
+
+
+def _most_of_an_image(generator: BatchGenerator) -> int:
+    from PIL import Image
+
+    chat = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", _LARGE)}]}]
+    prompts, _ = check_prompts([chat], tokenizer=generator._tokenizer.required, images=ImageReader(generator.model))
+    images = [image for prompt in prompts if prompt and prompt.images for image in prompt.images.images]
+    return sum(tensor.nbytes for image in images for tensor in image.inputs.values())
 
 
 def _known_config(generator: BatchGenerator, config: GenerationConfig) -> GenerationConfig:

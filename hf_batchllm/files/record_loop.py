@@ -23,6 +23,7 @@ from ..inputs.preparing import bars_shown, bars_wanted
 from ..inputs.prompt_options import as_lists
 from ..results.generations import Generation
 from ..sampling.nothing_to_draw import NothingToDrawError
+from .calls_with_images import ROOM, in_calls
 from .file_report import FileReport
 from .record_engine import RecordEngine
 from .records.line_configs import LineConfig
@@ -177,8 +178,10 @@ class _FileRun:
             # All records of a call get as many log-probabilities as the record that asks for most.
             call_key = beams, *settings.call_key, max(settings.logprobs or 0, _MIN_LOGPROBS)
             calls.setdefault(call_key, []).append(record)
+        room = ROOM * self.options.window_bytes
         for records in calls.values():
-            self._run_call(records)
+            for some in in_calls(records, self.reader.images, room, lambda: self.engine.most_of_an_image):
+                self._run_call(some)
         assert not self._keys
 
     def _run_call(self, records: Sequence[PromptRecord]) -> None:

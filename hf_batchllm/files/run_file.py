@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from ..errors import FilesError
 from ..generator import BatchGenerator
+from ..inputs.images.image_sources import ImageSources
 from ..inputs.named_options import shows_options
 from ..inputs.short_tracebacks import with_short_tracebacks
 from ..notices import warn_user
@@ -49,6 +50,8 @@ def run_file(
     system: str | None = None,
     keep: str | Iterable[str] = (),
     line_settings: bool = True,
+    image_folder: str | os.PathLike[str] | None = None,
+    image_urls: bool = False,
     token_ids: bool = False,
     order: str = "input",
     fsync: str = "5s",
@@ -74,6 +77,9 @@ def run_file(
     chat, system: prompts that are text become a user's message, after this system message if there is one.
     keep: fields of a record that are copied into its result; "all" for all of them.
     line_settings: turn off to treat fields named as settings as data.
+    image_folder: where images are read from whose path is in a line; paths are relative to it. A path that leads out of
+        it is an error of its line. By default a line has no file read.
+    image_urls: whether images are fetched whose http or https URL is in a line.
     token_ids: whether results have the new tokens' ids.
     order: "input", or "finished" to leave the results in the order in which they finished.
     fsync: "always", "never", or how often results are forced onto the disk. If the process is killed, nothing is lost;
@@ -123,16 +129,31 @@ def run_file(
         line_settings=line_settings,
         keep=ALL_FIELDS if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
     )
+    images = _images(gen, image_folder, image_urls)
     if isinstance(gen, RankGenerator):
         if shard is not None:
             raise FilesError("each rank runs a part of the file by itself: leave out `shard`")
 
         def run_part(own: BatchGenerator, part: Shard | None) -> FileReport:
             shown = progress if not gen.rank else False
-            return _run(own, source, target, format, replace(options, shard=part, progress=shown), layout, base)
+            return _run(own, source, target, format, replace(options, shard=part, progress=shown), layout, base, images)
 
         return run_on_ranks(gen, run_part, os.fspath(target), output_format, restart)
-    return _run(gen, source, target, format, options, layout, base)
+    return _run(gen, source, target, format, options, layout, base, images)
+
+
+def _images(
+    gen: BatchGenerator | GeneratorPool | RankGenerator, folder: str | os.PathLike[str] | None, urls: bool
+) -> ImageSources | None:
+    """Which images lines may show; None where chats are text alone."""
+    if isinstance(gen, BatchGenerator):
+        return ImageSources(folder, urls)
+    if folder is not None or urls:
+        raise FilesError(
+            f"images are not supported with a {type(gen).__name__} so far: leave out `image_folder` and `image_urls`, "
+            "or run a part of the file (`shard`) with a BatchGenerator in each process"
+        )
+    return None
 
 
 def _run(
@@ -143,14 +164,16 @@ def _run(
     options: RunOptions,
     layout: RecordLayout,
     base: GenerationSettings,
+    images: ImageSources | None,
 ) -> FileReport:
     engine = RecordEngine(gen)
     with open_source(source, format, note=warn_user) as opened:
-        reader = make_reader(opened, layout, base)
+        reader = make_reader(opened, layout, base, images=images)
         check_first_records(reader, opened, options.limit)
         facts = engine.facts
         model = {"model": facts.name, "dtype": facts.dtype}
-        identity = run_identity(model, layout, base, reader.dialect, options.token_ids, **facts.state)
+        more = facts.state if images is None else facts.state | images.identity
+        identity = run_identity(model, layout, base, reader.dialect, options.token_ids, **more)
         place = options.place(os.fspath(target), opened)
         try:
             with options.open_output(place, opened, warn_user) as output:

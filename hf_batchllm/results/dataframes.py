@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from ..wording import is_array
 
 if TYPE_CHECKING:
     import datasets
@@ -46,7 +49,19 @@ def write_json_lines(columns: Columns, path: str | os.PathLike[str]) -> None:
     with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for row in zip(*(values for _, values in columns.values()), strict=True):
             record = {name: _in_json(value) for name, value in zip(names, row, strict=True)}
-            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=_described) + "\n")
+
+
+def _described(value: Any) -> Any:
+    """What JSON has of an object in a chat. Of an image that is its size, as a row is no place for its pixels."""
+    pictures = sys.modules.get("PIL.Image")  # where it is not loaded, nothing is a picture
+    if pictures is not None and isinstance(value, pictures.Image):
+        return {"width": value.width, "height": value.height}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": len(value)}
+    if is_array(value) and value.ndim:
+        return {"shape": list(value.shape)}
+    return str(value)
 
 
 def _in_json(value: Any) -> Any:
@@ -103,4 +118,6 @@ def _of_one_kind(prompts: list[Any]) -> list[Any]:
     )
     if simple:
         return prompts
-    return [json.dumps(each, ensure_ascii=False, default=str) if isinstance(each, list) else each for each in prompts]
+    return [
+        json.dumps(each, ensure_ascii=False, default=_described) if isinstance(each, list) else each for each in prompts
+    ]

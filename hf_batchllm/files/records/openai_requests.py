@@ -10,6 +10,7 @@ from typing import Any
 
 from ...inputs.chats import chat_problem
 from ...inputs.grammar_options import GRAMMAR_OPTIONS
+from ...inputs.images.image_parts import is_image_part
 from ...inputs.other_names import FROM_ELSEWHERE, asks_for_nothing
 from ...wording import a_kind, is_number, shown
 from .json_records import RecordError
@@ -111,8 +112,11 @@ def in_openai_names(why: str) -> str:
     return why
 
 
-def read_request(record: Mapping[str, Any]) -> tuple[Any, GenerationSettings, OpenAIRequest]:
-    """(the prompt, its settings, what the form of the response depends on)"""
+def read_request(record: Mapping[str, Any], images: bool = False) -> tuple[Any, GenerationSettings, OpenAIRequest]:
+    """(the prompt, its settings, what the form of the response depends on)
+
+    ``images``: whether messages may hold some.
+    """
     _check_envelope(record)
     endpoint, body = record["url"], record["body"]
     source = "messages" if endpoint == CHAT else "prompt"
@@ -128,7 +132,7 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, GenerationSettings, Op
         why = _WITHOUT_EFFECT[name](value) if name in _WITHOUT_EFFECT else None
         if why is not None:
             raise RecordError(f"`{name}` {why}", name)
-    prompt = prompt_of(record)
+    prompt = prompt_of(record, images)
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise RecordError(f"`model` must be a string, not {shown(model)}", "model")
@@ -136,12 +140,12 @@ def read_request(record: Mapping[str, Any]) -> tuple[Any, GenerationSettings, Op
     return prompt, settings, OpenAIRequest(endpoint, model, settings.logprobs is not None)
 
 
-def prompt_of(record: Mapping[str, Any]) -> Any:
+def prompt_of(record: Mapping[str, Any], images: bool = False) -> Any:
     body = record.get("body")
     if not isinstance(body, Mapping):
         raise RecordError("has no `body`, which must hold the request", "body")
     if record.get("url") == CHAT:
-        return _messages(body.get("messages"))
+        return _messages(body.get("messages"), images)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -187,7 +191,7 @@ def _unknown(name: str, source: str, endpoint: str) -> str:
     return f"`{name}` is not supported" + (f"; did you mean `{near}`?" if near else ": leave it out")
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: Any, images: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         what = "are missing" if messages is None else "must be a list of messages"
         raise RecordError(f"`messages` {what}", "messages")
@@ -203,9 +207,9 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         if made.get("tool_calls"):
             made["tool_calls"] = _tool_calls(made["tool_calls"], place)
         if isinstance(made.get("content"), list):
-            made["content"] = _joined(made["content"], place)
+            made["content"] = _content(made["content"], place, images)
         found.append(made)
-    problem = chat_problem(found)
+    problem = chat_problem(found, images=images)
     if problem is not None:
         raise RecordError(f"`messages` {problem}", "messages")
     return found
@@ -229,15 +233,20 @@ def _tool_calls(calls: Any, place: int) -> list[Any]:
     return found
 
 
-def _joined(parts: list[Any], place: int) -> str:
-    texts: list[str] = []
+def _content(parts: list[Any], place: int, images: bool) -> str | list[Any]:
+    """Text in one piece; with images, the parts."""
+    found: list[Any] = []
     for part in parts:
+        if images and is_image_part(part):
+            found.append(part)
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part that is no text"
-            raise RecordError(f"message {place} holds {what}; only text is supported", "messages")
-        texts.append(part["text"])
-    return "".join(texts)
+            supported = "text and images are" if images else "text is"
+            raise RecordError(f"message {place} holds {what}; only {supported} supported", "messages")
+        found.append({"type": "text", "text": part["text"]})
+    return found if any(map(is_image_part, found)) else "".join(part["text"] for part in found)
 
 
 def _settings(body: Mapping[str, Any], endpoint: str) -> GenerationSettings:

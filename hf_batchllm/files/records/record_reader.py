@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...inputs.chats import chat_problem, is_chat
+from ...inputs.images.image_sources import ImageSources, RefusedImage, media_in
 from ...wording import a_kind, shown
 from .json_records import NoPromptError, NotJsonError, RecordError, not_finite, parse
 from .openai_requests import in_openai_names, prompt_of, read_request
@@ -31,7 +32,8 @@ class RecordReader:
     ``base``: the settings of the whole run, without its seed: a PromptRecord has only the seed of its own line.
     ``cells``: records come from a table, and numbers may be text. ``dialect``: PLAIN or OPENAI, see ``dialect_of``.
     ``where`` names a record's place to a person ("line 17"). ``repeated``: records whose custom_id an earlier one has,
-    see ``repeated_ids``. ``problems``: rows that could not be read as records, and why.
+    see ``repeated_ids``. ``problems``: rows that could not be read as records, and why. ``images``: which ones
+    chats may show; without, chats are text.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class RecordReader:
         where: Callable[[int], str] | None = None,
         repeated: Mapping[int, int] | None = None,
         problems: Mapping[int, str] | None = None,
+        images: ImageSources | None = None,
     ) -> None:
         self.layout = layout or RecordLayout()
         self.base = replace(base, seed=None)
@@ -52,6 +55,7 @@ class RecordReader:
         self._where = where or (lambda number: f"record {number}")
         self._repeated = repeated or {}
         self._problems = problems or {}
+        self.images = images
 
     def read(self, number: int, raw: bytes) -> PromptRecord | BadPromptRecord:
         record: dict[str, Any] = {}
@@ -62,7 +66,8 @@ class RecordReader:
                 raise RecordError(self._problems[number])
             if self.dialect == OPENAI:
                 return self._request(number, record, raw)
-            prompt = self._prompt(record)  # first: if no record has one, an option is wrong rather than the records
+            # First: if no record has one, an option is wrong rather than the records.
+            prompt = self._with_images(self._prompt(record))
             settings = self._settings(record, raw)
             return PromptRecord(number, prompt, settings, record.get("id"), "id" in record, self._kept(record))
         except RecordError as error:
@@ -90,7 +95,7 @@ class RecordReader:
         try:
             record = parse(raw)
             if self.dialect == OPENAI:
-                prompt = prompt_of(record)
+                prompt = prompt_of(record, self.images is not None)
             else:
                 prompt = self._prompt(record)
         except RecordError:
@@ -104,10 +109,12 @@ class RecordReader:
                 f"has the custom_id {shown(record.get('custom_id'))}, which {first} has already: each needs its own",
                 "custom_id",
             )
-        prompt, settings, request = read_request(record)
+        prompt, settings, request = read_request(record, self.images is not None)
+        _refuse_media(settings)
         for name, value in not_finite(raw, "body"):
             if name not in ("messages", "metadata"):
                 raise RecordError(_no_number(name, value), name)
+        prompt = self._with_images(prompt)
         return PromptRecord(number, prompt, settings.over(self.base), record["custom_id"], True, request=request)
 
     def _settings(self, record: dict[str, Any], raw: bytes) -> GenerationSettings:
@@ -131,11 +138,22 @@ class RecordReader:
             )
         except SettingError as error:
             raise RecordError(if_data(str(error), record), error.name) from None
+        _refuse_media(own)
         return self.base if own is NO_SETTINGS else own.over(self.base)
 
     def _kept(self, record: Mapping[str, Any]) -> dict[str, Any]:
         names = record if self.layout.keep == ALL_FIELDS else self.layout.keep
         return {name: record.get(name) for name in names if name != "id"}
+
+    def _with_images(self, prompt: Any) -> Any:
+        """The prompt as ``generate`` takes it. Until then a chat names its images as the line does."""
+        if self.images is None or not is_chat(prompt):
+            return prompt
+        try:
+            return self.images.allowed(prompt)
+        except RefusedImage as refused:
+            why = f"`messages` {refused.why}" if self.dialect == OPENAI else refused.why
+            raise (NoPromptError if refused.option else RecordError)(why, "messages") from None
 
     def _prompt(self, record: Mapping[str, Any]) -> Any:
         prompt = self._bare_prompt(record)
@@ -201,7 +219,7 @@ class RecordReader:
             return prompt
         if isinstance(prompt, list):
             if is_chat(prompt):
-                why = chat_problem(prompt)
+                why = chat_problem(prompt, images=self.images is not None)
                 if why is not None:
                     raise RecordError(why, name)
             elif not prompt or name == "messages":
@@ -223,6 +241,14 @@ def _near_field(record: Mapping[str, Any], wanted: Sequence[str]) -> tuple[str, 
 def _no_number(name: str, value: float) -> str:
     written = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return f"`{name}` must be a number, not {written}: leave it out, or write null"
+
+
+def _refuse_media(own: GenerationSettings) -> None:
+    """Images are parts of messages, where it is looked at which ones may be read."""
+    name = media_in(own.prompt_options.get("chat_template_kwargs"))
+    if name is not None:
+        why = f"`chat_template_kwargs` has {shown(name)}: an image is a part of a message, and only images are read"
+        raise RecordError(why, "chat_template_kwargs")
 
 
 def dialect_of(raws: Iterable[bytes]) -> str:

@@ -47,6 +47,11 @@ class ImageModel:
         return hasattr(self.inner, "get_rope_index")
 
 
+def takes_images(model_type: str) -> bool:
+    """Whether images are served for models whose config says this of itself."""
+    return model_type in _SERVED
+
+
 def why_no_images(model: nn.Module) -> str | None:
     """Why prompts with images cannot be served, in words that follow "and"; None if they can."""
     inner = base_model(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,13 +61,13 @@ def loaded(source: Any) -> Any:
     if isinstance(source, str) and _is_a_missing_file(source):
         raise UnreadableImage(f"that is not there: no file is called {shown(source)}")
     try:
-        if isinstance(source, bytes):
-            source = base64.b64encode(source).decode()
-        elif hasattr(source, "read"):
-            source = base64.b64encode(source.read()).decode()
-        elif is_array(source):
+        if is_array(source):
             source = Image.fromarray(_as_bytes(np.asarray(source)))
         as_it_is = isinstance(source, Image.Image)
+        if not as_it_is and hasattr(source, "read"):
+            source = source.read()
+        if isinstance(source, bytes):  # as base64, it would be taken for the name of a file if there is one
+            source = Image.open(io.BytesIO(source))
         image: Any = source if as_it_is else load_image(source, timeout=_SECONDS_TO_LOAD)
         image.load()
     except UnreadableImage:
