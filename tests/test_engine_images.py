@@ -131,18 +131,23 @@ def test_where_memory_is_short(family: str, scheduler: str, device: str) -> None
         assert result.report.preemptions
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "mistral3"])
-def test_each_image_is_read_once(family: str, device: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2_vl", "mistral3", "gemma3"])
+def test_each_image_and_each_shared_token_is_computed_once(family: str, device: str) -> None:
     """However many prompts show it: as one object, as equal objects, in this place or in that."""
-    model = model_of(family, device)
+    model, embedded = model_of(family, device), []
+    counting = model.get_input_embeddings().register_forward_hook(lambda *given: embedded.append(given[1][0].numel()))
     first, second = picture(1, 64, 64), picture(2, 64, 64)
     chats = [user(words(3), shows(first if number % 2 else picture(1, 64, 64)), words(number)) for number in range(20)]
     chats += [user(shows(second), words(number), shows(first)) for number in range(20, 40)]
     with images_read(model) as runs, BatchGenerator(model, processor_of(family), min_shared_tokens=2) as generator:
         result = generator.generate(chats, max_new_tokens=4, **OPTIONS)
+    counting.remove()
     assert len(runs) == 1, "both have one size, so they are read in one run"
     shared = result.report.plan
     assert shared.computed_tokens < shared.total_tokens / 2
+    assert result.report.computed_tokens == shared.computed_tokens
+    # One step of all prompts; those that follow have a row for each, or some more as graphs do.
+    assert [count for count in embedded if count > 2 * len(chats)] == [shared.computed_tokens]
 
 
 def test_equal_ids_with_different_images_share_nothing(device: str) -> None:
