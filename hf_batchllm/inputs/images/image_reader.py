@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import ProcessorMixin
@@ -24,7 +23,9 @@ from ..chats import ChatEncoder
 from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage, loaded, sources_of, with_bare_parts
-from .prompt_images import FIRST_KEY, EncodedChat, Image, PromptImages, PromptPlaces
+from .processed_images import ProcessedImages
+from .prompt_images import FIRST_KEY, EncodedChat, Image
+from .shown_images import with_images
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
 _SORT_PIXELS = ("InternVLProcessor",)
@@ -86,6 +87,10 @@ class ImageReader:
             reading.forget_pictures()
             yield row
 
+    def processed(self) -> ProcessedImages:
+        """Takes in, for one call, what a processor has made of prompts with images already."""
+        return ProcessedImages(self._model, self.key_of)
+
     def key_of(self, digest: bytes, tokens: int) -> int:
         """The first of so many keys that follow each other."""
         if digest not in self._keys:
@@ -122,16 +127,13 @@ class _Reading:
             return BadPrompt(f"holds an image {error}")
         except Exception as error:
             return BadPrompt(f"is a chat with images that the processor refused: {first_line(error)}")
-        keys = np.array(ids, dtype=np.int32)
-        at = np.flatnonzero(keys == self._model.placeholder)
-        if len(at) != sum(known.image.tokens for known in self._shown):
+        standing = ids.count(self._model.placeholder)
+        if standing != sum(known.image.tokens for known in self._shown):
             return BadPrompt(
-                f"has {len(at):,} tokens that stand for images, and its images take "
+                f"has {standing:,} tokens that stand for images, and its images take "
                 f"{sum(known.image.tokens for known in self._shown):,}: is such a token written in a text?"
             )
-        shown = tuple(known.image for known in self._shown)
-        keys[at] = np.concatenate([image.first_key + np.arange(image.tokens) for image in shown])
-        return EncodedChat(ids, PromptImages(keys, shown, self._places(ids, shown)))
+        return EncodedChat(ids, with_images(self._model, ids, tuple(known.image for known in self._shown)))
 
     def _ids(self, chat: Sequence[Any]) -> list[int]:
         from PIL import Image as Pictures
@@ -201,19 +203,6 @@ class _Reading:
             first = self._reader.key_of(digest.digest(), count)
             self._by_content[content] = _Known(Image(first, count, inputs), text)
         return self._by_content[content]
-
-    def _places(self, ids: list[int], images: Sequence[Image]) -> PromptPlaces | None:
-        if not self._model.has_places:
-            return None
-        tokens = torch.tensor([ids], device="cpu")
-        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
-        places, behind = self._model.inner.get_rope_index(
-            input_ids=tokens,
-            mm_token_type_ids=(tokens == self._model.placeholder).int(),
-            image_grid_thw=grids,
-            attention_mask=torch.ones_like(tokens),
-        )
-        return PromptPlaces(places[:, 0].cpu().numpy().astype(np.int32), int(behind.item()))
 
 
 def _name_of(source: Any) -> object:
