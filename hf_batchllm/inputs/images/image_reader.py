@@ -7,7 +7,6 @@ as a call of it does; only that images come from what is known of them already.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from ...wording import first_line
 from ..chats import ChatEncoder
 from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
-from .image_parts import UnreadableImage, loaded, sources_of, with_bare_parts
+from .image_parts import UnreadableImage, digest_of, loaded, sources_of, with_bare_parts
 from .processed_images import ProcessedImages
 from .prompt_images import FIRST_KEY, EncodedChat, Image
 from .shown_images import with_images
@@ -186,9 +185,7 @@ class _Reading:
         return {}, [known.text for known in self._shown]
 
     def _read(self, image: Any, options: dict[str, Any]) -> _Known:
-        beside = image.getpalette(), image.info.get("transparency")
-        digest = hashlib.blake2b(f"{image.size}{image.mode}{options!r}{beside!r}".encode(), digest_size=16)
-        digest.update(image.tobytes())
+        digest = digest_of(image, options)
         content = digest.digest()
         if content not in self._by_content:
             made, (text,) = type(self._processor)._process_images(
