@@ -20,6 +20,7 @@ from ..inputs.chats import warn_of_one_chat
 from ..inputs.grammar_options import take_grammars
 from ..inputs.ids_with_logits import id_without_logits
 from ..inputs.images.image_reader import ImageReader
+from ..inputs.images.processed_images import ProcessedImages
 from ..inputs.long_prompts import Reach, context_of, warn_beyond_context
 from ..inputs.option_checks import check_on_error
 from ..inputs.option_conflicts import check_beams, check_guidance
@@ -146,6 +147,8 @@ class JobChecks:
         else:
             inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, architecture.vocab_size)
+            if padded.beside and not problems:
+                checked = self.processed_images().with_images(padded, checked)
         if isinstance(generation_config, list | tuple):
             if len(resolved) != len(checked):
                 raise OptionValueError(
@@ -219,6 +222,11 @@ class JobChecks:
     def _drawn_seed(self) -> int:
         """Where a call samples and was given no seed."""
         return int(torch.randint(2**63 - 1, (), device="cpu").item())
+
+    def processed_images(self) -> ProcessedImages:
+        """Takes in what a processor makes of prompts with images."""
+        assert self._images is not None
+        return self._images.processed()
 
     def scores(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from .images.prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES
 from .prompts import Prompt
 
 _NAMES = ("input_ids", "inputs")  # two names of the same argument of ``generate``
@@ -20,6 +21,7 @@ class PaddedBatch:
 
     ids: torch.Tensor  # integers [rows, width]
     mask: torch.Tensor | None  # bool [rows, width]; None where none was passed
+    beside: Mapping[str, Any] = field(default_factory=dict)  # of images, as a processor gives it
 
     @property
     def width(self) -> int:
@@ -106,7 +108,8 @@ def take_padded(prompts: Any, kwargs: dict[str, Any]) -> PaddedBatch | None:
         )
     ((name, value),) = given.items()
     ids = _ids(name, value)
-    return PaddedBatch(ids, None if mask is None else _mask(mask, ids.shape))
+    of_images = {name: kwargs.pop(name) for name in (*IMAGE_TENSORS, IMAGE_TOKEN_TYPES) if kwargs.get(name) is not None}
+    return PaddedBatch(ids, None if mask is None else _mask(mask, ids.shape), of_images)
 
 
 def _ids(name: str, value: Any) -> torch.Tensor:

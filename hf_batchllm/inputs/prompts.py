@@ -111,6 +111,7 @@ def check_prompts(
     texts: list[int] = []
     chats: list[int] = []
     pictured: list[int] = []  # chats with images
+    processed = None if images is None else images.processed()
     lengths: dict[int, int] = {}  # of prompts that are cut, before they are
     around: Sequence[int] = ()  # the special tokens that a text gets
 
@@ -132,8 +133,15 @@ def check_prompts(
                 # An array over immutable bytes is read-only, and the plan sorts those same bytes without a copy.
                 checked[index] = Prompt(np.frombuffer(packed, np.int32), key)
 
+    def attach(index: int, row: EncodedChat | BadPrompt) -> None:
+        take([index], [row if isinstance(row, BadPrompt) else row.ids])
+        checked[index], why = _with_images(checked[index], row)
+        if why is not None:
+            problems[index] = why
+
     with garbage_collection_paused():
         others: dict[int, Any] = {}
+        made: dict[int, EncodedChat | BadPrompt] = {}  # by the user's processor
         for index, prompt in enumerate(given):
             if isinstance(prompt, str):
                 texts.append(index)
@@ -145,9 +153,13 @@ def check_prompts(
                     chats.append(index)
                 else:
                     others[index] = BadPrompt(why)
+            elif processed is not None and processed.takes(prompt):
+                made[index] = processed.prompt(prompt)
             else:
                 others[index] = prompt
         take(others, others.values())
+        for index, row in made.items():
+            attach(index, row)
 
     loaded = None
     if texts or chats or pictured:
@@ -163,10 +175,7 @@ def check_prompts(
         if images is not None and pictured:
             why_not = missing if loaded is None else images.why_not(loaded)
             for index, row in _encoded_with_images(given, pictured, each, loaded, images, why_not):
-                take([index], [row if isinstance(row, BadPrompt) else row.ids])
-                checked[index], why = _with_images(checked[index], row)
-                if why is not None:
-                    problems[index] = why
+                attach(index, row)
         empty = next((index for index in texts if given[index] == "" and checked[index] is not None), None)
         if empty is not None:
             named = f"{'the prompt of ' if notices.has_names else ''}{notices.places([empty])}"

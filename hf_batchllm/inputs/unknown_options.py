@@ -14,6 +14,7 @@ from ..config import BatchConfig
 from ..errors import UnsupportedOptionError
 from ..wording import shown
 from .base_model import GenerativeModel
+from .images.prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES
 from .option_table import TABLE
 from .other_names import FROM_ELSEWHERE
 
@@ -28,6 +29,12 @@ def unknown_option(name: str, model: GenerativeModel) -> UnsupportedOptionError:
         return UnsupportedOptionError(name, "is an option of BatchGenerator.generate, and cannot be passed here")
     if name in (field.name for field in dataclasses.fields(BatchConfig)):
         return UnsupportedOptionError(name, f"is a field of BatchConfig: BatchGenerator(model, {name}=...)")
+    if name in (*IMAGE_TENSORS, IMAGE_TOKEN_TYPES):
+        return UnsupportedOptionError(
+            name,
+            "goes with `input_ids`, as tensors: pass all that the processor makes, generate(**inputs); or pass chats "
+            "with images (docs/images.md)",
+        )
     if name in inspect.signature(model.forward).parameters or name in TransformersKwargs.__annotations__:
         why = f"is an input of {type(model).__name__} that is not supported: prompts are text or token ids"
         if name.startswith(("pixel_values", "image_")):

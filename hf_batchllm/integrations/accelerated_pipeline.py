@@ -1,4 +1,4 @@
-"""``accelerated(pipe)``: a text-generation pipeline of the user's gives all its inputs to a BatchGenerator."""
+"""``accelerated(pipe)``: a pipeline of the user's, for text or for images, gives all its inputs to a BatchGenerator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
-from transformers import Pipeline, TextGenerationPipeline
+from transformers import ImageTextToTextPipeline, Pipeline, TextGenerationPipeline
 
 from ..config import BatchConfig
 from ..engine.job import Job, JobChecks
@@ -18,13 +18,18 @@ from ..notices import warn_user
 from ..patches.attention_interface import ATTENTION_NAME
 from ..patches.attention_swap import AttentionSwap
 from ..results.run_report import RunReport
+from .batch_pipeline import BatchPipeline
 from .fallbacks import Fallback, ReportLeft, reason_to_fall_back, refuse_custom_generate, refuse_what_sees_all_rows
-from .pipeline import BatchTextGenerationPipeline
+from .image_pipeline_call import ImagePipelineCall
 from .pipeline_call import AROUND_THE_MODEL, PipelineCall, PreparedInputs, TokenGenerator
 from .pipeline_inputs import read_inputs
 from .pipeline_options import Parameters
 from .pipeline_results import ResultIterator
 
+_SERVED: dict[type[Pipeline], type[PipelineCall]] = {
+    TextGenerationPipeline: PipelineCall,
+    ImageTextToTextPipeline: ImagePipelineCall,
+}
 _REPLACED = ("get_iterator", "run_single")  # methods that every call of a pipeline goes through
 _MUST_BE_STOCK = (*AROUND_THE_MODEL, *_REPLACED)  # if the user changes one, this module would pass over the change
 _TOO_LATE = "accelerated() ended before these results were read: read them in its block"
@@ -36,12 +41,12 @@ def accelerated_pipeline(
     pipe: Pipeline, tokenizer: Any, config: BatchConfig, stand_in: Callable[..., Any]
 ) -> Iterator[Pipeline]:
     """``stand_in`` makes the stand-in for ``model.generate``, for a pipeline that must run batch by batch."""
-    if isinstance(pipe, BatchTextGenerationPipeline):
+    if isinstance(pipe, BatchPipeline):
         raise UnsupportedModelError(f"a {pipe.task} pipeline runs whole lists as it is: leave accelerated() out")
-    if not isinstance(pipe, TextGenerationPipeline):
+    if not isinstance(pipe, tuple(_SERVED)):
         raise UnsupportedModelError(
-            f"accelerated(pipe) takes a text-generation pipeline, not one for {pipe.task or type(pipe).__name__}"
-            ": pass the model in it, accelerated(pipe.model)"
+            "accelerated(pipe) takes a pipeline for text-generation or image-text-to-text, not one for "
+            f"{pipe.task or type(pipe).__name__}: pass the model in it, accelerated(pipe.model)"
         )
     tokenizer = pipe.tokenizer if tokenizer is None else tokenizer
     changed = _changed_method(pipe)
@@ -59,13 +64,17 @@ def accelerated_pipeline(
         acting.leave()
 
 
-def _changed_method(pipe: TextGenerationPipeline) -> str | None:
+def _stock_of(pipe: Pipeline) -> type[Pipeline]:
+    return next(each for each in _SERVED if isinstance(pipe, each))
+
+
+def _changed_method(pipe: Pipeline) -> str | None:
     """A method that the pipeline, or its class, has changed: "a `forward`"; None if there is none."""
     for name in _MUST_BE_STOCK:
         own = vars(pipe).get(name)
         if own is not None and not isinstance(own, _MethodStandIn):
             return f"a `{name}`"
-        if getattr(type(pipe), name) is not getattr(TextGenerationPipeline, name):
+        if getattr(type(pipe), name) is not getattr(_stock_of(pipe), name):
             return f"a `{name}`"
     return None
 
@@ -120,7 +129,7 @@ class _PipelineStandIn(Fallback):
     instead = "the pipeline runs as it does without"
     item = "prompt"
 
-    def __init__(self, pipe: TextGenerationPipeline, tokenizer: Any, config: BatchConfig) -> None:
+    def __init__(self, pipe: Pipeline, tokenizer: Any, config: BatchConfig) -> None:
         super().__init__()
         self.pipe = pipe
         self._model = pipe.model
@@ -245,12 +254,12 @@ class _PipelineStandIn(Fallback):
                 return self._run_original(reason, original)
             generator.last_report = None
             preprocess, forward, postprocess = parameters
-            call = PipelineCall(self.pipe, preprocess, forward, postprocess, lenient=False)
+            call = _SERVED[_stock_of(self.pipe)](self.pipe, preprocess, forward, postprocess, lenient=False)
             unlike = reason_to_fall_back(call.options)
             if unlike is not None:
                 return self._run_original(unlike, original)
             call.options["progress"] = False
-            prepared = call.prepare(inputs)
+            prepared = call.prepare(inputs, generator)
             try:
                 return self._attempt(lambda: serve(call, generator, prepared), original)
             finally:

@@ -1,4 +1,4 @@
-"""One call of a text-generation pipeline with all its inputs at once.
+"""One call of a pipeline with all its inputs at once.
 
 The steps before and after the model are the pipeline's own: ``preprocess`` and ``postprocess`` are called for each
 input. The options for ``generate`` come from ``_forward``, once for the call.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TextGenerationPipeline
+from transformers import Pipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
@@ -25,10 +25,11 @@ from ..engine.unfinished import attach, note_of, part_of
 from ..errors import GenerationInterrupted, PromptError, UnsupportedOptionError
 from ..generator import BatchGenerator
 from ..inputs.base_model import base_model
+from ..inputs.images.processed_images import ProcessedImages
 from ..planning.requests_and_prefixes import Request
 from ..results.generations import BatchResult, Generation
 from ..sampling import processor_chains, stop_rules
-from .pipeline_inputs import BadInput, as_input, why_not_encoded
+from .pipeline_inputs import BadInput, as_text_input, why_not_encoded
 from .pipeline_options import Parameters, options_for_generate
 
 AROUND_THE_MODEL = ("forward", "_forward", "get_inference_context")  # methods of a pipeline that run for each batch
@@ -49,6 +50,9 @@ class TokenGenerator(BatchGenerator):
     def _generation(self, request: Request, call: Call, outputs: ExtraOutputs, decode: bool = True) -> Generation:
         return super()._generation(request, call, outputs, decode=False)
 
+    def processed_images(self) -> ProcessedImages:
+        return self._checks.processed_images()
+
     def with_texts(self, result: BatchResult) -> BatchResult:
         texts = (None if each.error else self._tokenizer.decode(each.token_ids) for each in result)
         return BatchResult([replace(each, text=text) for each, text in zip(result, texts, strict=True)], result.report)
@@ -58,9 +62,15 @@ class TokenGenerator(BatchGenerator):
 class EncodedInput:
     """An input as the pipeline's ``preprocess`` made it."""
 
-    text: Any  # a string, or transformers' Chat
-    ids: torch.Tensor | None  # [1, width], padding included; None for an empty input, which begins from BOS
-    before: torch.Tensor  # [1, tokens]: the first part of a ``generated_sequence``, before the new tokens
+    text: Any  # a string, or transformers' Chat; a list of strings where an input has several rows
+    ids: torch.Tensor | None  # [rows, width], padding included; None for an empty input, which begins from BOS
+    before: torch.Tensor  # [rows, tokens]: the first part of a ``generated_sequence``, before the new tokens
+
+    def row(self, place: int) -> EncodedInput:
+        if self.ids is None or len(self.ids) == 1:
+            return self
+        part = slice(place, place + 1)
+        return EncodedInput(self.text[place], self.ids[part], self.before[part])
 
 
 @dataclass
@@ -68,19 +78,23 @@ class PreparedInputs:
     """All inputs of a call, encoded by the pipeline; or the reason where one cannot be run."""
 
     encoded: list[EncodedInput | None] = field(default_factory=list)  # None where an input cannot be run
-    prompts: list[Any] = field(default_factory=list)  # token ids for the engine; empty where an input cannot be run
+    prompts: list[Any] = field(default_factory=list)  # of all rows, for the engine; no ids where one cannot be run
+    owners: list[int] = field(default_factory=list)  # of each prompt, the place of its input
+    rows: list[int] = field(default_factory=list)  # prompts of each input
     problems: dict[int, str] = field(default_factory=dict)  # by the inputs' places
     cause: Exception | None = None  # the error behind the first problem
     padded: bool = False  # whether any input has padding
 
     def refuse(self, why: str, cause: Exception | None = None) -> None:
-        self.problems[len(self.prompts)] = why
+        self.problems[len(self.encoded)] = why
         self.cause = self.cause or cause
-        self.add(None, [])
+        self.add(None, [[]])
 
-    def add(self, encoded: EncodedInput | None, prompt: Any) -> None:
+    def add(self, encoded: EncodedInput | None, prompts: Sequence[Any]) -> None:
+        self.owners += [len(self.encoded)] * len(prompts)
+        self.rows.append(len(prompts))
         self.encoded.append(encoded)
-        self.prompts.append(prompt)
+        self.prompts += prompts
 
     @contextmanager
     def all_problems(self) -> Iterator[None]:
@@ -88,23 +102,26 @@ class PreparedInputs:
         try:
             yield
         except PromptError as error:
-            if not self.problems:
+            if not self.problems and len(self.prompts) == len(self.encoded):
                 raise
-            raise PromptError({**error.problems, **self.problems}) from self.cause
+            found = {self.owners[place]: why for place, why in error.problems.items()}
+            raise PromptError({**found, **self.problems}) from self.cause
 
 
 class PipelineCall:
     """``lenient``: an input that cannot be encoded is reported as a problem, and does not end the call."""
 
+    _instead_of_a_cut = "pass tokenizer_encode_kwargs={'truncation': True, 'max_length': ...}"
+
     def __init__(
         self,
-        pipe: TextGenerationPipeline,
+        pipe: Pipeline,
         preprocess: Parameters,
         forward: Parameters,
         postprocess: Parameters,
         lenient: bool = True,
     ) -> None:
-        self._pipe = pipe
+        self._pipe = self._encoder = pipe
         self._preprocess = {name: value for name, value in preprocess.items() if name != CHAT_OPTIONS}
         self._chat_options: Parameters = preprocess.get(CHAT_OPTIONS) or {}
         self._postprocess = postprocess
@@ -118,7 +135,7 @@ class PipelineCall:
         try:
             with prepared.all_problems():
                 result = generator.generate(prepared.prompts, **self.options)
-            rows = groupby(result, key=lambda generation: generation.index)
+            rows = groupby(result, key=lambda generation: prepared.owners[generation.index])
             return [self._finished(prepared, index, list(samples)) for index, samples in rows]
         except GenerationInterrupted as interrupt:
             interrupt.result = generator.with_texts(interrupt.result)
@@ -157,30 +174,37 @@ class PipelineCall:
         index = 0
         with closing(generations):
             for generation in generations:
-                waiting.setdefault(generation.index, []).append(generation)
-                while len(waiting.get(index, ())) == samples:
-                    rows = sorted(waiting.pop(index), key=lambda each: each.sample)
+                waiting.setdefault(prepared.owners[generation.index], []).append(generation)
+                while index in waiting and len(waiting[index]) == samples * prepared.rows[index]:
+                    rows = sorted(waiting.pop(index), key=lambda each: (each.index, each.sample))
                     yield self._finished(prepared, index, rows)
                     index += 1
 
     # -- inputs ------------------------------------------------------------------------------------------------
 
-    def prepare(self, inputs: Iterable[Any]) -> PreparedInputs:
+    def prepare(self, inputs: Iterable[Any], generator: TokenGenerator) -> PreparedInputs:
+        """``generator``: which will run them."""
         prepared = PreparedInputs()
         for each in inputs:
-            given = as_input(each) if self._lenient else each
+            given = self._as_input(each) if self._lenient else each
             if isinstance(given, BadInput):
                 prepared.refuse(given.why)
                 continue
             try:
-                encoded = self._pipe.preprocess(given, **self._options_of(given))
+                encoded = self._encoder.preprocess(given, **self._options_of(given))
             except Exception as error:
                 if not self._lenient:
                     raise
-                prepared.refuse(why_not_encoded(given, self._pipe.tokenizer, error), error)
+                prepared.refuse(self._why_not_encoded(given, error), error)
             else:
                 self._add(prepared, given, encoded)
         return prepared
+
+    def _as_input(self, given: Any) -> Any:
+        return as_text_input(given)
+
+    def _why_not_encoded(self, given: Any, error: Exception) -> str:
+        return why_not_encoded(given, self._pipe.tokenizer, error)
 
     def _options_of(self, given: Any) -> Parameters:
         """``preprocess`` passes these to the tokenizer or to the chat template, whichever encodes the input."""
@@ -200,7 +224,7 @@ class PipelineCall:
                 )
             else:
                 prepared.add(
-                    EncodedInput(encoded["prompt_text"], None, torch.tensor([[bos]], device=ids.device)), [bos]
+                    EncodedInput(encoded["prompt_text"], None, torch.tensor([[bos]], device=ids.device)), [[bos]]
                 )
             return
         mask = self._mask(ids, encoded.get("attention_mask"))
@@ -218,7 +242,7 @@ class PipelineCall:
         else:
             prepared.padded = True
             prompt = ids[0, columns[0] : columns[-1] + 1]
-        prepared.add(EncodedInput(encoded["prompt_text"], ids, ids), prompt)
+        prepared.add(EncodedInput(encoded["prompt_text"], ids, ids), [prompt])
 
     def _mask(self, ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
         """The tokenizer's mask; without one pad tokens are padding, unless they are EOS, too, as in ``generate``."""
@@ -244,8 +268,7 @@ class PipelineCall:
                 raise UnsupportedOptionError(name, why)
         for name in ("max_prompt_tokens", "truncation_side"):
             if self.options.get(name) is not None:
-                instead = "tokenizer_encode_kwargs={'truncation': True, 'max_length': ...}"
-                raise UnsupportedOptionError(name, f"is not an option of a pipeline: pass {instead}")
+                raise UnsupportedOptionError(name, f"is not an option of a pipeline: {self._instead_of_a_cut}")
         for name in _EXTRA_OUTPUTS if self._option("return_dict_in_generate") else ():
             if self._option(name):
                 why = "is not supported for a list: call the model's own `generate`, or gen.generate(input_ids=...)"
@@ -266,10 +289,12 @@ class PipelineCall:
 
     def _finished(self, prepared: PreparedInputs, index: int, rows: Sequence[Generation]) -> Any:
         encoded = prepared.encoded[index]
-        if encoded is None or rows[0].error is not None:
-            wanted = self._postprocess.get("return_type") == ReturnType.TENSORS
+        error = next((row.error for row in rows if row.error is not None), None)
+        if encoded is None or error is not None:
+            # By its name: each kind of pipeline has types of its own.
+            wanted = getattr(self._postprocess.get("return_type"), "name", None) == ReturnType.TENSORS.name
             name = "generated_token_ids" if wanted else "generated_text"
-            return [{name: None, "error": prepared.problems.get(index, row.error)} for row in rows]
+            return [{name: None, "error": prepared.problems.get(index, error)} for _ in rows]
         longest = max(len(row.token_ids) for row in rows)
         if all(len(row.token_ids) == longest for row in rows):
             return self._records(encoded, [row.token_ids for row in rows])
@@ -277,15 +302,23 @@ class PipelineCall:
         if pad is None:
             pad = next(iter(_as_list(self._option("eos_token_id"))), None)
         if pad is None:  # there is no EOS either to fill the rows up with: each row is a tensor of its own
-            return [record for row in rows for record in self._records(encoded, [row.token_ids])]
+            one = [(encoded.row(row.index - rows[0].index), row.token_ids) for row in rows]
+            return [record for each, new_tokens in one for record in self._records(each, [new_tokens])]
         return self._records(encoded, [row.token_ids + [pad] * (longest - len(row.token_ids)) for row in rows])
 
     def _records(self, encoded: EncodedInput, new_tokens: list[list[int]]) -> list[Any]:
-        new = torch.tensor(new_tokens, dtype=torch.long, device=encoded.before.device)  # [samples, tokens]
-        sequences = torch.cat([encoded.before.expand(len(new), -1), new], dim=1)
-        outputs = {"generated_sequence": sequences[None], "input_ids": encoded.ids, "prompt_text": encoded.text}
+        new = torch.tensor(new_tokens, dtype=torch.long, device=encoded.before.device)  # [rows * samples, tokens]
+        sequences = torch.cat([encoded.before.repeat_interleave(len(new) // len(encoded.before), dim=0), new], dim=1)
+        outputs: Any = {
+            "generated_sequence": self._in_stock_form(sequences),
+            "input_ids": encoded.ids,
+            "prompt_text": encoded.text,
+        }
         records: list[Any] = self._pipe.postprocess(outputs, **self._postprocess)
         return records
+
+    def _in_stock_form(self, sequences: torch.Tensor) -> torch.Tensor:
+        return sequences[None]
 
 
 def _option_that_sees_padding(options: Parameters) -> str | None:

@@ -1,8 +1,8 @@
-"""The inputs of a text-generation pipeline, in the forms that transformers' own code takes; or why one is bad."""
+"""The inputs of a pipeline, in the forms that transformers' own code takes; or why one is bad."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -28,11 +28,12 @@ class BadInput:
     why: str
 
 
-def as_inputs(given: Any) -> Any:
+def as_inputs(given: Any, as_input: Callable[[Any], Any] | None = None) -> Any:
     """The inputs as transformers' pipelines take them: a string, a Chat, a list of both, a generator or a Dataset.
 
-    Iterators become generators, other iterables become lists.
+    Iterators become generators, other iterables become lists. ``as_input``: makes an input of each.
     """
+    as_input = as_input or as_text_input
     if isinstance(given, str | Chat):
         return given
     if isinstance(given, KeyDataset) and (not len(given) or is_chat(given[0])):  # transformers makes a list of these
@@ -60,11 +61,12 @@ def as_inputs(given: Any) -> Any:
     return [as_input(each) for each in listed]
 
 
-def as_input(given: Any) -> str | Chat | BadInput:
+def as_text_input(given: Any, images: bool = False) -> str | Chat | BadInput:
+    """``images``: whether chats may show some."""
     if isinstance(given, str | Chat | BadInput):
         return given
     if is_chat(given):
-        why = chat_problem(given)
+        why = chat_problem(given, images=images)
         if why is not None:
             return BadInput(why)
         try:

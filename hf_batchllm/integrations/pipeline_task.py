@@ -1,4 +1,4 @@
-"""Adds the task "batch-text-generation" to ``transformers.pipeline``, once transformers' pipelines are loaded.
+"""Adds the batch pipelines' tasks to ``transformers.pipeline``, once transformers' pipelines are loaded.
 
 Importing the package must not import transformers, so this module waits for the user's own import of it.
 """
@@ -9,18 +9,28 @@ import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, NamedTuple
 
-TASK = "batch-text-generation"
-LIKE = "text-generation"  # the task with the same models, defaults and names
+
+class Task(NamedTuple):
+    like: str  # the task with the same models, defaults and names
+    module: str
+    name: str  # of the class
+
+
+_HERE = __name__.rpartition(".")[0]
+TASK, IMAGE_TASK = "batch-text-generation", "batch-image-text-to-text"
+TASKS = {
+    TASK: Task("text-generation", f"{_HERE}.pipeline", "BatchTextGenerationPipeline"),
+    IMAGE_TASK: Task("image-text-to-text", f"{_HERE}.image_pipeline", "BatchImageTextToTextPipeline"),
+}
 _PIPELINES = "transformers.pipelines"
-_MODULE = f"{__name__.rpartition('.')[0]}.pipeline"
 
 
 def register_task(its_class: type | None = None) -> None:
-    """Add the task now if transformers' pipelines are loaded, else once they are. A second call does no harm.
+    """Add the tasks now if transformers' pipelines are loaded, else once they are. A second call does no harm.
 
-    ``its_class``: the pipeline's class. Its own module passes it, as that module may be the first to load transformers'
+    ``its_class``: the class of one. Its own module passes it, as that module may be the first to load transformers'
     pipelines, some versions of which take a class and not its name.
     """
     for finder in [each for each in sys.meta_path if type(each).__qualname__ == _AfterPipelines.__qualname__]:
@@ -36,18 +46,19 @@ def _add_to(pipelines: Any, its_class: type | None = None) -> None:
     # Not by register_pipeline(): it marks the class as custom code, which save_pretrained() would then copy next to the
     # model and enter in its config.
     tasks = pipelines.PIPELINE_REGISTRY.supported_tasks
-    if isinstance(tasks[LIKE]["impl"], str):  # this version takes names, and imports a class when it is used
-        tasks[TASK] = {**tasks[LIKE], "impl": f"{_MODULE}.BatchTextGenerationPipeline"}
-    elif its_class is not None:
-        tasks[TASK] = {**tasks[LIKE], "impl": its_class}
-    elif _MODULE in sys.modules and hasattr(sys.modules[_MODULE], "BatchTextGenerationPipeline"):
-        tasks[TASK] = {**tasks[LIKE], "impl": sys.modules[_MODULE].BatchTextGenerationPipeline}
-    elif _MODULE not in sys.modules:
-        importlib.import_module(_MODULE)  # by name: it imports this module, and calls `register_task` at its end
+    for task, (like, module, name) in TASKS.items():
+        if isinstance(tasks[like]["impl"], str):  # this version takes names, and imports a class when it is used
+            tasks[task] = {**tasks[like], "impl": f"{module}.{name}"}
+        elif its_class is not None and its_class.__module__ == module:
+            tasks[task] = {**tasks[like], "impl": its_class}
+        elif module in sys.modules and hasattr(sys.modules[module], name):
+            tasks[task] = {**tasks[like], "impl": getattr(sys.modules[module], name)}
+        elif module not in sys.modules:
+            importlib.import_module(module)  # by name: it imports this module, and calls `register_task` at its end
 
 
 class _AfterPipelines(MetaPathFinder):
-    """Finds transformers' pipelines by asking the other finders, and adds the task after their module has run."""
+    """Finds transformers' pipelines by asking the other finders, and adds the tasks after their module has run."""
 
     def __init__(self) -> None:
         self._asking = False

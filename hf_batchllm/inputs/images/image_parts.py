@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,14 @@ def loaded(source: Any) -> Any:
     if 0 in image.size:
         raise UnreadableImage(f"of {image.width} x {image.height} pixels")
     return image
+
+
+def digest_of(image: Any, *beside: object) -> hashlib.blake2b:
+    """Of all that a processor can see of a picture of PIL's, and of what is done with it ``beside``."""
+    colours = image.getpalette(), image.info.get("transparency")
+    digest = hashlib.blake2b(f"{image.size}{image.mode}{colours!r}{beside!r}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    return digest
 
 
 def _is_a_missing_file(source: str) -> bool:

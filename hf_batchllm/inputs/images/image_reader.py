@@ -7,13 +7,11 @@ as a call of it does; only that images come from what is known of them already.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import ProcessorMixin
@@ -23,8 +21,10 @@ from ...wording import first_line
 from ..chats import ChatEncoder
 from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
-from .image_parts import UnreadableImage, loaded, sources_of, with_bare_parts
-from .prompt_images import FIRST_KEY, EncodedChat, Image, PromptImages, PromptPlaces
+from .image_parts import UnreadableImage, digest_of, loaded, sources_of, with_bare_parts
+from .processed_images import ProcessedImages
+from .prompt_images import FIRST_KEY, EncodedChat, Image
+from .shown_images import OutOfPlace, with_images
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
 _SORT_PIXELS = ("InternVLProcessor",)
@@ -86,6 +86,10 @@ class ImageReader:
             reading.forget_pictures()
             yield row
 
+    def processed(self) -> ProcessedImages:
+        """Takes in, for one call, what a processor has made of prompts with images already."""
+        return ProcessedImages(self._model, self.key_of)
+
     def key_of(self, digest: bytes, tokens: int) -> int:
         """The first of so many keys that follow each other."""
         if digest not in self._keys:
@@ -122,21 +126,16 @@ class _Reading:
             return BadPrompt(f"holds an image {error}")
         except Exception as error:
             return BadPrompt(f"is a chat with images that the processor refused: {first_line(error)}")
-        keys = np.array(ids, dtype=np.int32)
-        at = np.flatnonzero(keys == self._model.placeholder)
-        if len(at) != sum(known.image.tokens for known in self._shown):
+        standing = ids.count(self._model.placeholder)
+        if standing != sum(known.image.tokens for known in self._shown):
             return BadPrompt(
-                f"has {len(at):,} tokens that stand for images, and its images take "
+                f"has {standing:,} tokens that stand for images, and its images take "
                 f"{sum(known.image.tokens for known in self._shown):,}: is such a token written in a text?"
             )
-        shown = tuple(known.image for known in self._shown)
-        two_way = None
-        if self._model.two_way is not None:
-            two_way, why = _runs(at, shown, len(ids))
-            if why is not None:
-                return BadPrompt(why)
-        keys[at] = np.concatenate([image.first_key + np.arange(image.tokens) for image in shown])
-        return EncodedChat(ids, PromptImages(keys, shown, self._places(ids, shown), two_way))
+        try:
+            return EncodedChat(ids, with_images(self._model, ids, tuple(known.image for known in self._shown)))
+        except OutOfPlace as error:
+            return BadPrompt(str(error))
 
     def _ids(self, chat: Sequence[Any]) -> list[int]:
         from PIL import Image as Pictures
@@ -189,9 +188,7 @@ class _Reading:
         return {}, [known.text for known in self._shown]
 
     def _read(self, image: Any, options: dict[str, Any]) -> _Known:
-        beside = image.getpalette(), image.info.get("transparency")
-        digest = hashlib.blake2b(f"{image.size}{image.mode}{options!r}{beside!r}".encode(), digest_size=16)
-        digest.update(image.tobytes())
+        digest = digest_of(image, options)
         content = digest.digest()
         if content not in self._by_content:
             made, (text,) = type(self._processor)._process_images(
@@ -206,37 +203,6 @@ class _Reading:
             first = self._reader.key_of(digest.digest(), count)
             self._by_content[content] = _Known(Image(first, count, inputs), text)
         return self._by_content[content]
-
-    def _places(self, ids: list[int], images: Sequence[Image]) -> PromptPlaces | None:
-        if not self._model.has_places:
-            return None
-        tokens = torch.tensor([ids], device="cpu")
-        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
-        places, behind = self._model.inner.get_rope_index(
-            input_ids=tokens,
-            mm_token_type_ids=(tokens == self._model.placeholder).int(),
-            image_grid_thw=grids,
-            attention_mask=torch.ones_like(tokens),
-        )
-        return PromptPlaces(places[:, 0].cpu().numpy().astype(np.int32), int(behind.item()))
-
-
-def _runs(at: np.ndarray, images: Sequence[Image], tokens: int) -> tuple[np.ndarray, str | None]:
-    """Begin and end of each run of placeholders [runs, 2], and why they cannot be served.
-
-    at: [placeholders]  the places of all of them
-    """
-    breaks = np.flatnonzero(np.diff(at) > 1)
-    runs = np.stack([at[np.append(0, breaks + 1)], at[np.append(breaks, len(at) - 1)] + 1], axis=1)
-    first = np.cumsum([image.tokens for image in images])[:-1]  # placeholders with which the next image begins
-    if (at[first] == at[first - 1] + 1).any():
-        return (
-            runs,
-            "shows two images with nothing between them, so that each would see the other: that is not supported",
-        )
-    if runs[-1, 1] == tokens:
-        return runs, "ends with an image: in this model something must follow, as its template has it"
-    return runs[runs[:, 1] - runs[:, 0] > 1], None
 
 
 def _name_of(source: Any) -> object:

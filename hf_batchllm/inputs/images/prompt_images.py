@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 # Tokens of images have keys from here on, so that equal keys mean equal images. No vocabulary is as large.
 FIRST_KEY = 1 << 30
+
+# What a processor gives beside token ids: tensors of images, and which tokens stand for one.
+IMAGE_TENSORS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
+IMAGE_TOKEN_TYPES = "mm_token_type_ids"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,5 +64,5 @@ class PromptImages:
 
 @dataclass(frozen=True, eq=False)
 class EncodedChat:
-    ids: list[int]
-    images: PromptImages
+    ids: Sequence[int] | np.ndarray
+    images: PromptImages | None

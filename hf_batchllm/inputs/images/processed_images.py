@@ -1,0 +1,193 @@
+"""What a processor has made of prompts with images, taken in as it is: token ids, and pixels as tensors.
+
+A batch has the pixels of all its rows in one tensor. They are taken apart into images, and equal ones have equal keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import BatchFeature
+
+from ...errors import UnsupportedOptionError
+from ...wording import a_kind
+from ..base_model import base_model
+from ..padded_batch import PaddedBatch
+from ..prompts import Prompt
+from ..token_ids import ID_LIMIT, BadPrompt
+from .image_models import ImageModel, image_model, why_no_images
+from .image_parts import UnreadableImage
+from .image_shares import INSTEAD, UnclearImages, shares_of_images
+from .prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES, EncodedChat, Image, PromptImages
+from .shown_images import OutOfPlace, with_images
+
+_TYPES = (IMAGE_TOKEN_TYPES, "token_type_ids")
+_AS_TENSORS = 'give the processor `return_tensors="pt"`'
+
+
+class ProcessedImages:
+    """For one call. ``key_of``: gives an image, by its digest, so many keys that follow each other: the first."""
+
+    def __init__(self, model: nn.Module, key_of: Callable[[bytes, int], int]) -> None:
+        self._owners = model
+        self._key_of = key_of
+        self._by_content: dict[bytes, Image] = {}
+        # A caller may pass the same tensors for many prompts. With the tensors: else their ids could become others'.
+        self._by_tensors: dict[tuple[int, ...], tuple[list[Any], list[Image]]] = {}
+
+    @cached_property
+    def _model(self) -> ImageModel:
+        return image_model(self._owners)
+
+    @staticmethod
+    def takes(prompt: Any) -> bool:
+        """Whether it is what a processor makes of a prompt, with images or without."""
+        if isinstance(prompt, EncodedChat):
+            return True
+        if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+            return False
+        return isinstance(prompt, BatchFeature) or any(name in prompt for name in (*IMAGE_TENSORS, IMAGE_TOKEN_TYPES))
+
+    def prompt(self, given: Mapping[str, Any] | EncodedChat) -> EncodedChat | BadPrompt:
+        """One prompt, as a processor gives it; or as it was taken in before."""
+        if isinstance(given, EncodedChat):
+            return given
+        rows = self.prompts(given)
+        if isinstance(rows, BadPrompt) or len(rows) == 1:
+            return rows if isinstance(rows, BadPrompt) else rows[0]
+        return BadPrompt(
+            f"holds {len(rows)} rows: pass what the processor makes of each prompt by itself, or unpack it, "
+            "generate(**inputs)"
+        )
+
+    def prompts(self, given: Mapping[str, Any]) -> list[EncodedChat] | BadPrompt:
+        """All rows of what a processor gives."""
+        beside = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+        for name in beside:
+            if name not in (*IMAGE_TENSORS, *_TYPES):
+                return BadPrompt(f"holds `{name}`, which is not supported: text and images are")
+        ids = _integers(given["input_ids"])
+        if ids is None or 0 in ids.shape:
+            return BadPrompt(f"holds no token ids as its `input_ids`: {_AS_TENSORS}")
+        has_mask = given.get("attention_mask") is not None
+        mask = _integers(given["attention_mask"]) if has_mask else torch.ones_like(ids)
+        if mask is None or mask.shape != ids.shape:
+            return BadPrompt("holds an `attention_mask` of another shape than its `input_ids`")
+        batch = PaddedBatch(ids, mask != 0, beside)
+        rows, problems = batch.unpadded(None, ID_LIMIT)
+        if problems:
+            return BadPrompt(next(iter(problems.values())))
+        good = [row.ids for row in rows if row is not None]
+        try:
+            shown = self._shown(batch, good)
+        except UnclearImages as unclear:
+            return BadPrompt(f"holds `{unclear.name}`, which {unclear.why}")
+        return [EncodedChat(row, images) for row, images in zip(good, shown, strict=True)]
+
+    def with_images(self, batch: PaddedBatch, prompts: Sequence[Prompt | None]) -> list[Prompt | None]:
+        """The rows of a batch, all of which can be run, with the images that they show."""
+        good = [prompt for prompt in prompts if prompt is not None]
+        try:
+            shown = self._shown(batch, [prompt.ids for prompt in good])
+        except UnclearImages as unclear:
+            raise UnsupportedOptionError(unclear.name, unclear.why) from None
+        return [Prompt(prompt.ids, prompt.key, images) for prompt, images in zip(good, shown, strict=True)]
+
+    def _shown(self, batch: PaddedBatch, rows: Sequence[np.ndarray]) -> list[PromptImages | None]:
+        beside = {name: value for name, value in batch.beside.items() if value is not None}
+        given = {name: value for name, value in beside.items() if name in IMAGE_TENSORS}
+        why_not = why_no_images(self._owners) if beside else None
+        if why_not is not None:
+            raise UnclearImages(next(iter(beside)), f"cannot be taken: {why_not}")
+        for name in beside.keys() - given.keys():
+            self._check_types(name, _integers(beside[name]), batch.ids)
+        if not given:
+            return [None] * len(rows)
+        tokens = [int(np.count_nonzero(row == self._model.placeholder)) for row in rows]
+        if not any(tokens):
+            raise UnclearImages(next(iter(given)), "is passed, and no token of the rows stands for an image")
+        images = self._images(given, tokens)
+        ends = np.cumsum([0, *(image.tokens for image in images)])
+        ends_of_rows = np.cumsum([0, *tokens])
+        if not np.isin(ends_of_rows, ends).all():
+            raise UnclearImages("pixel_values", f"has an image that begins in a row and ends in the next: {INSTEAD}")
+        cuts = np.searchsorted(ends, ends_of_rows).tolist()
+        shown = [tuple(images[begin:end]) for begin, end in pairwise(cuts)]
+        try:
+            return [
+                with_images(self._model, row, some) if some else None for row, some in zip(rows, shown, strict=True)
+            ]
+        except OutOfPlace as error:
+            raise UnclearImages("input_ids", str(error)) from None
+
+    def _check_types(self, name: str, types: torch.Tensor | None, ids: torch.Tensor) -> None:
+        """Whether they say of each token what its id says."""
+        if types is None or types.shape != ids.shape:
+            raise UnclearImages(name, f"is no tensor of the shape of `input_ids`: {_AS_TENSORS}")
+        expected = (ids == self._model.placeholder).long()
+        matters = name in inspect.signature(base_model(self._owners).forward).parameters
+        if matters and not torch.equal(types.long().to(ids.device), expected):
+            raise UnclearImages(
+                name, "marks other tokens than those that stand for images: videos and audio are not supported"
+            )
+        if not matters and name != IMAGE_TOKEN_TYPES and types.any():
+            raise UnclearImages(name, f"has no meaning to {type(base_model(self._owners)).__name__}: leave it out")
+
+    # -- images ----------------------------------------------------------------------------------------------------
+
+    def _images(self, given: Mapping[str, Any], tokens: Sequence[int]) -> list[Image]:
+        name = tuple(id(value) for value in given.values())
+        _, known = self._by_tensors.get(name, ((), []))
+        if known and sum(image.tokens for image in known) == sum(tokens):
+            return known
+        tensors = {name: _on_cpu(name, value) for name, value in given.items()}
+        before = len(self._by_content)
+        config: Any = base_model(self._owners).config
+        shares = shares_of_images(config.model_type, config, tensors, tokens)
+        images = [self._image(count, inputs) for count, inputs in shares]
+        if len(self._by_content) > before:  # else nothing of these tensors is kept but their ids
+            self._by_tensors[name] = [*given.values()], images
+        return images
+
+    def _image(self, tokens: int, inputs: dict[str, torch.Tensor]) -> Image:
+        kinds = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in inputs.items()]
+        digest = hashlib.blake2b(f"{tokens}{kinds}".encode(), digest_size=16, person=b"processed")
+        for tensor in inputs.values():
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        content = digest.digest()
+        if content not in self._by_content:
+            try:
+                first = self._key_of(content, tokens)
+            except UnreadableImage as error:
+                raise UnclearImages("pixel_values", f"holds an image {error}") from None
+            self._by_content[content] = Image(first, tokens, inputs)
+        return self._by_content[content]
+
+
+def _integers(value: Any) -> torch.Tensor | None:
+    """As rows; None if it is nothing of the kind."""
+    try:
+        tensor = torch.as_tensor(value, device=None if isinstance(value, torch.Tensor) else "cpu")
+    except Exception:
+        return None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.ndim not in (1, 2):
+        return None
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _on_cpu(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, torch.Tensor):
+        raise UnclearImages(name, f"is {a_kind(value)}: {_AS_TENSORS}")
+    if value.is_meta:
+        raise UnclearImages(name, "is on the meta device, where tensors have no values")
+    return value.detach().cpu()
