@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -206,7 +207,7 @@ _SPECIAL |= {"<start_of_audio>": "boa_token", "<end_of_audio>": "eoa_token"}
 @cache
 def model_of(family: str, device: str = "cpu") -> Any:
     """The same object at every call: leave it as you found it."""
-    known = PICTURED[family]
+    known = copy.deepcopy(PICTURED[family])  # some configs write into what they are given
     vocabulary = {"vocab_size": _WORDS + len(known.tokens) + 4}
     config = AutoConfig.for_model(
         known.model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from support_image_prompts import PICTURED, generated, inputs_of, model_of, pict
 from support_kernels import plain
 
 from hf_batchllm import BatchGenerator, PromptError
+from hf_batchllm.inputs.images import ready_images
 from hf_batchllm.model import image_features
 from hf_batchllm.planning.scheduler import FifoScheduler
 
@@ -237,6 +239,33 @@ def test_bad_images_are_errors_of_their_prompts(tmp_path: Any) -> None:
     assert result.token_ids[-1] == generated("llava", [user(shows(picture(1)), words(3))], 4)[0]
     with pytest.raises(PromptError, match="image"):
         generator.generate(chats, max_new_tokens=4, **OPTIONS)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_images_are_made_ready_by_several_threads(threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Objects, equal objects and a file that is cut off among them; each is made ready once."""
+    monkeypatch.setattr(ready_images, "threads_here", lambda: threads)
+    family, made = "qwen2_5_vl", []
+    processor = copy.copy(processor_of(family))
+    own = type(processor.image_processor).preprocess
+
+    def preprocess(self: Any, images: Any, *given: Any, **named: Any) -> Any:
+        made.append(threading.get_ident())
+        return own(self, images, *given, **named)
+
+    monkeypatch.setattr(type(processor.image_processor), "preprocess", preprocess)
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    sources = [str(tmp_path / "cut.png") if seed == 5 else picture(seed) for seed in range(8)]
+    chats = [user(words(number), shows(one)) for number, one in enumerate(sources)]
+    chats += [user(words(number), shows(picture(number))) for number in range(4)]
+    with BatchGenerator(model_of(family), processor, min_shared_tokens=2) as generator:
+        result = generator.generate(chats, max_new_tokens=4, on_error="record", **OPTIONS)
+    assert [each.index for each in result if each.error] == [5]
+    good = [chat for place, chat in enumerate(chats) if place != 5]
+    ran, seen = [each.token_ids for each in result if not each.error], len(made)
+    assert ran == generated(family, good, 4)
+    assert seen == 7 + 1, "seven pictures, and the first once more to compare tokens"
+    assert len(set(made[:seen])) > 1 or threads == 1
 
 
 def test_who_takes_no_images() -> None:

@@ -16,6 +16,7 @@ from ..results.notebook import in_notebook, tqdm
 from .log_bar import LogBar
 
 _MANY_TEXTS = 2048  # fewer are tokens soon
+_MANY_CHATS_WITH_IMAGES = 32  # an image takes a tenth of a second
 _MANY_PROMPTS = 10_000  # fewer are planned soon
 _LARGE_VOCABULARY = 100_000  # tokens; fewer are decoded soon
 _PATIENCE = 0.5  # seconds before a bar appears
@@ -68,6 +69,15 @@ def tokenizing_bar(texts: int) -> Iterator[Callable[[int], object]]:
     shown = texts >= _MANY_TEXTS and bars_shown(_wanted.get(), True)
     form = "{percentage:3.0f}%|{bar}| making tokens of prompts {n:,} / {total:,} [{elapsed}<{remaining}]"
     with open_bar(shown, total=texts, bar_format=form, leave=False, delay=_PATIENCE) as bar:
+        yield bar.update
+
+
+@contextmanager
+def images_bar(chats: int) -> Iterator[Callable[[int], object]]:
+    """Over chats whose images are loaded and made ready."""
+    shown = chats >= _MANY_CHATS_WITH_IMAGES and bars_shown(_wanted.get(), True)
+    form = "{percentage:3.0f}%|{bar}| reading images of chats {n:,} / {total:,} [{elapsed}<{remaining}]"
+    with open_bar(shown, total=chats, bar_format=form, leave=False, delay=_PATIENCE) as bar:
         yield bar.update
 
 

@@ -29,7 +29,7 @@ from .images.image_parts import has_images
 from .images.prompt_images import EncodedChat, PromptImages, PromptPlaces
 from .long_prompts import shortened, warn_of_cuts
 from .not_prompts import A_PROMPT_IS, PADDED_TENSOR, why_not_a_list
-from .preparing import tokenizing_bar
+from .preparing import images_bar, tokenizing_bar
 from .prompt_options import PromptOptions, names_for_each, options_of_each
 from .token_ids import ID_LIMIT, BadPrompt, NoTokens, OutsideVocabulary, packed_ids
 
@@ -204,7 +204,7 @@ def _encoded_with_images(
     known = images.none_so_far()
     for indices, encoder in in_groups(given, pictured, options):
         rows = images.encoded(processor, [given[index] for index in indices], encoder, known)
-        with tokenizing_bar(len(indices)) as told:
+        with images_bar(len(indices)) as told:
             for index, row in zip(indices, rows, strict=True):
                 yield index, row
                 told(1)

@@ -21,9 +21,10 @@ from ...wording import first_line
 from ..chats import ChatEncoder
 from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
-from .image_parts import UnreadableImage, digest_of, loaded, sources_of, with_bare_parts
+from .image_parts import UnreadableImage, sources_of, with_bare_parts
 from .processed_images import ProcessedImages
 from .prompt_images import FIRST_KEY, EncodedChat, Image
+from .ready_images import ReadyImage, ReadyImages, name_of
 from .shown_images import OutOfPlace, with_images
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
@@ -79,12 +80,19 @@ class ImageReader:
     ) -> Iterator[EncodedChat | BadPrompt]:
         """The chats, which have the same options. ``known``: the images of the call so far."""
         reading = _Reading(self, processor, encoder, image_model(self._model), known)
-        for chat in chats:
-            row = reading.encoded(chat)
-            if not self._same_as_processor and isinstance(row, EncodedChat):
-                self._same_as_processor = reading.compare(chat, row)
-            reading.forget_pictures()
-            yield row
+        looks_ahead = False
+        try:
+            for place, chat in enumerate(chats):
+                row = reading.encoded(chat)
+                if not self._same_as_processor and isinstance(row, EncodedChat):
+                    self._same_as_processor = reading.compare(chat, row)
+                if self._same_as_processor and not looks_ahead:
+                    looks_ahead = True
+                    reading.look_ahead(chats[place + 1 :])
+                reading.forget_pictures()
+                yield row
+        finally:
+            reading.close()
 
     def processed(self) -> ProcessedImages:
         """Takes in, for one call, what a processor has made of prompts with images already."""
@@ -116,6 +124,8 @@ class _Reading:
         self._stood_for: dict[int, Any] = {}  # what a small picture that goes through the processor stands for
         self._settings = repr(processor.image_processor.to_dict())
         self._pictures: dict[object, Any] = {}  # that the chat at hand has been the first to show
+        self._ready = ReadyImages(processor, known.by_content)
+        self._options: dict[str, Any] = {}  # of the processor, for images
         self._ours = copy.copy(processor)
         self._ours._process_images = self._known_images
 
@@ -160,7 +170,7 @@ class _Reading:
 
     def compare(self, chat: Sequence[Any], ours: EncodedChat) -> bool:
         """The processor's own call must give the same tokens: a class may do more than all others do."""
-        named = [_name_of(source) for source in sources_of(chat)]
+        named = [name_of(source, self._options) for source in sources_of(chat)]
         if any(name not in self._pictures for name in named):
             return False  # an earlier chat, that could not be encoded, has shown it first
         pictures = [self._pictures[name] for name in named]
@@ -171,42 +181,49 @@ class _Reading:
             )
         return True
 
+    def look_ahead(self, chats: Sequence[Any]) -> None:
+        self._ready.look_ahead(chats, self._options)
+
     def forget_pictures(self) -> None:
         self._pictures.clear()
+
+    def close(self) -> None:
+        self._ready.close()
 
     # -- images ----------------------------------------------------------------------------------------------------
 
     def _known_images(self, images: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
         """In the place of the processor's method of this name: the texts that stand for images."""
+        self._options = options
         for stand_in in _flat(images):
             source = self._stood_for[id(stand_in)]
-            named = _name_of(source), repr(options)
+            named = name_of(source, options)
             if named not in self._by_source:
-                picture = self._pictures[named[0]] = loaded(source)
-                self._by_source[named] = self._read(picture, options), source
+                ready = self._ready.take(source, options)
+                self._pictures[named] = ready.picture
+                self._by_source[named] = self._known(ready), source
             self._shown.append(self._by_source[named][0])
         return {}, [known.text for known in self._shown]
 
-    def _read(self, image: Any, options: dict[str, Any]) -> _Known:
-        digest = digest_of(image, options)
-        content = digest.digest()
+    def _known(self, ready: ReadyImage) -> _Known:
+        content = ready.content
         if content not in self._by_content:
-            made, (text,) = type(self._processor)._process_images(
-                self._processor, [[image]], **{**options, "return_tensors": "pt"}
-            )
+            made, text = ready.made.result()
             tokens = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
             count = sum(token == self._model.placeholder for token in tokens)
             taken = [name for name in self._model.inputs if made.get(name) is not None]
-            inputs = {name: torch.as_tensor(made[name], device="cpu") for name in taken}
+            inputs = {name: self._kept(torch.as_tensor(made[name], device="cpu")) for name in taken}
             # The owner may change what the processor makes of an image between two calls.
+            digest = ready.digest.copy()
             digest.update(f"{self._settings}{text}".encode())
             first = self._reader.key_of(digest.digest(), count)
             self._by_content[content] = _Known(Image(first, count, inputs), text)
+        self._ready.drop(content)
         return self._by_content[content]
 
-
-def _name_of(source: Any) -> object:
-    return source if isinstance(source, (str, bytes)) else id(source)
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the model's own type, which it would get in any case, and which mostly takes half of the memory."""
+        return tensor.to(self._model.inner.dtype) if tensor.is_floating_point() else tensor
 
 
 def _flat(images: Any) -> list[Any]:
