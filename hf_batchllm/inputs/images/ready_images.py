@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from transformers import ProcessorMixin
-
 from .image_parts import digest_of, loaded, sources_of
 from .read_ahead import ReadAhead, threads_here
 
@@ -31,7 +29,7 @@ class ReadyImage:
 class ReadyImages:
     """Of the chats of one processor. ``known``: contents that need not be made again."""
 
-    def __init__(self, processor: ProcessorMixin, known: Container[bytes]) -> None:
+    def __init__(self, processor: Any, known: Container[bytes]) -> None:
         self._processor = processor
         self._known = known
         self._lock = Lock()
@@ -41,7 +39,7 @@ class ReadyImages:
     def look_ahead(self, chats: Sequence[Any], options: dict[str, Any]) -> None:
         """Images of these chats will be taken in this order, with these options of the processor."""
         threads = threads_here()
-        classes = type(self._processor), type(self._processor.image_processor)  # type: ignore[attr-defined]
+        classes = type(self._processor), type(self._processor.image_processor)
         if threads == 1 or len(chats) < 2 or not all(cls.__module__.startswith(_THEIRS) for cls in classes):
             return
         self._ahead = ReadAhead(self._ready, threads)
@@ -74,9 +72,8 @@ class ReadyImages:
             made = self._made.setdefault(content, Future())
         if mine and content not in self._known:
             try:
-                inputs, (text,) = type(self._processor)._process_images(
-                    self._processor, [[picture]], **{**options, "return_tensors": "pt"}
-                )
+                process: Any = type(self._processor)._process_images
+                inputs, (text,) = process(self._processor, [[picture]], **{**options, "return_tensors": "pt"})
                 made.set_result((inputs, text))
             except BaseException as error:
                 made.set_exception(error)

@@ -37,7 +37,8 @@ def _runs(at: np.ndarray, images: Sequence[Image], tokens: int) -> np.ndarray:
         raise OutOfPlace("shows two images with nothing between them, so that each would see the other: not supported")
     if runs[-1, 1] == tokens:
         raise OutOfPlace("ends with an image: in this model something must follow it, as its template has it")
-    return runs[runs[:, 1] - runs[:, 0] > 1]
+    longer: np.ndarray = runs[runs[:, 1] - runs[:, 0] > 1]
+    return longer
 
 
 def _places(model: ImageModel, ids: np.ndarray, shown: Sequence[Image]) -> PromptPlaces | None:

@@ -56,12 +56,14 @@ def _one(source: Any) -> str:
 def _as_small_jpeg(source: Any) -> str | None:
     from PIL import Image
 
+    image: Image.Image
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         if not os.path.isfile(name) or os.path.getsize(name) > _MOST_BYTES:
             return None
-        image = Image.open(name)
-        image.draft("RGB", (_SIDE, _SIDE))  # a large JPEG is read in a small size
+        opened = Image.open(name)
+        opened.draft("RGB", (_SIDE, _SIDE))  # a large JPEG is read in a small size
+        image = opened
     elif isinstance(source, Image.Image):
         image = source.copy()
     else:
