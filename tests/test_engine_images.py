@@ -199,9 +199,10 @@ def test_samples_beams_and_penalties(family: str, device: str) -> None:
     assert result.token_ids[:3] == alone[0].token_ids
 
 
-def test_a_token_of_images_that_stands_for_none(device: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "gemma4"])
+def test_a_token_of_images_that_stands_for_none(family: str, device: str) -> None:
     """In a text it is a token like any other, also beside a chat with an image in one step."""
-    family, model = "qwen3_vl", model_of("qwen3_vl", device)
+    model = model_of(family, device)
     bare = [3, model.config.image_token_id, model.config.image_token_id, 7]
     chat = user(shows(picture(1)), words(4))
     with BatchGenerator(model, processor_of(family), page_size=16) as generator:
@@ -209,6 +210,18 @@ def test_a_token_of_images_that_stands_for_none(device: str) -> None:
     ids = torch.tensor([bare], device=device)
     alone = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert result.token_ids == [alone[0, 4:].tolist(), *generated(family, [chat], 6, device)]
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma4"])
+def test_chats_without_images_are_not_padded(family: str, device: str) -> None:
+    """Some processors pad the texts of a list to one length, unless they are told not to."""
+    chats = [user(words(5)), user(words(*range(6, 20))), user(shows(picture(1)), words(4))]
+    model, processor = model_of(family, device), processor_of(family)
+    with BatchGenerator(model, processor, page_size=16) as generator:
+        for given in ({}, {"chat_template_kwargs": {"processor_kwargs": {"padding": True}}}):
+            result = generator.generate(chats, max_new_tokens=6, **OPTIONS, **given)
+            assert [each.prompt_token_ids for each in result[:2]] == [[1, 5, 2], [1, *range(6, 20), 2]]
+            assert result.token_ids == generated(family, chats, 6, device)
 
 
 @pytest.mark.some_cases

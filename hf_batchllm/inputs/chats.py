@@ -97,11 +97,13 @@ class ChatEncoder:
     continued: bool
 
     def __call__(self, tokenizer: Any, chats: list[Any]) -> Sequence[Any]:
+        given = self._given()
+        if "processor_kwargs" in inspect.signature(tokenizer.apply_chat_template).parameters:
+            # Some processors pad the chats of a list to one length, unless they are told not to.
+            given, of_call = self._given_to(tokenizer)
+            given["processor_kwargs"] = of_call | {"padding": False}
         encoded: Any = tokenizer.apply_chat_template(
-            [list(chat) for chat in chats],
-            tokenize=True,
-            return_dict=False,
-            **self._given(),
+            [list(chat) for chat in chats], tokenize=True, return_dict=False, **given
         )
         # Multimodal processors, and tokenizers with a method of their own, return a dict all the same.
         rows: Sequence[Any] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
@@ -109,13 +111,18 @@ class ChatEncoder:
 
     def text(self, processor: Any, chat: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         """The chat as one text, and what the call is given that makes tokens of it."""
+        given, of_call = self._given_to(processor)
+        return processor.apply_chat_template(list(chat), tokenize=False, **given), of_call
+
+    def _given_to(self, processor: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the template of a processor is given, and what its call."""
         given = self._given()
         of_call = dict(given.pop("processor_kwargs", None) or {})
         # As transformers does: what neither the template nor its method names is for the processor.
-        template = getattr(processor, "chat_template", None)
-        known = {*re.findall(r"\w+", str(template)), *inspect.signature(processor.apply_chat_template).parameters}
+        templates = f"{getattr(processor, 'chat_template', None)} {given.get('chat_template')}"
+        known = {*re.findall(r"\w+", templates), *inspect.signature(processor.apply_chat_template).parameters}
         of_call |= {name: given.pop(name) for name in [*given] if name not in known}
-        return processor.apply_chat_template(list(chat), tokenize=False, **given), of_call
+        return given, of_call
 
     def _given(self) -> dict[str, Any]:
         given: dict[str, Any] = dict(self.options.chat_template_kwargs or {})

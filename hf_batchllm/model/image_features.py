@@ -132,10 +132,10 @@ class ImageFeatures:
             del self._features[first]
 
     def _of_text(self, count: int) -> list[torch.Tensor]:
-        """For a placeholder that stands for no image, its own embedding: as in a text."""
+        """For a placeholder that stands for no image, what the model embeds in its place: as in a text."""
         known = next(iter(self._features.values()))
         embedding = self.inner.get_input_embeddings()
-        token = torch.full((count,), self.placeholder, dtype=torch.long, device=known[0].device)
+        token = torch.full((count,), self._model.in_text, dtype=torch.long, device=known[0].device)
         return [embedding(token).to(known[0].dtype), *(level.new_zeros(count, level.shape[1]) for level in known[1:])]
 
     @property

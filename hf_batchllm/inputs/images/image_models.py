@@ -38,6 +38,7 @@ class ImageModel:
 
     inner: Any
     placeholder: int  # the id of a token that stands for a part of an image
+    in_text: int  # the id whose embedding a placeholder gets that stands for no image
     inputs: frozenset[str]  # what `get_image_features` takes
     two_way: str | None  # in which layers a token of an image sees all of the image; None: it sees what is before it
 
@@ -72,7 +73,8 @@ def image_model(model: nn.Module) -> ImageModel:
     if placeholder is None:
         placeholder = inner.config.image_token_index
     parameters = inspect.signature(module.get_image_features).parameters
-    return ImageModel(module, int(placeholder), frozenset(parameters) - {"kwargs"}, _two_way(inner))
+    in_text = int(inner.config.get_text_config().pad_token_id if inner.config.model_type == "gemma4" else placeholder)
+    return ImageModel(module, int(placeholder), in_text, frozenset(parameters) - {"kwargs"}, _two_way(inner))
 
 
 def _two_way(inner: Any) -> str | None:
