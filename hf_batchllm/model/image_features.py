@@ -19,6 +19,7 @@ from ..errors import UnsupportedModelError
 from ..inputs.images.image_models import image_model
 from ..inputs.images.prompt_images import FIRST_KEY, Image
 from ..inputs.prompts import Prompt
+from ..patches.tower_attention import TowerAttention
 from ..planning.requests_and_prefixes import Prefix, Request, units_below
 from ..wording import counted
 from .device_memory import DeviceMemory, is_out_of_memory
@@ -41,6 +42,7 @@ class ImageFeatures:
         self._readers: Counter[int] = Counter()  # units that have yet to be computed to the image's end
         self._seen: set[int] = set()  # images that have been encoded at least once
         self._form: _Form | None = None
+        self._attention = TowerAttention(self._model.inner)
         self._adapter: object = None  # under which features were made
         self._read = 0  # images that the tower has read; one that was needed again counts again
         self._runs = 0  # of the tower
@@ -198,7 +200,8 @@ class ImageFeatures:
         for name in images[0].inputs:
             tensor = torch.cat([image.inputs[name] for image in images]).to(weight.device)
             inputs[name] = tensor.to(inner.dtype) if tensor.is_floating_point() else tensor
-        found: Any = inner.get_image_features(**inputs, return_dict=True)
+        with self._attention.applied():
+            found: Any = inner.get_image_features(**inputs, return_dict=True)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         counts = [image.tokens for image in images]
         parts = []
