@@ -32,9 +32,9 @@ class TowerAttention:
     """Of one model: its tower attends to pieces of one length at once, if it packs them at all."""
 
     def __init__(self, inner: Any) -> None:
-        tower = getattr(inner, "visual", None)
+        tower: Any = getattr(inner, "visual", None)
         self._swap = AttentionSwap(tower) if isinstance(tower, nn.Module) and _packs(tower) else None
-        self._tower = tower
+        self._tower: Any = tower
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ def attend_in_pieces(
 def _in_pieces(states: torch.Tensor, length: int, places: torch.Tensor | None) -> torch.Tensor:
     """[1, heads, patches, dim] -> [pieces, heads, length, dim]"""
     chosen = states[0] if places is None else states[0].index_select(1, places)
-    return chosen.unflatten(1, (-1, length)).transpose(0, 1)
+    return chosen.view(chosen.shape[0], -1, length, chosen.shape[2]).transpose(0, 1)
 
 
 def _pieces(ends: torch.Tensor) -> _Pieces:
