@@ -74,6 +74,29 @@ def test_schedulers_do_not_cut_them(scheduler: Any, budget: int) -> None:
     assert all(unit.done for unit in [*requests, alone])
 
 
+@pytest.mark.parametrize("budget", [15, 16, 18, 40])
+def test_images_do_not_wait_until_all_rows_have_ended(budget: int) -> None:
+    """Steps that are hardly longer than an image have no room for it beside decode rows."""
+    cache, count, new = PagedCache(2000, 4), 10, 30
+    requests = [
+        Request(index, np.arange(20, dtype=np.int32), new, rank=index, two_way=np.array([[3, 18]]))
+        for index in range(count)
+    ]
+    for unit in requests:
+        cache.attach(unit, None)
+    chosen, steps, most_rows = GroupScheduler(), 0, 0
+    chosen.start(requests, cache, budget)
+    while (step := chosen.next()) is not None:
+        steps += 1
+        most_rows = max(most_rows, len(step.rows))
+        for unit in step.sampling():
+            unit.append(1, False)
+            if unit.done:
+                chosen.finish(unit)
+    assert most_rows == count
+    assert steps < 3 * new
+
+
 @pytest.mark.parametrize("most", [1, 3, 5, 14, 39])
 def test_smaller_parts_of_a_step(most: int) -> None:
     units = [request(), request(index=1)]

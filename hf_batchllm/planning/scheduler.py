@@ -45,6 +45,7 @@ class QueueScheduler(BaseScheduler):
         self.preemptions = 0
         self._some_gave_up = self._withdrew = False
         self._at_work_now: set[Unit] = set()  # units with a chunk in the step that is being made
+        self._rows_left_no_room = False  # in the latest step, for an image that is not to be cut
 
     def limit_steps(self, tokens: int | None) -> None:
         self.max_batch_tokens = self._given_tokens if tokens is None else min(self._given_tokens, tokens)
@@ -174,12 +175,18 @@ class QueueScheduler(BaseScheduler):
                 break
         return used
 
-    @staticmethod
-    def _whole_images(unit: Unit, count: int, step: Step) -> int:
+    def _whole_images(self, unit: Unit, count: int, step: Step) -> int:
         """Of ``count`` tokens as many as end where a chunk may end. In an empty step there are some, come what may."""
         begin = unit.computed
         whole = unit.chunk_end(begin, begin + count) - begin
+        if whole == 0 and step.rows:
+            self._rows_left_no_room = True
         return whole if whole or step.rows or step.chunks else unit.shortest_chunk_end(begin) - begin
+
+    def _rows_wait_for_images(self, prefilling: bool) -> bool:
+        """Whether the next step is for prompts alone: else an image could wait until nearly all rows have ended."""
+        wait, self._rows_left_no_room = self._rows_left_no_room and prefilling, False
+        return wait
 
     def _row(self, request: Request, step: Step) -> None:
         step.rows.append(request)
@@ -233,7 +240,8 @@ class GroupScheduler(QueueScheduler):
         for request in prefilling:  # before anything is in the step: others may have to give their pages back
             if request.made and request in self.running:  # it has jumped
                 self._room_to_grow(request)
-        if len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling):
+        wait = self._rows_wait_for_images(any(request in self.running for request in prefilling))
+        if not wait and (len(ready) >= self.gather_rows or not self._prompts_fill_a_step(prefilling)):
             running, page_size = self.running, self.cache.page_size
             for request in ready:
                 if budget == 0:

@@ -55,7 +55,8 @@ class BeamScheduler(QueueScheduler):
         prefilling = [group for group in running if self._has_prefill(group)]
         rows = sum(group.width for group in running) - sum(group.width for group in prefilling)
         wait = rows < self.gather_rows and self._prompts_fill_a_step(prefilling)
-        for group in prefilling if wait else running:
+        for_images = self._rows_wait_for_images(bool(prefilling))
+        for group in prefilling if wait or for_images else running:
             if group.in_step and len(step.rows) >= rows_at_most:
                 continue  # its turn is the next one
             # A group that is no longer running has just given its pages to an older one.
@@ -72,6 +73,8 @@ class BeamScheduler(QueueScheduler):
                 group.restore()
                 self._promise(promised, group)
                 budget -= self._add_to_step(group, step, budget)
+        if for_images and not step.tokens:
+            return self.next()  # the groups with images have given their pages back
         if not step.tokens and not self._withdrew and self.on_their_way:
             return None
         return self._checked(step)
