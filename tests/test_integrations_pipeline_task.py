@@ -1,4 +1,4 @@
-"""The task is known after ``import hf_batchllm``, whatever is imported first, and the import itself stays light."""
+"""The tasks are known after ``import hf_batchllm``, whatever is imported first, and the import itself stays light."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from transformers.pipelines import PIPELINE_REGISTRY
 import hf_batchllm
 
 ROOT = Path(__file__).resolve().parents[1]
-TASK = "batch-text-generation"
+TASKS = {"batch-text-generation", "batch-image-text-to-text"}
 
 KNOWN = """
 import sys, transformers
 from transformers.pipelines import PIPELINE_REGISTRY, check_task, get_supported_tasks
-name, entry, _ = check_task("batch-text-generation")
-impl = entry["impl"]
-if isinstance(impl, str):
-    import importlib
-    module, _, name = impl.rpartition(".")
-    impl = getattr(importlib.import_module(module), name)
-assert impl.__name__ == "BatchTextGenerationPipeline"
-assert entry["pt"] == check_task("text-generation")[1]["pt"]
-assert "batch-text-generation" in get_supported_tasks()
-assert not hasattr(impl, "_registered_impl")
+for batch, like, own in (
+    ("batch-text-generation", "text-generation", "BatchTextGenerationPipeline"),
+    ("batch-image-text-to-text", "image-text-to-text", "BatchImageTextToTextPipeline"),
+):
+    name, entry, _ = check_task(batch)
+    impl = entry["impl"]
+    if isinstance(impl, str):
+        import importlib
+        module, _, name = impl.rpartition(".")
+        impl = getattr(importlib.import_module(module), name)
+    assert impl.__name__ == own
+    assert entry["pt"] == check_task(like)[1]["pt"]
+    assert batch in get_supported_tasks()
+    assert not hasattr(impl, "_registered_impl")
 module = sys.modules["transformers.pipelines"]
 assert type(module.__loader__).__module__.startswith("_frozen_importlib"), module.__loader__
 assert module.__spec__.loader is module.__loader__
@@ -64,7 +68,7 @@ def run(code: str) -> str:
     ],
     ids=["ours first", "transformers first"],
 )
-def test_the_task_is_known(imports: str) -> None:
+def test_the_tasks_are_known(imports: str) -> None:
     errors = run(f"import sys\n{imports}\n{KNOWN}")
     assert "already registered" not in errors
 
@@ -86,5 +90,5 @@ def test_a_reload_registers_once_more_and_says_nothing(caplog: pytest.LogCapture
     assert list(PIPELINE_REGISTRY.supported_tasks) == list(before)
     assert sys.meta_path == finders
     assert not caplog.records
-    assert TASK in transformers.pipelines.get_supported_tasks()
+    assert set(transformers.pipelines.get_supported_tasks()) >= TASKS
     assert not hasattr(TextGenerationPipeline, "_registered_impl")

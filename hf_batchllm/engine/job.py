@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -148,7 +148,7 @@ class JobChecks:
             inferred = inferred_mask(self._model, resolved[0], padded) if padded.mask is None else None
             checked, problems = padded.unpadded(inferred, architecture.vocab_size)
             if padded.beside and not problems:
-                checked = self.processed_images().with_images(padded, checked)
+                checked = self._showing(padded, [prompt for prompt in checked if prompt is not None])
         if isinstance(generation_config, list | tuple):
             if len(resolved) != len(checked):
                 raise OptionValueError(
@@ -222,6 +222,11 @@ class JobChecks:
     def _drawn_seed(self) -> int:
         """Where a call samples and was given no seed."""
         return int(torch.randint(2**63 - 1, (), device="cpu").item())
+
+    def _showing(self, batch: PaddedBatch, prompts: list[Prompt]) -> list[Prompt | None]:
+        """The rows of a batch with the images that they show."""
+        shown = self.processed_images().of_batch(batch.ids, [prompt.ids for prompt in prompts], batch.beside)
+        return [replace(prompt, images=images) for prompt, images in zip(prompts, shown, strict=True)]
 
     def processed_images(self) -> ProcessedImages:
         """Takes in what a processor makes of prompts with images."""

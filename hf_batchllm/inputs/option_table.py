@@ -32,13 +32,15 @@ TABLE: dict[str, OptionRow] = {
         _added(
             "prompts",
             None,
-            "The first argument: a list of strings, lists of token ids, 1-D tensors and chats, mixed as you like, or a "
-            "single prompt. A BatchResult comes back. (A 2-D tensor in its place is taken for `input_ids`.)",
+            "The first argument: a list of strings, lists of token ids, 1-D tensors, chats and what a processor makes "
+            "of a prompt with images, mixed as you like; or a single prompt. A BatchResult comes back. (A 2-D tensor "
+            "in its place is taken for `input_ids`.)",
         ),
         _honoured(
             "input_ids",
             None,
-            "Rows padded on either side. A tensor or a ModelOutput comes back, padded as by `generate`.",
+            "Rows padded on either side. A tensor or a ModelOutput comes back, padded as by `generate`. Pixels that a "
+            "processor makes go beside it: `generate(**inputs)` (docs/images.md).",
             **_TENSORS_ONLY,
         ),
         _honoured("inputs", None, "The same as `input_ids`.", **_TENSORS_ONLY),

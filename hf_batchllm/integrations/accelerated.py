@@ -78,8 +78,9 @@ def accelerated(
 
     ``model.generate_batch``, and the manager of ``model.init_continuous_batching``, are served in the same way.
 
-    A text-generation pipeline computes all inputs of a call at once, whatever its ``batch_size``. Datasets and
-    generators are read to their end first. A call that cannot be served goes the pipeline's usual way.
+    A pipeline, for text-generation or image-text-to-text, computes all inputs of a call at once, whatever its
+    ``batch_size``. Datasets and generators are read to their end first. A call that cannot be served goes the
+    pipeline's usual way.
     """
     return _Block(_block, (model, tokenizer, config, fields), {})
 

@@ -40,8 +40,9 @@ class BatchPipeline(Pipeline):
         fields = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
         self._batch_config = BatchConfig.of(batch_config, fields, "batch_config")
         self._refuse_overridden_methods()
-        _check_generation_config(kwargs.get("generation_config"))
-        super().__init__(*args, task=self._stock_task, **kwargs)  # transformers looks up defaults and checks by it
+        check_one_config(kwargs.get("generation_config"))
+        stock: Any = super()
+        stock.__init__(*args, task=self._stock_task, **kwargs)  # transformers looks up defaults and checks by it
         self.task = task or self._own_task
         self._refuse_unknown_options(options_for_generate(self, dict(self._forward_params)))
         self._closed = False
@@ -87,7 +88,7 @@ class BatchPipeline(Pipeline):
             if name in kwargs:
                 made = f"pipeline({self._own_task!r}, ..., {name}=...)"
                 raise ConfigError(f"`{name}` is set when the pipeline is made: {made}")
-        _check_generation_config(kwargs.get("generation_config"))
+        check_one_config(kwargs.get("generation_config"))
         template = kwargs.pop(CHAT_OPTIONS, None)
         stock: Any = super()
         parameters: tuple[Parameters, Parameters, Parameters] = stock._sanitize_parameters(*args, **kwargs)
@@ -173,7 +174,7 @@ class BatchPipeline(Pipeline):
         return [name for name in named if name not in ("self", "kwargs", "generate_kwargs", *TABLE)]
 
 
-def _check_generation_config(given: Any) -> None:
+def check_one_config(given: Any) -> None:
     if isinstance(given, list | tuple):
         why = "is a list: a pipeline takes one for all prompts; BatchGenerator(model, tokenizer).generate takes a list"
         raise UnsupportedOptionError("generation_config", why)

@@ -10,17 +10,19 @@ from ..errors import UnsupportedOptionError
 from ..inputs.option_row import OptionKind
 from ..inputs.option_table import TABLE, names
 from ..results.sharing_plan import SharingPlan
-from .batch_pipeline import BatchPipeline
+from .batch_pipeline import BatchPipeline, check_one_config
 from .image_pipeline_call import ImagePipelineCall
 from .image_pipeline_inputs import as_image_inputs
 from .pipeline_options import IN_ONE, Parameters
 from .pipeline_task import IMAGE_TASK, TASKS, register_task
 
 # Names that the template or the processor has, too. Of all others it is certain that ``generate`` is meant.
-_NOT_FOR_GENERATE = ("chat_template_kwargs", "continue_final_message", "max_length", "max_new_tokens", "prompts")
-_NOT_FOR_GENERATE += ("tokenizer", "tools", "truncation_side")
-_OURS = names(kind=OptionKind.ADDED) - {*_NOT_FOR_GENERATE}
-_THEIRS = frozenset(TABLE) - _OURS - {*_NOT_FOR_GENERATE}
+_AMBIGUOUS = {
+    *("chat_template_kwargs", "continue_final_message", "max_length", "max_new_tokens", "prompts", "tokenizer"),
+    *("tools", "truncation_side"),
+}
+_OURS = names(kind=OptionKind.ADDED) - _AMBIGUOUS
+_THEIRS = frozenset(TABLE) - _OURS - _AMBIGUOUS
 
 
 class BatchImageTextToTextPipeline(BatchPipeline, ImageTextToTextPipeline):
@@ -66,8 +68,9 @@ class BatchImageTextToTextPipeline(BatchPipeline, ImageTextToTextPipeline):
         for name in kwargs:
             if name in _THEIRS:  # transformers would hand it to the processor, which passes over it
                 raise UnsupportedOptionError(name, f"goes to `generate`: pass {IN_ONE}={{{name!r}: ...}}")
-        if kwargs.get(IN_ONE) is not None:  # of which transformers makes its own
-            kwargs[IN_ONE] = dict(kwargs[IN_ONE])
+        if kwargs.get(IN_ONE) is not None:
+            kwargs[IN_ONE] = dict(kwargs[IN_ONE])  # transformers writes into it
+            check_one_config(kwargs[IN_ONE].get("generation_config"))
         preprocess, forward, postprocess = super()._sanitize_parameters(*args, **kwargs)
         return preprocess, {**forward, **ours}, postprocess
 

@@ -14,6 +14,8 @@ from .pipeline_call import EncodedInput, PipelineCall, PreparedInputs, TokenGene
 from .pipeline_options import Parameters
 from .remembered_images import with_remembered_images
 
+_OF_PROCESSOR = "processor_kwargs"
+
 
 class ImagePipelineCall(PipelineCall):
     _instead_of_a_cut = "make the prompt shorter, or the images smaller"
@@ -34,7 +36,10 @@ class ImagePipelineCall(PipelineCall):
         return why_not_processed(given, error)
 
     def _options_of(self, given: Any) -> Parameters:
-        return {**self._preprocess, **self._chat_options} if isinstance(given, Chat) else {**self._preprocess}
+        options = {**self._preprocess, **(self._chat_options if isinstance(given, Chat) else {})}
+        if options.get(_OF_PROCESSOR) is not None:  # transformers writes into it, for this prompt
+            options[_OF_PROCESSOR] = dict(options[_OF_PROCESSOR])
+        return options
 
     def _add(self, prepared: PreparedInputs, given: Any, encoded: Any) -> None:
         made = dict(encoded)

@@ -25,7 +25,8 @@ def as_image_inputs(images: Any, text: Any) -> Any:
     given = images if text is None else text
     if isinstance(given, Mapping):
         return as_image_input(given)
-    if text is None and not isinstance(images, Iterator) and valid_images(images):
+    is_list = isinstance(images, list | tuple)
+    if text is None and (images if is_list else not isinstance(images, Iterator)) and valid_images(images):
         raise PromptsTypeError("there are images, and no text: pass `text`, too, or a chat that shows them")
     return as_inputs(given, as_image_input)
 

@@ -20,7 +20,8 @@ def with_remembered_images(pipe: Pipeline) -> Pipeline:
     """For ``preprocess``, in one call: a copy; or the pipeline itself, if not all is transformers' own."""
     processor: Any = pipe.processor
     inner = getattr(processor, "image_processor", None)
-    is_stock = type(pipe).preprocess is ImageTextToTextPipeline.preprocess and "preprocess" not in vars(pipe)
+    own: Any = type(pipe).preprocess
+    is_stock = own is ImageTextToTextPipeline.preprocess and "preprocess" not in vars(pipe)
     if not is_stock or not isinstance(processor, ProcessorMixin) or not isinstance(inner, ImageProcessingMixin):
         return pipe
     remembering = copy.copy(pipe)

@@ -20,9 +20,7 @@ from transformers import BatchFeature
 from ...errors import UnsupportedOptionError
 from ...wording import a_kind
 from ..base_model import base_model
-from ..padded_batch import PaddedBatch
-from ..prompts import Prompt
-from ..token_ids import ID_LIMIT, BadPrompt
+from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage
 from .image_shares import INSTEAD, UnclearImages, shares_of_images
@@ -81,34 +79,35 @@ class ProcessedImages:
         mask = _integers(given["attention_mask"]) if has_mask else torch.ones_like(ids)
         if mask is None or mask.shape != ids.shape:
             return BadPrompt("holds an `attention_mask` of another shape than its `input_ids`")
-        batch = PaddedBatch(ids, mask != 0, beside)
-        rows, problems = batch.unpadded(None, ID_LIMIT)
-        if problems:
-            return BadPrompt(next(iter(problems.values())))
-        good = [row.ids for row in rows if row is not None]
+        rows = [_unpadded(row, kept) for row, kept in zip(ids.cpu().numpy(), mask.cpu().numpy() != 0, strict=True)]
+        good = [row for row in rows if isinstance(row, np.ndarray)]
+        if len(good) < len(rows):
+            return next(row for row in rows if isinstance(row, BadPrompt))
         try:
-            shown = self._shown(batch, good)
+            shown = self._shown(ids, good, beside)
         except UnclearImages as unclear:
             return BadPrompt(f"holds `{unclear.name}`, which {unclear.why}")
         return [EncodedChat(row, images) for row, images in zip(good, shown, strict=True)]
 
-    def with_images(self, batch: PaddedBatch, prompts: Sequence[Prompt | None]) -> list[Prompt | None]:
-        """The rows of a batch, all of which can be run, with the images that they show."""
-        good = [prompt for prompt in prompts if prompt is not None]
+    def of_batch(
+        self, ids: torch.Tensor, rows: Sequence[np.ndarray], beside: Mapping[str, Any]
+    ) -> list[PromptImages | None]:
+        """What each row shows. ``ids``: with padding; ``rows``: without; ``beside``: what goes with them."""
         try:
-            shown = self._shown(batch, [prompt.ids for prompt in good])
+            return self._shown(ids, rows, beside)
         except UnclearImages as unclear:
             raise UnsupportedOptionError(unclear.name, unclear.why) from None
-        return [Prompt(prompt.ids, prompt.key, images) for prompt, images in zip(good, shown, strict=True)]
 
-    def _shown(self, batch: PaddedBatch, rows: Sequence[np.ndarray]) -> list[PromptImages | None]:
-        beside = {name: value for name, value in batch.beside.items() if value is not None}
+    def _shown(
+        self, ids: torch.Tensor, rows: Sequence[np.ndarray], beside: Mapping[str, Any]
+    ) -> list[PromptImages | None]:
+        beside = {name: value for name, value in beside.items() if value is not None}
         given = {name: value for name, value in beside.items() if name in IMAGE_TENSORS}
         why_not = why_no_images(self._owners) if beside else None
         if why_not is not None:
             raise UnclearImages(next(iter(beside)), f"cannot be taken: {why_not}")
         for name in beside.keys() - given.keys():
-            self._check_types(name, _integers(beside[name]), batch.ids)
+            self._check_types(name, _integers(beside[name]), ids)
         if not given:
             return [None] * len(rows)
         tokens = [int(np.count_nonzero(row == self._model.placeholder)) for row in rows]
@@ -170,6 +169,15 @@ class ProcessedImages:
                 raise UnclearImages("pixel_values", f"holds an image {error}") from None
             self._by_content[content] = Image(first, tokens, inputs)
         return self._by_content[content]
+
+
+def _unpadded(ids: np.ndarray, kept: np.ndarray) -> np.ndarray | BadPrompt:
+    columns = np.flatnonzero(kept)
+    if not len(columns):
+        return BadPrompt("is all padding: it has no token to begin from")
+    if columns[-1] - columns[0] >= len(columns):
+        return BadPrompt("is masked in its middle: padding belongs at the ends of a row")
+    return ids[columns[0] : columns[-1] + 1]
 
 
 def _integers(value: Any) -> torch.Tensor | None:
