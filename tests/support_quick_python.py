@@ -2,8 +2,8 @@
 
 ``QuickPython`` stands in for ``subprocess.Popen``, and ``run`` for ``subprocess.run``. A command, a script or a module
 runs as Python itself would run it. What asks for another Python, by an option or by a variable that counts when Python
-starts, is started anew; so is what is no Python, and all there is where this system has no such fork. A forked process
-starts its own in the same way if it asks for it here.
+starts, is started anew; so is what is no Python, and all there is where this system has no such fork, or a GPU. A
+forked process starts its own in the same way if it asks for it here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 _MOST_BYTES = 1 << 17  # of a message
@@ -307,7 +309,9 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 def _asked(said: Mapping[str, Any]) -> Asked | None:
     """None for what is to be started anew."""
-    if sys.platform != "linux" or said["shell"] or said["preexec_fn"] or isinstance(said["args"], str | bytes):
+    if sys.platform != "linux" or torch.cuda.is_available():  # a driver is not to be forked
+        return None
+    if said["shell"] or said["preexec_fn"] or isinstance(said["args"], str | bytes):
         return None
     program, *words = map(os.fspath, said["args"])
     environment = dict(os.environ if said["env"] is None else said["env"])

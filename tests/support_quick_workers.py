@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import torch
 from support_quick_python import QuickPython
 
 from hf_batchllm.pool import worker_handle
@@ -18,8 +17,7 @@ from hf_batchllm.pool import worker_handle
 
 def quick_workers() -> None:
     """From now on, pools of this process have such workers."""
-    if not torch.cuda.is_available():  # a driver is not to be forked
-        worker_handle.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": QuickPython})  # type: ignore[assignment]
+    worker_handle.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": QuickPython})  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
