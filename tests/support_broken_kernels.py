@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support_quick_python import QuickPython
+
+from hf_batchllm.kernel_check import run_in_child
 
 START = """\
 import sys
@@ -40,8 +45,14 @@ def broken(
     way: str | None,
     kernel: str = "decode_triton.attend_items",
     code: str = "0",
+    anew: bool = False,
 ) -> None:
-    """From now on each check runs interpreted kernels, of which one is broken; none if ``way`` is None."""
+    """From now on each check runs interpreted kernels, of which one is broken; none if ``way`` is None.
+
+    ``anew``: each child starts as it does for users, and not as a fork of one that has imported PyTorch and Triton.
+    """
+    if not anew:
+        patch.setattr(run_in_child, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": QuickPython}))
     patch.setenv("TRITON_INTERPRET", "1")
     patch.setenv("HF_BATCHLLM_CHECK", "always")
     patch.setenv("HF_BATCHLLM_CHECK_SECONDS", "60" if way != "hung" else "6")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from support_kernels import GPU
+from support_quick_python import run
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES)
-
-
 def test_each_kernel_has_its_line() -> None:
-    done = run("check_kernels.py", "--cases", "1")
+    """As one starts it: it chooses the interpreter by itself."""
+    command = [sys.executable, "check_kernels.py", "--cases", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES)
     assert done.returncode == 0, done.stdout + done.stderr
     good = [line.split()[0] for line in done.stdout.splitlines() if line.endswith("yes")]
     assert sorted(good) == sorted(
@@ -35,7 +37,8 @@ layer_ops_triton.act_and_mul = lambda gate, up, activation, out: out
 sys.argv[1:] = ["--cases", "1"]
 sys.exit(check_kernels.main())
 """
-    done = run("-c", broken)
+    interpreted = os.environ | ({} if GPU else {"TRITON_INTERPRET": "1"})
+    done = run([sys.executable, "-c", broken], capture_output=True, text=True, cwd=EXAMPLES, env=interpreted)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "WRONG: greedy: off by 1.0" in done.stdout
     assert "WRONG: activation, case 0: act_and_mul" in done.stdout

@@ -81,7 +81,7 @@ def test_after_a_crash_the_other_cases_run_in_a_new_child(monkeypatch: pytest.Mo
 
 @plain
 def test_a_child_that_cannot_even_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken(monkeypatch, tmp_path, None)
+    broken(monkeypatch, tmp_path, None, anew=True)
     (tmp_path / "sitecustomize.py").write_text("import sys\nprint('no luck', file=sys.stderr)\nsys.exit(3)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (found,) = run_in_child.outcomes("layers", CPU, to_the_end=True)
@@ -242,7 +242,7 @@ def test_what_a_compiler_says_is_passed_on(checking: None, monkeypatch: pytest.M
 
 @plain
 def test_modules_of_the_current_folder_are_not_the_childs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken(monkeypatch, tmp_path, None)
+    broken(monkeypatch, tmp_path, None, anew=True)
     (tmp_path / "queue.py").write_text("raise ImportError('not the real one')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", str(tmp_path), *run_in_child.sys.path])

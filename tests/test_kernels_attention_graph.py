@@ -51,11 +51,14 @@ def mixes(variant: Variant, rows: int, most: int) -> list[DecodeCase]:
 class Step:
     """A decode step over buffers that stay where they are."""
 
-    def __init__(self, kernels: ModuleType, variant: Variant, rows: int, pages: int, device: str) -> None:
+    def __init__(
+        self, kernels: ModuleType, variant: Variant, rows: int, pages: int, device: str, each: int = 20
+    ) -> None:
+        """``each``: how many items of work there is room for, by row. The interpreter takes time for each."""
         self.kernels, self.variant = kernels, variant
-        items = {16: 40 * rows, 64: 20 * rows}
+        items, parts = {16: 2 * each * rows, 64: each * rows}, 3 * each * rows
         self.work = wl.WorkLists.room(
-            rows=rows, items=items, entries=50 * rows, parts=60 * rows, device=device, direct=not variant.sinks
+            rows=rows, items=items, entries=50 * rows, parts=parts, device=device, direct=not variant.sinks
         )
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         shapes = [(rows, variant.heads, variant.qk_dim)]
@@ -138,7 +141,7 @@ def test_twins(variant: Variant) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="test_one_graph_for_all_mixes does more")
 def test_kernels() -> None:
     variant = PLAIN[0]
-    step = Step(ct, variant, rows=8, pages=200, device=DEVICE)
+    step = Step(ct, variant, rows=8, pages=200, device=DEVICE, each=4)
     cases = mixes(variant, rows=4, most=20)
     for case in cases[1:2]:
         step.check(case, step)

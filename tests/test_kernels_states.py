@@ -98,6 +98,7 @@ def tokens_of(case: str) -> int:
     return sum(CASES[case][0])
 
 
+@pytest.mark.some_cases("case", "dtype")
 @kernel
 @pytest.mark.parametrize(("taps", "activation"), [(4, "silu"), (2, None)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)

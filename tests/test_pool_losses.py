@@ -19,6 +19,7 @@ import pytest
 import torch
 from support_families import build, random_prompts
 from support_pool import Load, is_running, none_left_behind
+from support_quick_python import QuickPython
 from support_quick_workers import quick_workers
 from transformers import GenerationConfig
 
@@ -247,7 +248,9 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 from support_pool import Load
+from support_quick_workers import quick_workers
 from hf_batchllm import GeneratorPool
+quick_workers()
 print("begun", flush=True)
 pool = GeneratorPool(Load(slow={{0: 0.01, 1: 0.01}}), gpus=["cpu", "cpu"])
 print(*[worker.process_id for worker in pool._crew.workers], flush=True)
@@ -266,7 +269,7 @@ def test_no_process_is_left_where_this_one_ends(how: str, tmp_path: Path) -> Non
     text = SCRIPT.format(tests=str(Path(__file__).parent), then=then.get(how, RUNS))
     (tmp_path / "script.py").write_text(text)
     with none_left_behind() as started:
-        parent = subprocess.Popen(
+        parent = QuickPython(
             [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert parent.stdout is not None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support_families import build
 from support_pool import Load, is_running, none_left_behind
+from support_quick_python import QuickPython
 from support_quick_workers import quick_workers
 from transformers import GenerationConfig
 
@@ -190,12 +191,13 @@ def test_what_a_worker_has_forked_ends_with_it(how: str, tmp_path: Path) -> None
 
 
 def test_workers_end_though_a_copy_of_the_pools_process_lives_on(tmp_path: Path) -> None:
+    """The workers are the pool's own children, as the users' are."""
     script = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from support_pool import Load
 from hf_batchllm import GeneratorPool
-pool = GeneratorPool(Load(), gpus=["cpu", "cpu"])
+pool = GeneratorPool(Load(), gpus=["cpu"])
 child = os.fork()
 if not child:
     time.sleep(60)
@@ -204,7 +206,7 @@ print(child, *[worker.process_id for worker in pool._crew.workers], flush=True)
 time.sleep(60)
 """
     (tmp_path / "script.py").write_text(script)
-    parent = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    parent = QuickPython([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child, *workers = map(int, parent.stdout.readline().split())
     try:

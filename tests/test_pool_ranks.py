@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support_families import build
+from support_quick_python import run
 
 from hf_batchllm import BatchGenerator, ConfigError, RankGenerator, run_file
 from hf_batchllm.errors import OutputBusyError
@@ -26,11 +26,21 @@ LAST = (
 )
 
 
+# As ``python -m torch.distributed.run``, which itself and whose ranks have PyTorch and the library from their start.
+LAUNCH = """
+from support_quick_python import QuickPython
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main
+subprocess_handler.Popen = QuickPython
+main()
+"""
+
+
 def run_ranks(folder: Path, count: int, *cases: str) -> list[dict[str, Any]]:
     """What each rank found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
+    command = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node", str(count)]
+    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = run(
         [*command, str(HERE / "rank_script.py"), str(folder), *cases],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -10,7 +10,7 @@ import torch
 from support_device_loop import device as device  # a fixture
 from support_device_loop import model_on
 from support_families import logits_of_rows, random_prompts
-from support_kernels import DEVICE, kernel
+from support_kernels import DEVICE, kernel, plain
 from support_parity import pages_of_memory
 
 from hf_batchllm import BatchGenerator, BatchResult
@@ -39,6 +39,7 @@ def assert_right(model: Any, result: BatchResult, k: int, prompt_k: int | None =
 
 
 @pytest.mark.some_cases
+@plain
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize(
     ("family", "k", "options"),
@@ -65,6 +66,7 @@ def test_as_a_plain_forward_gives_them(
     assert warned == (k > 32 and device == "cuda")  # a CPU has no slower way to be warned of
 
 
+@plain
 def test_the_host_does_not_wait(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     depths: list[int] = []
     run = Engine.run
