@@ -83,16 +83,22 @@ def compile_decode(
 
 
 def compile_prefill(
-    patch: pytest.MonkeyPatch, group: int, dims: tuple[int, int], page: int, dtype: torch.dtype, full: bool
+    patch: pytest.MonkeyPatch,
+    group: int,
+    dims: tuple[int, int],
+    page: int,
+    dtype: torch.dtype,
+    full: bool,
+    two_way: bool = False,
 ) -> CompiledKernel:
-    """``full``: with a window, a soft cap and sinks."""
+    """``full``: with a window, a soft cap and sinks. ``two_way``: some rows see further than to themselves."""
     compiler = Compiler(pt._attend_chunks)
     patch.setattr(pt, "_attend_chunks", compiler)
     k, v = (torch.zeros(1, page, 2, dim, dtype=dtype) for dim in dims)
     q, out = (torch.zeros(1, 2 * group, dim, dtype=dtype) for dim in dims)
     number = torch.zeros(1, dtype=torch.int32)
     tile = pt.launch_options(group, *dims, dtype.itemsize)["tile"]
-    work = wl.PrefillWork(number, number, number, tile)
+    work = wl.PrefillWork(number, number, number, tile, number if two_way else None)
     options = {"window": 100, "softcap": 20.0, "sinks": out[0, :, 0]} if full else {}
     pt.attend_chunks(q, k, v, out, work, 1.0, **options)
     return compiler.made[0]
@@ -147,6 +153,13 @@ def test_prefill_fits_a_hopper_card(
 ) -> None:
     made = compile_prefill(monkeypatch, group, dims, page, dtype, full)
     assert made.metadata.shared <= SHARED_MEMORY
+
+
+@plain
+@hopper
+def test_images_seen_both_ways_take_no_more_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, both = (compile_prefill(monkeypatch, 2, (256, 256), 64, BF16, False, two_way) for two_way in (False, True))
+    assert one.metadata.shared == both.metadata.shared
 
 
 @plain
