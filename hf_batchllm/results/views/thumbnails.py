@@ -60,7 +60,7 @@ def _as_small_jpeg(source: Any) -> str | None:
         name = os.fspath(source)
         if not os.path.isfile(name) or os.path.getsize(name) > _MOST_BYTES:
             return None
-        image = Image.open(name)
+        image: Image.Image = Image.open(name)
         image.draft("RGB", (_SIDE, _SIDE))  # a large JPEG is read in a small size
     elif isinstance(source, Image.Image):
         image = source.copy()
