@@ -231,7 +231,8 @@ def _class_of(folder: str, name: str) -> type[ProcessorMixin]:
         ):  # Pixtral's module imports it, and needs it only for tensors
             for part in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
                 patch.setitem(sys.modules, part, types.ModuleType(part))
-            sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+            named = types.SimpleNamespace(InterpolationMode=None)  # for an annotation
+            sys.modules["torchvision.transforms.v2"].functional = named  # type: ignore[attr-defined]
         module = importlib.import_module(f"transformers.models.{folder}.processing_{folder}")
     return getattr(module, name)
 

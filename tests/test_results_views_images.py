@@ -48,6 +48,10 @@ def test_files_that_are_there_and_names_of_all_else(tmp_path: Path) -> None:
     assert [size_of(each) for each in page.images] == [(56, 28)]
     assert "cut.png" in page.text
     assert "cat.png?x=<b>" in page.text
+    written = io.BytesIO()
+    RED.save(written, "PNG")
+    of_a_dataset = {"bytes": written.getvalue(), "path": "page 1.png"}
+    assert [size_of(each) for each in page_of(written.getvalue(), of_a_dataset).images] == [(56, 28)] * 2
     for other in (object(), b"bytes", None, 3, "x" * 5000):
         assert "image" in page_of(other).text
 

@@ -111,7 +111,8 @@ class SmallerSteps:
         self._failures += 1
         self._calm = 0
         self._largest = max(self._largest, step.tokens)
-        self.most = max(1, step.tokens // 2)
+        smaller = max(1, step.tokens // 2)  # of an image that is not to be cut, it may be more than before
+        self.most = smaller if self.most is None else min(self.most, smaller)
         self._scheduler.limit_steps(self.most)
         self._notices(
             "smaller steps",

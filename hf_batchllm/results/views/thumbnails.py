@@ -37,7 +37,9 @@ def _sources(chat: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
             if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
                 continue
             given = next((part[name] for name in _NAMES if part.get(name) is not None), None)
-            yield given.get("url") if isinstance(given, Mapping) else given
+            if isinstance(given, Mapping):  # as OpenAI has it, or a dataset's column of images
+                given = next((given[name] for name in ("url", "bytes", "path") if given.get(name) is not None), None)
+            yield given
 
 
 _NAMES = ("image", "url", "path", "base64", "image_url")
@@ -61,9 +63,10 @@ def _as_small_jpeg(source: Any) -> str | None:
         name = os.fspath(source)
         if not os.path.isfile(name) or os.path.getsize(name) > _MOST_BYTES:
             return None
-        opened = Image.open(name)
-        opened.draft("RGB", (_SIDE, _SIDE))  # a large JPEG is read in a small size
-        image = opened
+        image = Image.open(name)
+        image.draft("RGB", (_SIDE, _SIDE))  # a large JPEG is read in a small size
+    elif isinstance(source, bytes):
+        image = Image.open(io.BytesIO(source))
     elif isinstance(source, Image.Image):
         image = source.copy()
     else:
