@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ...planning.expected_length import ExpectedLength
 from ...planning.paged_cache import PagedCache
+from ...planning.queue_scheduler import QueueScheduler
 from ...planning.requests_and_prefixes import FinishReason, Request
-from ...planning.scheduler import QueueScheduler
 from ...planning.step import Step
 from .group import BeamGroup
 
