@@ -164,6 +164,21 @@ def test_of_a_kind_of_which_it_is_not_known_a_single_row_is_taken(monkeypatch: p
         generator_of("llava").generate(**made("llava", CHATS[:2], "left"), **OPTIONS)
 
 
+def test_where_images_are_told_apart_by_where_their_tokens_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_shares, "_OF_KINDS", {"llava": (("pixel_values",), image_shares._by_runs)})
+    apart = [CHATS[0], CHATS[1], CHATS[3]]
+    together = user(shows(PAGE), shows(OTHER), words(4))
+    with generator_of("llava") as generator:
+        batch = made("llava", apart, "left")
+        rows = generator.generate(**batch, **OPTIONS)[:, batch["input_ids"].shape[1] :].tolist()
+        assert rows == generated("llava", apart, NEW)
+        assert "2 images" in generator.last_report.images
+        alone = generator.generate([made("llava", together)], **OPTIONS)
+        assert alone.token_ids == generated("llava", [together], NEW)
+        with refused("pixel_values", "holds 3 images, and in the rows tokens stand for images in 2 places"):
+            generator.generate(**made("llava", [together, CHATS[0]], "left"), **OPTIONS)
+
+
 def test_bad_prompts_are_named_by_their_places() -> None:
     family = "llava"
     good = dict(made(family, CHATS[0]))

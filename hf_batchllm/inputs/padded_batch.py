@@ -108,7 +108,10 @@ def take_padded(prompts: Any, kwargs: dict[str, Any]) -> PaddedBatch | None:
         )
     ((name, value),) = given.items()
     ids = _ids(name, value)
-    of_images = {name: kwargs.pop(name) for name in (*IMAGE_TENSORS, IMAGE_TOKEN_TYPES) if kwargs.get(name) is not None}
+    beside = [*IMAGE_TENSORS, IMAGE_TOKEN_TYPES]
+    if kwargs.get("pixel_values") is not None:
+        beside.append("token_type_ids")  # as some processors call those of images
+    of_images = {name: kwargs.pop(name) for name in beside if kwargs.get(name) is not None}
     return PaddedBatch(ids, None if mask is None else _mask(mask, ids.shape), of_images)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 _Tensors = Mapping[str, torch.Tensor]
@@ -20,8 +22,28 @@ class UnclearImages(Exception):
         self.name, self.why = name, why
 
 
-def shares_of_images(kind: str, config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
-    """``kind``: of the model, whose config it is. ``tokens``: of images in each row, more than none in all of them."""
+@dataclass(frozen=True)
+class TokensOfImages:
+    """Those that stand for images in the rows, one at least."""
+
+    of_rows: list[int]  # how many there are in each row
+    runs: list[int]  # how many stand next to each other, row after row
+
+    @staticmethod
+    def of(rows: Sequence[np.ndarray], placeholder: int) -> TokensOfImages:
+        runs: list[int] = []
+        for row in rows:
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], row == placeholder, [False]]).astype(np.int8)))
+            runs += (edges[1::2] - edges[::2]).tolist()
+        return TokensOfImages([int(np.count_nonzero(row == placeholder)) for row in rows], runs)
+
+    @property
+    def total(self) -> int:
+        return sum(self.of_rows)
+
+
+def shares_of_images(kind: str, config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
+    """``kind``: of the model, whose config it is."""
     names, split = _OF_KINDS.get(kind, (tuple(tensors), _one_row))
     for name in tensors:
         if name not in names:
@@ -29,16 +51,16 @@ def shares_of_images(kind: str, config: Any, tensors: _Tensors, tokens: Sequence
     if "pixel_values" not in tensors:
         raise UnclearImages(next(iter(tensors)), "goes with `pixel_values`: pass these, too")
     shares = split(config, tensors, tokens)
-    if sum(count for count, _ in shares) != sum(tokens):
+    if sum(count for count, _ in shares) != tokens.total:
         raise UnclearImages(
             "pixel_values",
             f"holds images that take {sum(count for count, _ in shares):,} tokens, and in the rows "
-            f"{sum(tokens):,} tokens stand for images",
+            f"{tokens.total:,} tokens stand for images",
         )
     return shares
 
 
-def _by_grid(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
+def _by_grid(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
     """Patches [patches, values], and how many each image has in height and width."""
     pixels, grids = tensors["pixel_values"], _beside(tensors, "image_grid_thw", 3)
     patches = [int(count) for count in grids.prod(dim=-1)]
@@ -51,7 +73,7 @@ def _by_grid(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Shar
     return [(count // merged, {"pixel_values": part, "image_grid_thw": grid}) for count, part, grid in parts]
 
 
-def _by_positions(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
+def _by_positions(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
     """Patches of each image [images, patches, values], and the place of each patch in it, -1 where there is none."""
     pixels, places = tensors["pixel_values"], tensors.get("image_position_ids")
     if places is None or pixels.ndim != 3 or places.shape != (*pixels.shape[:2], 2):
@@ -62,7 +84,7 @@ def _by_positions(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list
     return [(count, {"pixel_values": part, "image_position_ids": place}) for count, part, place in parts]
 
 
-def _by_size(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
+def _by_size(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
     """Pictures [images, channels, height, width], padded to one size, and the size of each."""
     pixels, sizes = tensors["pixel_values"], _beside(tensors, "image_sizes", 2)
     _check_pictures(pixels, len(sizes))
@@ -77,17 +99,17 @@ def _by_size(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Shar
     ]
 
 
-def _all_alike(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
+def _all_alike(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
     """Pictures, or tiles of them, [tiles, channels, height, width]: the tower makes as much of each."""
     if "image_sizes" in tensors:
         return _by_size(config, tensors, tokens)
     pixels = tensors["pixel_values"]
     _check_pictures(pixels, len(pixels))
-    each = _of_each(len(pixels), tokens)
+    each = _of_each(len(pixels), tokens.total)
     return [(each, {"pixel_values": tile}) for tile in pixels.split(1)]
 
 
-def _tiles_of_rows(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
+def _tiles_of_rows(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
     """Tiles [rows, tiles, channels, height, width]; a row with fewer is filled up with tiles of zeros."""
     pixels = tensors["pixel_values"]
     if pixels.ndim != 5:
@@ -96,20 +118,37 @@ def _tiles_of_rows(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> lis
     if any(len(tensor) != pixels.shape[0] * pixels.shape[1] for tensor in flat.values()):
         raise UnclearImages("pixel_attention_mask", "has not as many tiles as `pixel_values`")
     real = flat["pixel_values"].flatten(1).any(dim=1).nonzero()[:, 0].tolist()
-    each = _of_each(len(real), tokens)
+    each = _of_each(len(real), tokens.total)
     return [(each, {name: tensor[tile : tile + 1][None] for name, tensor in flat.items()}) for tile in real]
 
 
-def _one_row(config: Any, tensors: _Tensors, tokens: Sequence[int]) -> list[Share]:
+def _by_runs(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
+    """Images [images, ...], whose tokens stand next to each other: as many runs as images are one of each."""
+    images = len(tensors["pixel_values"])
+    if len(tokens.of_rows) == 1 and len(tokens.runs) != images:
+        return _one_row(config, tensors, tokens)
+    if len(tokens.runs) != images or any(len(tensor) != images for tensor in tensors.values()):
+        raise UnclearImages(
+            "pixel_values",
+            f"holds {images} images, and in the rows tokens stand for images in {len(tokens.runs)} places, so it is "
+            f"not known which are of which row: {INSTEAD}",
+        )
+    return [
+        (count, {name: tensor[place : place + 1] for name, tensor in tensors.items()})
+        for place, count in enumerate(tokens.runs)
+    ]
+
+
+def _one_row(config: Any, tensors: _Tensors, tokens: TokensOfImages) -> list[Share]:
     """Of a kind of which it is not known: all that a single row shows is taken as one."""
-    if sum(count > 0 for count in tokens) != 1 or len(tokens) != 1:
+    if len(tokens.of_rows) != 1:
         raise UnclearImages(
             "pixel_values", f"is of several rows, and it is not known which images are of which: {INSTEAD}"
         )
-    return [(tokens[0], dict(tensors))]
+    return [(tokens.total, dict(tensors))]
 
 
-_OF_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, _Tensors, Sequence[int]], list[Share]]]] = {
+_OF_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, _Tensors, TokensOfImages], list[Share]]]] = {
     **dict.fromkeys(
         ("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
         (("pixel_values", "image_grid_thw"), _by_grid),
@@ -119,6 +158,7 @@ _OF_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, _Tensors, Sequence[in
     "gemma4": (("pixel_values", "image_position_ids"), _by_positions),
     "internvl": (("pixel_values",), _all_alike),
     "llava": (("pixel_values", "image_sizes"), _all_alike),
+    "llava_next": (("pixel_values", "image_sizes"), _by_runs),
     "mistral3": (("pixel_values", "image_sizes"), _by_size),
 }
 
@@ -138,8 +178,7 @@ def _check_pictures(pixels: torch.Tensor, count: int) -> None:
         )
 
 
-def _of_each(images: int, tokens: Sequence[int]) -> int:
-    total = sum(tokens)
+def _of_each(images: int, total: int) -> int:
     if not images or total % images:
         raise UnclearImages(
             "pixel_values", f"holds {images} images of one size, and in the rows {total:,} tokens stand for images"

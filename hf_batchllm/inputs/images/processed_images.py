@@ -23,7 +23,7 @@ from ..base_model import base_model
 from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage
-from .image_shares import INSTEAD, UnclearImages, shares_of_images
+from .image_shares import INSTEAD, TokensOfImages, UnclearImages, shares_of_images
 from .prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES, EncodedChat, Image, PromptImages
 from .shown_images import OutOfPlace, with_images
 
@@ -110,12 +110,12 @@ class ProcessedImages:
             self._check_types(name, _integers(beside[name]), ids)
         if not given:
             return [None] * len(rows)
-        tokens = [int(np.count_nonzero(row == self._model.placeholder)) for row in rows]
-        if not any(tokens):
+        tokens = TokensOfImages.of(rows, self._model.placeholder)
+        if not tokens.total:
             raise UnclearImages(next(iter(given)), "is passed, and no token of the rows stands for an image")
         images = self._images(given, tokens)
         ends = np.cumsum([0, *(image.tokens for image in images)])
-        ends_of_rows = np.cumsum([0, *tokens])
+        ends_of_rows = np.cumsum([0, *tokens.of_rows])
         if not np.isin(ends_of_rows, ends).all():
             raise UnclearImages("pixel_values", f"has an image that begins in a row and ends in the next: {INSTEAD}")
         cuts = np.searchsorted(ends, ends_of_rows).tolist()
@@ -142,11 +142,10 @@ class ProcessedImages:
 
     # -- images ----------------------------------------------------------------------------------------------------
 
-    def _images(self, given: Mapping[str, Any], tokens: Sequence[int]) -> list[Image]:
-        name = tuple(id(value) for value in given.values())
-        _, known = self._by_tensors.get(name, ((), []))
-        if known and sum(image.tokens for image in known) == sum(tokens):
-            return known
+    def _images(self, given: Mapping[str, Any], tokens: TokensOfImages) -> list[Image]:
+        name = (*tokens.runs, *(id(value) for value in given.values()))
+        if name in self._by_tensors:
+            return self._by_tensors[name][1]
         tensors = {name: _on_cpu(name, value) for name, value in given.items()}
         before = len(self._by_content)
         config: Any = base_model(self._owners).config
