@@ -46,7 +46,7 @@ def test_families(family: str) -> None:
     assert pipe(CHATS, **GREEDY) == [stock(chat, **GREEDY) for chat in CHATS]
     images, texts = (
         [[PAGE], [OTHER, PAGE]],
-        [f"w3 {placeholder(family)} w4", "w5 {0} {0} w6 w7".format(placeholder(family))],
+        [f"w3 {placeholder(family)} w4", "w5 {0} w6 {0} w7".format(placeholder(family))],
     )
     assert pipe(images=images, text=texts, **GREEDY) == stock(images=images, text=texts, **GREEDY)
     pipe.close()
