@@ -161,6 +161,19 @@ def test_equal_ids_with_different_images_share_nothing(device: str) -> None:
     assert result.token_ids == generated(family, chats, 6, device)
 
 
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+def test_an_image_of_one_token(family: str) -> None:
+    """``generate`` fails where Mistral 3's tower reads no other beside it; here it is as if there were others."""
+    chats = [user(words(5), shows(picture(1, 32, 32)), words(4)), user(shows(picture(2, 64, 96)), words(3))]
+    with BatchGenerator(model_of(family), processor_of(family)) as generator:
+        alone = generator.generate(chats[:1], max_new_tokens=6, **OPTIONS)
+        together = generator.generate(chats, max_new_tokens=6, **OPTIONS)
+    assert alone[0].prompt_token_ids.count(model_of(family).config.image_token_id) == 1
+    assert alone[0].token_ids == together[0].token_ids
+    assert together[1].token_ids == generated(family, chats[1:], 6)[0]
+    assert "1 image, read by the vision tower in 1 run" in alone.report.images
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3"])
 def test_kept_prefixes(family: str, device: str) -> None:
     """An image of an earlier call is found again, and another one is not taken for it."""

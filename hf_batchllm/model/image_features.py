@@ -196,6 +196,8 @@ class ImageFeatures:
     def _run_at_once(self, images: Sequence[Image]) -> None:
         inner = self.inner
         weight = next(inner.parameters())
+        if sum(image.tokens for image in images) == 1:  # Mistral 3 loses a dimension where there is a single token
+            images = [*images, *images]
         inputs: dict[str, torch.Tensor] = {}
         for name in images[0].inputs:
             tensor = torch.cat([image.inputs[name] for image in images]).to(weight.device)
@@ -219,7 +221,7 @@ class ImageFeatures:
             self._features[image.first_key] = [each.clone() for each in features]
             self._seen.add(image.first_key)
         self._form = _Form(found)
-        self._read += len(images)
+        self._read += len(set(images))
         self._runs += 1
 
 
