@@ -13,6 +13,7 @@ from ..config import BatchConfig
 from ..errors import PromptError
 from ..inputs.base_model import base_model
 from ..inputs.long_prompts import context_of
+from ..inputs.prompts import longest_uncut
 from ..model.architecture import Architecture
 from ..model.device_memory import is_device_error
 from ..model.image_features import ImageFeatures
@@ -114,6 +115,13 @@ class Call:
             self.plan.ask_more_of_prefixes(price_of_states(self.plan, self._kv))
 
     def _open_memory(self) -> None:
+        most, uncut = self._config.max_batch_tokens, longest_uncut(self.plan.prompts)
+        if most is not None and most < uncut:
+            self._notices(
+                "uncut",
+                f"an image takes {uncut:,} tokens, which see each other both ways and are computed in one step: "
+                f"`max_batch_tokens` is {most:,}, and steps have up to {uncut:,}",
+            )
         if self._images is not None and self._config.keep_prefixes and self._kv.cache is None:
             self._images.read_first()  # before the model is looked at: whether it changes decides what is kept
         self._use.fuse()

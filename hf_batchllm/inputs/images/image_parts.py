@@ -12,6 +12,7 @@ import numpy as np
 
 from ...wording import a_kind, first_line, is_array, shown
 
+NAMES_OF_SOURCES = ("image", "url", "path", "base64", "image_url")  # of a part, the first that it has
 _SECONDS_TO_LOAD = 30  # that a server may take
 
 
@@ -25,7 +26,7 @@ def has_images(chat: Sequence[Any]) -> bool:
 
 def source_of(part: Mapping[str, Any]) -> Any:
     """What the part says of its image: an object, or a path, a URL or base64 as a string. None if nothing."""
-    for name in ("image", "url", "path", "base64", "image_url"):
+    for name in NAMES_OF_SOURCES:
         given = part.get(name)
         if isinstance(given, Mapping):  # as OpenAI has it, or a dataset's column of images
             given = next((given[each] for each in ("url", "bytes", "path") if given.get(each) is not None), None)

@@ -17,9 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 from ...errors import FilesError
 from ...wording import a_kind, first_line, shown
-from .image_parts import has_images, is_image_part
+from .image_parts import NAMES_OF_SOURCES, has_images, is_image_part
 
-_NAMES = ("image", "url", "path", "base64", "image_url")
 _IN_OBJECTS = ("url", "bytes", "path", "detail")  # OpenAI's `image_url`, and a dataset's column of images
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://|(data|file):", re.IGNORECASE)
 _FIRST_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # of pictures
@@ -154,8 +153,8 @@ def _folder(given: str | os.PathLike[str]) -> str:
 
 def _given(part: Mapping[str, Any]) -> tuple[str, str]:
     """Under which name a part has its image, and the image."""
-    _check_fields(part, ("type", "detail", *_NAMES))
-    given = {name: part[name] for name in _NAMES if part.get(name) is not None}
+    _check_fields(part, ("type", "detail", *NAMES_OF_SOURCES))
+    given = {name: part[name] for name in NAMES_OF_SOURCES if part.get(name) is not None}
     if len(given) > 1:
         raise RefusedImage(f"part that has two, as {' and '.join(f'`{name}`' for name in given)}: keep one")
     for name, value in given.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
@@ -49,10 +49,9 @@ class ReadyImages:
 
     def take(self, source: Any, options: dict[str, Any]) -> ReadyImage:
         """Once for each source."""
-        ready: Callable[[Hashable, Any], ReadyImage] = lambda _, given: self._ready(given)  # noqa: E731
-        if self._ahead is not None:
-            ready = self._ahead.take
-        return ready(name_of(source, options), (source, options))
+        if self._ahead is None:
+            return self._ready((source, options))
+        return self._ahead.take(name_of(source, options), (source, options))
 
     def drop(self, content: bytes) -> None:
         """It is ``known`` now."""
@@ -75,7 +74,7 @@ class ReadyImages:
                 process: Any = type(self._processor)._process_images
                 inputs, (text,) = process(self._processor, [[picture]], **{**options, "return_tensors": "pt"})
                 made.set_result((inputs, text))
-            except BaseException as error:
+            except BaseException as error:  # raised where the result is taken, or others would wait for ever
                 made.set_exception(error)
         return ReadyImage(picture, digest, made)
 

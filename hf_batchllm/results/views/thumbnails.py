@@ -42,7 +42,7 @@ def _sources(chat: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
             yield given
 
 
-_NAMES = ("image", "url", "path", "base64", "image_url")
+_NAMES = ("image", "url", "path", "base64", "image_url")  # as `inputs` has them, which stands above this room
 
 
 def _one(source: Any) -> str:
