@@ -22,13 +22,16 @@ from ..chats import ChatEncoder
 from ..token_ids import BadPrompt
 from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage, sources_of, with_bare_parts
+from .image_texts import ImageTexts
 from .processed_images import ProcessedImages
 from .prompt_images import FIRST_KEY, EncodedChat, Image
 from .ready_images import ReadyImage, ReadyImages, name_of
+from .rope_places import RopePlaces
 from .shown_images import OutOfPlace, with_images
 
 # Their own calls put pixels in order, of which there are none here, before those that all processors have in common.
 _SORT_PIXELS = ("InternVLProcessor",)
+_CUTS = {"truncation", "max_length", "padding"}  # options of a tokenizer
 _LAST_KEY = 2**31 - 1
 _PASS_A_PROCESSOR = "pass BatchGenerator(model, AutoProcessor.from_pretrained(...))"
 
@@ -39,6 +42,7 @@ class _Known:
 
     image: Image
     text: str
+    ids: list[int] | None  # of the text; None: it cannot be left out while the rest is made into tokens
 
 
 class KnownImages:
@@ -126,6 +130,9 @@ class _Reading:
         self._pictures: dict[object, Any] = {}  # that the chat at hand has been the first to show
         self._ready = ReadyImages(processor, known.by_content)
         self._options: dict[str, Any] = {}  # of the processor, for images
+        self._texts = ImageTexts(processor.tokenizer, model.placeholder)
+        self._leaves_out = False  # texts of images, in the call at hand
+        self._rope = RopePlaces(model)
         self._ours = copy.copy(processor)
         self._ours._process_images = self._known_images
 
@@ -143,11 +150,24 @@ class _Reading:
                 f"{sum(known.image.tokens for known in self._shown):,}: is such a token written in a text?"
             )
         try:
-            return EncodedChat(ids, with_images(self._model, ids, tuple(known.image for known in self._shown)))
+            shown = tuple(known.image for known in self._shown)
+            return EncodedChat(ids, with_images(self._model, ids, shown, self._rope))
         except OutOfPlace as error:
             return BadPrompt(str(error))
 
     def _ids(self, chat: Sequence[Any]) -> list[int]:
+        self._leaves_out = True
+        ids = self._ids_by_processor(chat)
+        if not self._leaves_out:
+            return ids
+        whole = self._texts.put_back(ids, [known.ids or [] for known in self._shown])
+        if whole is None:  # a token that stands for images is written in a text
+            self._leaves_out = False
+            whole = self._ids_by_processor(chat)
+        return whole
+
+    def _ids_by_processor(self, chat: Sequence[Any]) -> list[int]:
+        """With all of an image's tokens, or with one for each image, as ``_leaves_out`` says afterwards."""
         from PIL import Image as Pictures
 
         sources = sources_of(chat)
@@ -165,6 +185,8 @@ class _Reading:
         bos = self._processor.tokenizer.bos_token
         if bos is not None and text.startswith(bos):
             given["add_special_tokens"] = False
+        if _CUTS & given.keys():  # what is cut off must be counted with all tokens of images
+            self._leaves_out = False
         (ids,) = processor(text=[text], images=[images], **given)["input_ids"]
         return [int(token) for token in ids]
 
@@ -203,7 +225,8 @@ class _Reading:
                 self._pictures[named] = ready.picture
                 self._by_source[named] = self._known(ready), source
             self._shown.append(self._by_source[named][0])
-        return {}, [known.text for known in self._shown]
+        self._leaves_out &= all(known.ids is not None for known in self._shown)
+        return {}, [self._texts.stand_in if self._leaves_out else known.text for known in self._shown]
 
     def _known(self, ready: ReadyImage) -> _Known:
         content = ready.content
@@ -217,7 +240,8 @@ class _Reading:
             digest = ready.digest.copy()
             digest.update(f"{self._settings}{text}".encode())
             first = self._reader.key_of(digest.digest(), count)
-            self._by_content[content] = _Known(Image(first, count, inputs), text)
+            alone = tokens if self._texts.may_be_left_out(text, tokens) else None
+            self._by_content[content] = _Known(Image(first, count, inputs), text, alone)
         self._ready.drop(content)
         return self._by_content[content]
 

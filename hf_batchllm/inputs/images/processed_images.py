@@ -25,6 +25,7 @@ from .image_models import ImageModel, image_model, why_no_images
 from .image_parts import UnreadableImage
 from .image_shares import INSTEAD, TokensOfImages, UnclearImages, shares_of_images
 from .prompt_images import IMAGE_TENSORS, IMAGE_TOKEN_TYPES, EncodedChat, Image, PromptImages
+from .rope_places import RopePlaces
 from .shown_images import OutOfPlace, with_images
 
 _TYPES = (IMAGE_TOKEN_TYPES, "token_type_ids")
@@ -44,6 +45,10 @@ class ProcessedImages:
     @cached_property
     def _model(self) -> ImageModel:
         return image_model(self._owners)
+
+    @cached_property
+    def _rope(self) -> RopePlaces:
+        return RopePlaces(self._model)
 
     @staticmethod
     def takes(prompt: Any) -> bool:
@@ -122,7 +127,8 @@ class ProcessedImages:
         shown = [tuple(images[begin:end]) for begin, end in pairwise(cuts)]
         try:
             return [
-                with_images(self._model, row, some) if some else None for row, some in zip(rows, shown, strict=True)
+                with_images(self._model, row, some, self._rope) if some else None
+                for row, some in zip(rows, shown, strict=True)
             ]
         except OutOfPlace as error:
             raise UnclearImages("input_ids", str(error)) from None

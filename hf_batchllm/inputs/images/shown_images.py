@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from .image_models import ImageModel
-from .prompt_images import Image, PromptImages, PromptPlaces
+from .prompt_images import Image, PromptImages
+from .rope_places import RopePlaces
 
 
 class OutOfPlace(Exception):
     """Images stand where this model cannot have them. In words that follow "the prompt"."""
 
 
-def with_images(model: ImageModel, ids: Sequence[int] | np.ndarray, shown: tuple[Image, ...]) -> PromptImages:
+def with_images(
+    model: ImageModel, ids: Sequence[int] | np.ndarray, shown: tuple[Image, ...], rope: RopePlaces
+) -> PromptImages:
     """``shown``: one at least, in the order in which they stand. The ids have as many placeholders as they take."""
     keys = np.array(ids, dtype=np.int32)
     at = np.flatnonzero(keys == model.placeholder)
-    places = _places(model, keys, shown)
+    places = rope.of(keys, at, shown) if model.has_places else None
     two_way = None if model.two_way is None else _runs(at, shown, len(keys))
     keys[at] = np.concatenate([image.first_key + np.arange(image.tokens) for image in shown])
     return PromptImages(keys, shown, places, two_way)
@@ -39,17 +41,3 @@ def _runs(at: np.ndarray, images: Sequence[Image], tokens: int) -> np.ndarray:
         raise OutOfPlace("ends with an image: in this model something must follow it, as its template has it")
     longer: np.ndarray = runs[runs[:, 1] - runs[:, 0] > 1]
     return longer
-
-
-def _places(model: ImageModel, ids: np.ndarray, shown: Sequence[Image]) -> PromptPlaces | None:
-    if not model.has_places:
-        return None
-    tokens = torch.tensor(ids[None], dtype=torch.long, device="cpu")
-    grids = torch.cat([image.inputs["image_grid_thw"] for image in shown])
-    places, behind = model.inner.get_rope_index(
-        input_ids=tokens,
-        mm_token_type_ids=(tokens == model.placeholder).int(),
-        image_grid_thw=grids,
-        attention_mask=torch.ones_like(tokens),
-    )
-    return PromptPlaces(places[:, 0].cpu().numpy().astype(np.int32), int(behind.item()))
