@@ -2,7 +2,8 @@
 
 One block for each row goes over it a few times. The surprise of a token differs from what is to be expected by a
 distance that its logit alone decides, so a row's tokens within some distance lie in one stretch of logits. Two scans
-find that distance within an eighth of an octave, a third lists the tokens there, and among these few the search ends.
+find that distance within an eighth of an octave. A third lists the tokens there and looks where those nearer end. Among
+the few in the list the search ends.
 """
 
 from __future__ import annotations
@@ -62,6 +63,30 @@ def _below(distance, weight, first, step, PIVOTS: tl.constexpr, DOUBLES: tl.cons
 
 
 @triton.jit
+def _distance(scores, stays, factor, best, middle):
+    """How far each token is from the middle; infinitely far where it does not stay."""
+    stays = stays & (scores > -_INFINITY)
+    exponent = tl.where(stays, (scores - best) * factor, 0.0)
+    return tl.where(stays, tl.abs(exponent - middle), _INFINITY)
+
+
+@triton.jit
+def _listed(
+    logits, listed, begin, count, fits, factor, best, middle, lower, low, high,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some logits of the list, and how far their tokens are from the middle. Of a list without room: of all tokens."""
+    at = begin + tl.arange(0, BLOCK)
+    scores = tl.load(listed + at, mask=fits & (at < count), other=-_INFINITY)
+    if fits == 0:
+        scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
+        scores = tl.where(stays, scores, -_INFINITY)
+    distance = _distance(scores, scores > -_INFINITY, factor, best, middle)
+    return scores, tl.where(distance > lower, distance, _INFINITY)
+
+
+@triton.jit
 def _typical(
     logits, listed, factor, best, total, middle, mass, low, high,
     ROOM: tl.constexpr,
@@ -74,7 +99,7 @@ def _typical(
     target = total * mass
     # Distances double from pivot to pivot, then they are at equal steps between two of these.
     lower, upper, inside = (
-        tl.full([], 0.0, tl.float32),
+        tl.full([], -1.0, tl.float32),  # a token may be right in the middle
         tl.full([], _INFINITY, tl.float32),
         tl.full([], 0.0, tl.float64),
     )
@@ -99,17 +124,21 @@ def _typical(
         begun = tl.maximum(lower, 0.0)
         step = (tl.where(upper < _INFINITY, upper, begun + 64.0) - begun) / PIVOTS
         first = begun + step
-    # The log2 of the weights of tokens between the two, in a list, if there is room for all.
+    # The logits of tokens between the two, in a list, if there is room for all. Those nearer stay in any case.
     count = tl.full([], 0, tl.int32)
+    least = tl.full([BLOCK], _INFINITY, tl.float32)
+    most = tl.full([BLOCK], -_INFINITY, tl.float32)
     for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
-        stays = stays & (scores > -_INFINITY)
-        exponent = tl.where(stays, (scores - best) * factor, 0.0)
-        distance = tl.abs(exponent - middle)
-        between = stays & (distance <= upper) & (distance > lower)
+        distance = _distance(scores, stays, factor, best, middle)
+        nearer = distance <= lower
+        least = tl.minimum(least, tl.where(nearer, scores, _INFINITY))
+        most = tl.maximum(most, tl.where(nearer, scores, -_INFINITY))
+        between = (distance <= upper) & (distance > lower) & (distance < _INFINITY)
         place = count + tl.cumsum(between.to(tl.int32), 0) - 1
-        tl.store(listed + place, exponent, mask=between & (place < ROOM))
+        tl.store(listed + place, scores, mask=between & (place < ROOM))
         count += tl.sum(between.to(tl.int32), 0)
+    lowest, highest = tl.min(least, 0), tl.max(most, 0)
     tl.debug_barrier()  # other threads read the list
     fits = count <= ROOM
     count = tl.where(fits, count, VOCABULARY)
@@ -122,13 +151,10 @@ def _typical(
         within = tl.zeros([BLOCK], tl.float32)
         at_first = tl.full([], 0, tl.int32)
         while at_first < count:
-            at = at_first + tl.arange(0, BLOCK)
-            exponent = tl.load(listed + at, mask=fits & (at < count), other=-_INFINITY)
-            if fits == 0:
-                others, stay = _read(logits, at_first, low, high, VOCABULARY, BLOCK)
-                exponent = tl.where(stay & (others > -_INFINITY), (others - best) * factor, -_INFINITY)
-                exponent = tl.where(tl.abs(exponent - middle) > lower, exponent, -_INFINITY)
-            within += tl.where(tl.abs(exponent - middle) <= reach, tl.exp2(exponent), 0.0)
+            scores, distance = _listed(
+                logits, listed, at_first, count, fits, factor, best, middle, lower, low, high, VOCABULARY, BLOCK
+            )  # fmt: skip
+            within += tl.where(distance <= reach, tl.exp2((scores - best) * factor), 0.0)
             at_first += BLOCK
         is_enough = inside + tl.sum(within.to(tl.float64), 0) >= target
         over = tl.where(is_enough, half, over)
@@ -136,13 +162,16 @@ def _typical(
     edge = over.to(tl.float32, bitcast=True)
     least = tl.full([BLOCK], _INFINITY, tl.float32)
     most = tl.full([BLOCK], -_INFINITY, tl.float32)
-    for begin in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
-        scores, stays = _read(logits, begin, low, high, VOCABULARY, BLOCK)
-        exponent = tl.where(stays & (scores > -_INFINITY), (scores - best) * factor, -_INFINITY)
-        near = tl.abs(exponent - middle) <= edge
-        least = tl.minimum(least, tl.where(stays & near, scores, _INFINITY))
-        most = tl.maximum(most, tl.where(stays & near, scores, -_INFINITY))
-    return tl.min(least, 0), tl.max(most, 0)
+    begin_again = tl.full([], 0, tl.int32)
+    while begin_again < count:
+        scores, distance = _listed(
+            logits, listed, begin_again, count, fits, factor, best, middle, lower, low, high, VOCABULARY, BLOCK
+        )  # fmt: skip
+        near = (distance <= edge) & (distance < _INFINITY)
+        least = tl.minimum(least, tl.where(near, scores, _INFINITY))
+        most = tl.maximum(most, tl.where(near, scores, -_INFINITY))
+        begin_again += BLOCK
+    return tl.minimum(lowest, tl.min(least, 0)), tl.maximum(highest, tl.max(most, 0))
 
 
 @triton.jit
